@@ -1,0 +1,1 @@
+"""Runnable examples; installed so that `tp-invariant demo` finds them."""

@@ -1,0 +1,314 @@
+"""LayerNorm and RMSNorm in Triton, forward and backward, with bits that depend on one row or one column alone.
+
+    xhat = (x - mean) * rstd        (RMSNorm: x * rstd)
+    y    = xhat * w + bias          (w = weight, or 1 + weight if zero_centered)
+    dx   = (wdy - mean(wdy) - xhat * mean(wdy * xhat)) * rstd,  wdy = dy * w        (RMSNorm: without mean(wdy))
+    dw   = sum over rows of dy * xhat,  db = sum over rows of dy
+
+Sums along a row (`norm_forward`, `norm_backward_input`): one program per row. The order of its tree of additions
+follows from how the compiler spreads a row over threads, and that from the chunk, the warps, the dtypes, and what it
+knows of alignment. So the first two are functions of H, and `_rows` lets it know the same of every tensor of that H.
+
+Sums over rows (the weight gradients): two phases. `norm_weight_leaves` adds the rows of each leaf (a fixed block of
+rows), one after another, and `fold_leaves` adds the leaves, one after another; neither mixes columns.
+
+All kernels run in fp32 and are launched with enable_fp_fusion=False: every multiplication and addition rounds on its
+own, so no compiler's choice of where to fuse them can show, and the sums over rows equal a plain loop's in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .matmul import DTYPES, interpreting, launch_on
+
+MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
+LOOP_CHUNK = 8192
+COLUMN_BLOCK = 256  # columns per program in the sums over rows; sets the speed only
+
+
+@triton.jit
+def _load(ptr, cols, H: tl.constexpr, CHUNK: tl.constexpr):
+    if H % CHUNK == 0:
+        value = tl.load(ptr + cols)
+    else:
+        value = tl.load(ptr + cols, mask=cols < H, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _keep(value, cols, H: tl.constexpr, CHUNK: tl.constexpr):
+    """Zero past the end of the row, so that it adds nothing to a sum, not even a NaN."""
+    if H % CHUNK != 0:
+        value = tl.where(cols < H, value, 0.0)
+    return value
+
+
+@triton.jit
+def _mean(total, H: tl.constexpr):
+    return tl.div_rn(tl.sum(total, axis=0), tl.full((), H, tl.float32))
+
+
+# In the two kernels below a row of one chunk is a loop of one step, which the compiler folds away.
+@triton.jit
+def _forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_x, eps,
+    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride_x
+    y_row = y_ptr + row * H
+    mean = tl.full((), 0.0, tl.float32)
+    if not RMS:
+        total = tl.zeros((CHUNK,), tl.float32)
+        for start in range(0, H, CHUNK):
+            total += _load(x_row, start + tl.arange(0, CHUNK), H, CHUNK)
+        mean = _mean(total, H)
+        tl.store(mean_ptr + row, mean)
+    squares = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = _load(x_row, cols, H, CHUNK)
+        if not RMS:
+            x = _keep(x - mean, cols, H, CHUNK)
+        squares += x * x
+    rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(_mean(squares, H) + eps))
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = _load(x_row, cols, H, CHUNK)
+        if not RMS:
+            x = x - mean
+        w = _load(w_ptr, cols, H, CHUNK)
+        if ZERO_CENTERED:
+            w = w + 1.0
+        y = (x * rstd) * w
+        if HAS_BIAS:
+            y = y + _load(b_ptr, cols, H, CHUNK)
+        tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _backward_chunk(
+    dy_row, x_row, w_ptr, cols, mean, rstd,
+    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    x = _load(x_row, cols, H, CHUNK)
+    if not RMS:
+        x = x - mean
+    w = _load(w_ptr, cols, H, CHUNK)
+    if ZERO_CENTERED:
+        w = w + 1.0
+    return _load(dy_row, cols, H, CHUNK) * w, x * rstd
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, stride_dy, stride_x,
+    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dy_row = dy_ptr + row * stride_dy
+    x_row = x_ptr + row * stride_x
+    dx_row = dx_ptr + row * H
+    rstd = tl.load(rstd_ptr + row)
+    mean = tl.full((), 0.0, tl.float32)
+    if not RMS:
+        mean = tl.load(mean_ptr + row)
+    total_wdy = tl.zeros((CHUNK,), tl.float32)
+    total_wdy_xhat = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        wdy, xhat = _backward_chunk(dy_row, x_row, w_ptr, cols, mean, rstd, H, CHUNK, RMS, ZERO_CENTERED)
+        if not RMS:
+            total_wdy += wdy
+        total_wdy_xhat += _keep(wdy * xhat, cols, H, CHUNK)
+    mean_wdy_xhat = _mean(total_wdy_xhat, H)
+    mean_wdy = _mean(total_wdy, H)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        wdy, xhat = _backward_chunk(dy_row, x_row, w_ptr, cols, mean, rstd, H, CHUNK, RMS, ZERO_CENTERED)
+        if not RMS:
+            wdy = wdy - mean_wdy
+        dx = (wdy - xhat * mean_wdy_xhat) * rstd
+        tl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _leaves_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, stride_dy, stride_x, T, H, leaf_rows,
+    BLOCK: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    leaf = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < H
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    # A column belongs to one thread, which adds the rows in this order whatever BLOCK is.
+    for row in range(leaf * leaf_rows, tl.minimum(leaf * leaf_rows + leaf_rows, T)):
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+        if not RMS:
+            x = x - tl.load(mean_ptr + row)
+        dw += dy * (x * tl.load(rstd_ptr + row))  # product and sum round separately: see the top of this file
+        if HAS_BIAS:
+            db += dy
+    tl.store(dw_ptr + leaf * H + cols, dw, mask=inside)
+    if HAS_BIAS:
+        tl.store(db_ptr + leaf * H + cols, db, mask=inside)
+
+
+@triton.jit
+def _fold_kernel(leaves_ptr, out_ptr, L, H, BLOCK: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for leaf in range(0, L):
+        total += tl.load(leaves_ptr + tl.cast(leaf, tl.int64) * H + cols, mask=cols < H, other=0.0)
+    tl.store(out_ptr + cols, total, mask=cols < H)
+
+
+def _launch_options(h: int) -> dict[str, int | bool]:
+    """Chunk and warps, both functions of the row length alone."""
+    chunk = max(16, triton.next_power_of_2(h)) if h <= MAX_SINGLE_CHUNK else LOOP_CHUNK
+    return {"CHUNK": chunk, "num_warps": min(16, max(1, chunk // 512)), "enable_fp_fusion": False}
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """[T, H] or [H], copied if it is not laid out as every tensor of this H must be, and its row stride.
+
+    Triton compiles apart for addresses, and strides, that are multiples of 16; another layout of threads and another
+    order of additions may follow. So the address is one always, and the row stride is one if and only if H is.
+    """
+    if interpreting():
+        tensor = tensor.float()  # the interpreter gets bfloat16 subnormals wrong: let it see fp32 only
+    h = tensor.shape[-1]
+    # The stride of a dimension of one is arbitrary in torch, so it must not reach the kernel.
+    stride = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else h
+    usable = (tensor.stride(-1) == 1 or h == 1) and tensor.data_ptr() % 16 == 0
+    if usable and (stride % 16 == 0 if h % 16 == 0 else stride == h):
+        return tensor, stride
+    return tensor.clone(memory_format=torch.contiguous_format), h
+
+
+def _check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
+    """Raise unless `tensor` has `shape` (None: any [rows, H]), the device of `like`, and one of `dtypes`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
+    if shape is None and (tensor.dim() != 2 or tensor.shape[1] == 0):
+        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: [rows, H] with H at least 1")
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {shape}")
+    if tensor.device != like.device:
+        raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
+
+
+def _check_backward(operation: str, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, rms: bool) -> None:
+    _check(operation, "x", x, None, x)
+    _check(operation, "dy", dy, tuple(x.shape), x)
+    if not rms:
+        _check(operation, "mean", mean, (x.shape[0],), x, (torch.float32,))
+    _check(operation, "rstd", rstd, (x.shape[0],), x, (torch.float32,))
+
+
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(y, mean, rstd) of LayerNorm, or of RMSNorm if `rms`, over the last dimension; one row's bits never see another.
+
+    x: [T, H], any strides, T may be 0. weight: [H]. bias: [H] or None. Each bfloat16, float16 or float32.
+    y: contiguous [T, H] of out_dtype, or of x's dtype. mean (None if `rms`) and rstd: float32 [T].
+    LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
+    ValueError for a shape, a device or an eps that does not fit.
+    """
+    _check("norm_forward", "x", x, None, x)
+    t, h = x.shape
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if name == "weight" or vector is not None:
+            _check("norm_forward", name, vector, (h,), x)
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"norm_forward: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
+    if not eps >= 0:
+        raise ValueError(f"norm_forward: eps is {eps}; allowed: 0 or more")
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    y = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    mean, rstd = (torch.empty(t, device=x.device, dtype=torch.float32) for _ in range(2))
+    if t > 0:
+        x_rows, stride = _rows(x)
+        w, b = (_rows(weight if vector is None else vector)[0] for vector in (weight, bias))
+        with launch_on(x, "norm_forward"):
+            _forward_kernel[(t,)](
+                x_rows, w, b, y, mean, rstd, stride, float(eps),
+                H=h, RMS=rms, ZERO_CENTERED=zero_centered, HAS_BIAS=bias is not None, **_launch_options(h),
+            )  # fmt: skip
+    return y.to(out_dtype), None if rms else mean, rstd
+
+
+def norm_backward_input(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
+) -> Tensor:
+    """dx [T, H], contiguous, of x's dtype; one row's bits never see another. See the top of this file for the formula.
+
+    dy, x: [T, H]; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`), rstd: float32 [T],
+    from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
+    """
+    _check_backward("norm_backward_input", dy, x, mean, rstd, rms)
+    t, h = x.shape
+    _check("norm_backward_input", "weight", weight, (h,), x)
+    dx = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
+    if t > 0:
+        (dy, dy_stride), (x_rows, x_stride), (w, _) = _rows(dy), _rows(x), _rows(weight)
+        rstd = rstd.contiguous()
+        with launch_on(x, "norm_backward_input"):
+            _backward_kernel[(t,)](
+                dy, x_rows, w, rstd if rms else mean.contiguous(), rstd, dx, dy_stride, x_stride,
+                H=h, RMS=rms, ZERO_CENTERED=zero_centered, **_launch_options(h),
+            )  # fmt: skip
+    return dx.to(x.dtype)
+
+
+def norm_weight_leaves(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, leaf_rows: int, rms: bool, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dweight leaves, dbias leaves or None), float32 [ceil(T / leaf_rows), H]; one column's bits never see another.
+
+    Leaf l starts from +0.0 and adds, in row order, dy * xhat (or dy) of rows l * leaf_rows to (l + 1) * leaf_rows - 1,
+    the product rounded to fp32 before it is added. Arguments and errors as for `norm_backward_input`; a leaf_rows below
+    1 raises ValueError.
+    """
+    _check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
+    if leaf_rows < 1:
+        raise ValueError(f"norm_weight_leaves: leaf_rows is {leaf_rows}; allowed: 1 or more")
+    t, h = x.shape
+    count = triton.cdiv(t, leaf_rows)
+    dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
+    db = torch.empty_like(dw) if with_bias else None
+    if t > 0:
+        (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), rstd.contiguous()
+        with launch_on(x, "norm_weight_leaves"):
+            _leaves_kernel[(count, triton.cdiv(h, COLUMN_BLOCK))](
+                dy, x_rows, rstd if rms else mean.contiguous(), rstd, dw, dw if db is None else db,
+                dy_stride, x_stride, t, h, leaf_rows,
+                BLOCK=COLUMN_BLOCK, RMS=rms, HAS_BIAS=with_bias, enable_fp_fusion=False,
+            )  # fmt: skip
+    return dw, db
+
+
+def fold_leaves(leaves: Tensor) -> Tensor:
+    """Sum of float32 leaves [L, H] as float32 [H]: from +0.0, adds leaf 0, then leaf 1, and so on; zeros if L is 0.
+
+    Raises TypeError for another dtype and ValueError for another shape.
+    """
+    _check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    count, h = leaves.shape
+    out = torch.empty(h, device=leaves.device, dtype=torch.float32)
+    with launch_on(leaves, "fold_leaves"):
+        _fold_kernel[(triton.cdiv(h, COLUMN_BLOCK),)](
+            leaves.contiguous(), out, count, h, BLOCK=COLUMN_BLOCK, enable_fp_fusion=False
+        )
+    return out

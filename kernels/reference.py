@@ -1,0 +1,181 @@
+"""The gemm_fn for a CPU: plain torch, slice-invariant, close to the speed of torch.mm.
+
+K order, a function of K alone: blocks of 128; inside a block one chain of fp32 fused multiply-adds from zero, in
+order; the blocks' sums added one after another. `chained_matmul` is that sentence written with addcmul_, elementwise,
+and is invariant by construction. `matmul` gets the same bits from the BLAS: fresh fp32 copies of both operands in
+panels of 128 k, M and N zero-padded to multiples of 64, one BLAS call per panel. BLAS libraries change their order of
+summation with the shape, in particular at edges that are no multiple of their tile, but not for the few shapes that
+this leaves. Nobody promises that, so each shape is compared with the chain when a process first meets it, and the
+chain takes its place, with a warning, if they ever differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+K_BLOCK = 128
+_PAD = 64  # rows and columns come in multiples of this
+_TILE = 512  # and at most this many at a time, so that only (512 / 64)^2 shapes, times layouts, ever reach the BLAS
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def check_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Raises ValueError or TypeError unless a [M, K], b [K, N], bias [N] or None agree and are supported."""
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"a and b must be matrices; a has shape {tuple(a.shape)} and b {tuple(b.shape)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} disagree on K: {a.shape[1]} against {b.shape[0]}")
+    if 0 in a.shape or 0 in b.shape:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must not be empty")
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}: they must have one dtype")
+    if bias is not None and bias.shape != (b.shape[1],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({b.shape[1]},), one for each column of b")
+    for name, dtype in (("a", a.dtype), ("bias", a.dtype if bias is None else bias.dtype), ("out_dtype", out_dtype)):
+        if dtype not in SUPPORTED_DTYPES:
+            raise TypeError(f"{name} is {dtype}: supported are {', '.join(map(str, SUPPORTED_DTYPES))}")
+    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
+        if tensor is not None and tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}: this gemm_fn is for the CPU; on CUDA use kernels.matmul")
+
+
+# --- panels ---------------------------------------------------------------------------------------------------------
+
+
+def _panels(x: Tensor, k_last: bool) -> list[Tensor]:
+    """x [R, K] as fresh fp32 panels of K_BLOCK k, zero-padded to R' rows, each contiguous.
+
+    k_last: [R', K_BLOCK] each, for an x whose rows are contiguous; else [K_BLOCK, R'], for one whose columns are.
+    """
+    rows, k = x.shape
+    padded_rows, blocks = _round_up(rows, _PAD), -(-k // K_BLOCK)
+    full = k // K_BLOCK
+    whole = rows == padded_rows and k == blocks * K_BLOCK
+    make = torch.empty if whole else torch.zeros
+    if k_last:
+        buffer = make((blocks, padded_rows, K_BLOCK), dtype=torch.float32)
+        if full:
+            buffer[:full, :rows].copy_(x[:, : full * K_BLOCK].unflatten(1, (full, K_BLOCK)).transpose(0, 1))
+        if full < blocks:
+            buffer[full, :rows, : k - full * K_BLOCK].copy_(x[:, full * K_BLOCK :])
+        return list(buffer.unbind(0))
+    flat = make((blocks * K_BLOCK, padded_rows), dtype=torch.float32)
+    flat[:k, :rows].copy_(x.t())
+    return list(flat.split(K_BLOCK))
+
+
+def _blas_tile(a_panels: list[Tensor], b_panels: list[Tensor]) -> Tensor:
+    acc = torch.mm(a_panels[0], b_panels[0])
+    for a, b in zip(a_panels[1:], b_panels[1:], strict=True):
+        acc.addmm_(a, b)
+    return acc
+
+
+def _chain_tile(a_panels: list[Tensor], b_panels: list[Tensor]) -> Tensor:
+    acc: Tensor | None = None
+    for a, b in zip(a_panels, b_panels, strict=True):
+        # every k of the padded block: adding 0 * 0 turns a -0.0 into 0.0, as the BLAS does
+        part = torch.zeros(a.shape[0], b.shape[1])
+        for k in range(K_BLOCK):
+            part.addcmul_(a[:, k : k + 1], b[k : k + 1])
+        acc = part if acc is None else acc.add_(part)
+    assert acc is not None
+    return acc
+
+
+# --- the self-check -------------------------------------------------------------------------------------------------
+
+_check_lock = threading.Lock()
+
+
+def _panel_like(rows: int, k_last: bool, generator: torch.Generator) -> Tensor:
+    """Random values over a wide range of exponents, where any other order of summation shows."""
+    shape = (rows, K_BLOCK) if k_last else (K_BLOCK, rows)
+    scale = torch.exp2(torch.randint(-12, 13, shape, generator=generator).float())
+    return torch.randn(shape, generator=generator) * scale
+
+
+@functools.cache
+def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: int) -> bool:
+    """Whether the BLAS gives the chain's bits for one tile shape, layout and number of threads."""
+    with _check_lock:
+        generator = torch.Generator().manual_seed(rows * 1031 + cols)
+        a = [_panel_like(rows, a_k_last, generator) for _ in range(2)]
+        b = [_panel_like(cols, b_k_last, generator) for _ in range(2)]
+        a = [x if a_k_last else x.t() for x in a]
+        b = [x.t() if b_k_last else x for x in b]
+        agrees = torch.equal(_blas_tile(a, b).view(torch.int32), _chain_tile(a, b).view(torch.int32))
+    if not agrees:
+        warnings.warn(
+            f"the BLAS of this torch sums a {rows} x {K_BLOCK} by {K_BLOCK} x {cols} product on {threads} threads in "
+            "another order than expected; tp_invariant uses its elementwise form instead: same bits, several times slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return agrees
+
+
+# --- the gemm_fn ----------------------------------------------------------------------------------------------------
+
+
+def _matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, blas: Callable[..., bool]
+) -> Tensor:
+    out_dtype = out_dtype or a.dtype
+    check_operands(a, b, bias, out_dtype)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        b_rows = b.t()
+        a_k_last, b_k_last = a.stride(1) == 1, b_rows.stride(1) == 1 and b.stride(1) != 1
+        c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+        threads = torch.get_num_threads()
+        b_strips = [_panels(strip, b_k_last) for strip in b_rows.split(_TILE)]
+        if b_k_last:
+            b_strips = [[panel.t() for panel in strip] for strip in b_strips]
+        for i, a_rows in enumerate(a.split(_TILE)):
+            a_strip = _panels(a_rows, a_k_last)
+            if not a_k_last:
+                a_strip = [panel.t() for panel in a_strip]
+            for j, b_strip in enumerate(b_strips):
+                tile_shape = a_strip[0].shape[0], b_strip[0].shape[1]
+                tile = (_blas_tile if blas(*tile_shape, a_k_last, b_k_last, threads) else _chain_tile)(a_strip, b_strip)
+                out = c[i * _TILE : (i + 1) * _TILE, j * _TILE : (j + 1) * _TILE]
+                tile = tile[: out.shape[0], : out.shape[1]]
+                if bias is not None:
+                    tile = tile + bias[j * _TILE : (j + 1) * _TILE].float()
+                out.copy_(tile)
+    return c
+
+
+def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """c = a @ b (+ bias), accumulated in fp32 in the order of this module's docstring, rounded once.
+
+    Args:
+        a: [M, K], any strides; bfloat16, float16 or float32.
+        b: [K, N], any strides, of a's dtype.
+        bias: [N] or None, of any of those dtypes; added in fp32.
+        out_dtype: any of those dtypes; a's if None.
+
+    Returns:
+        [M, N], contiguous.
+
+    Raises:
+        ValueError: shapes that do not agree, an empty operand, an operand not on the CPU.
+        TypeError: dtypes that differ or are not supported (float64 among them: accumulation is fp32).
+    """
+    return _matmul(a, b, bias, out_dtype, _blas_agrees)
+
+
+def chained_matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`matmul`, the same bits, elementwise and so invariant by construction; several times slower."""
+    return _matmul(a, b, bias, out_dtype, lambda *shape: False)

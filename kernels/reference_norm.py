@@ -1,0 +1,101 @@
+"""LayerNorm and RMSNorm for a CPU: plain torch, the contract of norm.py.
+
+A row's sums go through the reference GEMM with a column of ones, whose order depends on the row's length alone:
+torch.sum splits a long row over threads when there are few rows. Everything else is one IEEE operation at a time
+(mul, add, sub, div, sqrt), because torch's vectorised and its tail code contract or approximate anything richer
+differently. Sums over rows are by leaves (see `norm_weight_leaves`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .reference import matmul
+
+
+def _row_mean(x: Tensor) -> Tensor:
+    """x [T, H] fp32 -> [T, 1] fp32."""
+    return matmul(x, x.new_ones((x.shape[1], 1))) / x.shape[1]
+
+
+def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + 1.0 if zero_centered else weight.float()
+
+
+def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    centered = x.float() if mean is None else x.float() - mean.unsqueeze(1)
+    return centered * rstd.unsqueeze(1)
+
+
+def norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    rms: bool,
+    zero_centered: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y = (x - mean) * rstd * weight + bias, in fp32, rounded once; RMSNorm has no mean and usually no bias.
+
+    Args:
+        x: [T, H], floating point.
+        weight, bias: [H], bias may be None; `zero_centered` adds 1 to weight.
+
+    Returns:
+        y [T, H] in out_dtype or x.dtype; mean [T] fp32, None for RMSNorm; rstd [T] fp32.
+    """
+    if x.shape[0] == 0:
+        empty = x.new_empty(0, dtype=torch.float32)
+        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), None if rms else empty, empty
+    x32 = x.float()
+    mean = None if rms else _row_mean(x32)
+    centered = x32 if mean is None else x32 - mean
+    rstd = 1.0 / torch.sqrt(_row_mean(centered * centered) + eps)
+    y = centered * rstd * _scale(weight, zero_centered)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(out_dtype or x.dtype), None if mean is None else mean.squeeze(1), rstd.squeeze(1)
+
+
+def norm_backward_input(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
+) -> Tensor:
+    """dx [T, H] in x.dtype, from dy [T, H] and what forward returned."""
+    if x.shape[0] == 0:
+        return torch.empty_like(x)
+    xhat = _normalized(x, mean, rstd)
+    wdy = dy.float() * _scale(weight, zero_centered)
+    dx = wdy - xhat * _row_mean(xhat * wdy)
+    if not rms:
+        dx = dx - _row_mean(wdy)
+    return (dx * rstd.unsqueeze(1)).to(x.dtype)
+
+
+def norm_weight_leaves(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, leaf_rows: int, rms: bool, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sums of dy * xhat (and of dy) over blocks of `leaf_rows` consecutive rows, in row order, one add after another.
+
+    Returns:
+        fp32 [ceil(T / leaf_rows), H] for the weight, and for the bias if `with_bias`; the last leaf may be short.
+    """
+    dy32 = dy.float()
+    products = dy32 * _normalized(x, mean, rstd)
+    return _sum_blocks(products, leaf_rows), _sum_blocks(dy32, leaf_rows) if with_bias else None
+
+
+def _sum_blocks(values: Tensor, leaf_rows: int) -> Tensor:
+    return torch.stack([fold_leaves(block) for block in values.split(leaf_rows)]) if len(values) else values
+
+
+def fold_leaves(leaves: Tensor) -> Tensor:
+    """Leaves [L, H] fp32 added in order, one after another, -> [H]; zeros if there are none."""
+    if leaves.shape[0] == 0:
+        return leaves.new_zeros(leaves.shape[1])
+    total = leaves[0].clone()
+    for leaf in leaves[1:]:
+        total += leaf
+    return total

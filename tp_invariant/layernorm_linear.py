@@ -1,0 +1,130 @@
+"""LayerNormLinear: a norm and the column-parallel (or whole) linear layer after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import gather_sequence
+from .layout import TokenSharding
+from .linear import Linear
+from .mode import is_tp_invariant_mode_enabled
+from .norm import NORMALIZATIONS, Norm, NormCall, stock_norm
+from .parameters import ShardSpec, mark_sharded
+
+
+class LayerNormLinear(Linear):
+    """y = norm(x) Wᵀ + b with LayerNorm or RMSNorm; with the mode on, the same bits at every degree.
+
+    The norm acts on this rank's tokens; `layer_norm_weight` [in_features] and `layer_norm_bias` [in_features] (not for
+    RMSNorm) are whole on every rank and so are their gradients when backward returns. Shapes and the other options are
+    Linear's.
+
+    Args:
+        eps: added to the variance (RMSNorm: to the mean of squares).
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: layer_norm_weight is stored minus one.
+        return_layernorm_output: also return the norm's output, last in the tuple.
+        return_layernorm_output_gathered: return it for all tokens (under sequence parallelism; else no difference).
+            Its gradient counts as complete on every rank, as everywhere in this library.
+
+    Raises:
+        ValueError: parallel_mode="row" (the norm needs whole rows) or an unknown normalization; else as Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(f"normalization={normalization!r} is unknown: choose 'LayerNorm' or 'RMSNorm'")
+        if parallel_mode == "row":
+            raise ValueError(
+                "parallel_mode='row' is not possible for LayerNormLinear: the norm needs whole rows; use 'column' or None"
+            )
+        if return_layernorm_output_gathered and not return_layernorm_output:
+            raise ValueError("return_layernorm_output_gathered=True needs return_layernorm_output=True")
+        super().__init__(
+            in_features, out_features, bias, parallel_mode=parallel_mode, device=device, dtype=dtype, **options
+        )
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+        mark_sharded(self.layer_norm_weight, None, 1)
+        if normalization == "LayerNorm":
+            self.layer_norm_bias: nn.Parameter | None = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+            mark_sharded(self.layer_norm_bias, None, 1)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+        self.reset_layer_norm_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> LayerNormLinear:
+        """Shards a full nn.Linear; the norm starts as the identity (copy the values of yours into layer_norm_weight)."""
+        layer = super().from_linear(linear, **options)
+        assert isinstance(layer, LayerNormLinear)
+        device = linear.weight.device
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            parameter = getattr(layer, name)
+            if parameter is not None:
+                replacement = nn.Parameter(torch.empty_like(parameter, device=device))
+                mark_sharded(replacement, None, 1)
+                setattr(layer, name, replacement)
+        layer.reset_layer_norm_parameters()
+        return layer
+
+    def shard_spec(self, name: str) -> ShardSpec:
+        return ShardSpec(self.group, None, 1) if name.startswith("layer_norm_") else super().shard_spec(name)
+
+    def reset_parameters(self) -> None:
+        """Linear's, and the norm back to the identity."""
+        super().reset_parameters()
+        if hasattr(self, "layer_norm_weight"):  # nn.Linear's parameters are made first
+            self.reset_layer_norm_parameters()
+
+    def reset_layer_norm_parameters(self) -> None:
+        """gamma one (zero when zero-centered), beta zero."""
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def forward(self, x: Tensor) -> Any:
+        """x [.., in_features], this rank's tokens under SP -> y, or a tuple (y[, bias][, norm's output])."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+            self._check_input(x, x.dtype)
+        else:
+            self._check_input(x, self.weight.dtype)
+        sharded = self.sequence_parallel and self.group.size > 1
+        call = NormCall(
+            self.group,
+            TokenSharding(self.group.size if sharded else 1, self.sequence_dim),
+            self.eps,
+            self.normalization == "RMSNorm",
+            self.zero_centered_gamma,
+        )
+        norm = Norm.apply if is_tp_invariant_mode_enabled() else stock_norm
+        normed = norm(x, self.layer_norm_weight, self.layer_norm_bias, call)
+        y = super().forward(normed)
+        if not self.return_layernorm_output:
+            return y
+        if sharded and self.return_layernorm_output_gathered:
+            normed = gather_sequence(normed, self.group, self.sequence_dim)
+        return (*y, normed) if isinstance(y, tuple) else (y, normed)

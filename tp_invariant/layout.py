@@ -1,0 +1,103 @@
+"""Where the elements of a sharded tensor stand. Pure functions of tensors; no communication, no arithmetic but sums.
+
+Legend, for this room and those that import it:
+    P        tensor-parallel degree; rank r of P
+    stride   partition_stride S: each rank's part of a sharded dim is S stacked pieces ([gate_r; up_r] for S = 2), so
+             the full dim is walked as (stride, rank, local) while concatenating ranks gives (rank, stride, local)
+    *_shard  this rank's part; *_full the whole; *_major a rank-major gathered buffer [P, ...shard]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
+    """size // parts, or a ValueError that names both where parts does not divide size."""
+    if parts < 1 or size % parts:
+        raise ValueError(
+            f"{size_name}={size} is not divisible by {parts_name}={parts}: choose a {size_name} that is a multiple of "
+            f"{parts}, or another {parts_name}"
+        )
+    return size // parts
+
+
+def split_sizes(size: int, parts: int) -> list[int]:
+    """The sizes of `parts` consecutive pieces of `size`, by torch.tensor_split's rule: the first ones get one more."""
+    small, more = divmod(size, parts)
+    return [small + (part < more) for part in range(parts)]
+
+
+def deinterleave(tensor: Tensor, *, dim: int, world: int, stride: int) -> Tensor:
+    """Ranks' shards concatenated along `dim` -> the order that TP=1 has: (rank stride local) -> (stride rank local).
+
+    For gated FC1 weights (stride 2): [g0 u0 g1 u1 ...] -> [g0 g1 ... u0 u1 ...]. Any dtype, any number of dims; a copy
+    unless stride or world is 1. Pattern from Transformer Engine PR 2977, generalised from stride 2 to any stride.
+
+    Raises:
+        ValueError: world * stride does not divide the size of `dim`.
+    """
+    check_divides(tensor.shape[dim], world * stride, size_name=f"size of dim {dim}", parts_name="world * stride")
+    if world == 1 or stride == 1:
+        return tensor
+    flat = rearrange(tensor.movedim(dim, 0), "(rank stride local) ... -> (stride rank local) ...", rank=world, stride=stride)
+    return flat.movedim(0, dim)
+
+
+def interleave(tensor: Tensor, *, dim: int, world: int, stride: int) -> Tensor:
+    """The inverse of `deinterleave`: (stride rank local) -> (rank stride local)."""
+    return deinterleave(tensor, dim=dim, world=stride, stride=world)
+
+
+def shard(full: Tensor, *, dim: int, rank: int, world: int, stride: int = 1) -> Tensor:
+    """Rank `rank`'s part of `full` along `dim`: its piece of each of the `stride` stacked parts. A new tensor.
+
+    Raises:
+        ValueError: world * stride does not divide the size of `dim`.
+    """
+    check_divides(full.shape[dim], world * stride, size_name=f"size of dim {dim}", parts_name="world * stride")
+    pieces = rearrange(full.movedim(dim, 0), "(stride rank local) ... -> rank (stride local) ...", rank=world, stride=stride)
+    return pieces[rank].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+def unshard(shards: Sequence[Tensor] | Tensor, *, dim: int, stride: int = 1) -> Tensor:
+    """All ranks' parts, in rank order (a list, or a rank-major tensor), -> the full tensor. The inverse of `shard`."""
+    parts = list(shards)
+    return deinterleave(torch.cat(parts, dim=dim), dim=dim, world=len(parts), stride=stride).contiguous()
+
+
+@dataclass(frozen=True)
+class TokenSharding:
+    """How the tokens of an activation [..., features] are split over ranks: along `sequence_dim`, or not at all (P=1).
+
+    `tokens` counts and `order` views speak of the full activation flattened to [T, features] in TP=1's order.
+    """
+
+    world: int
+    sequence_dim: int
+
+    def local_run(self, local_shape: Sequence[int]) -> int:
+        """How many consecutive tokens of the flattened full activation a rank holds at a stretch.
+
+        `local_shape` is the shape of this rank's activation, features included.
+        """
+        run = 1
+        for size in local_shape[self.sequence_dim : -1]:
+            run *= size
+        return run
+
+    def leaves_fit(self, local_shape: Sequence[int], leaf_rows: int) -> bool:
+        """Whether leaves of `leaf_rows` consecutive tokens never cross from one rank's tokens into another's."""
+        return self.world == 1 or self.local_run(local_shape) % leaf_rows == 0
+
+    def order_leaves(self, leaves_major: Tensor, local_shape: Sequence[int]) -> Tensor:
+        """Leaves gathered rank-major [P, leaves, H] -> [all leaves, H] in the order of the full activation's tokens."""
+        outer = 1
+        for size in local_shape[: self.sequence_dim]:
+            outer *= size
+        return rearrange(leaves_major, "rank (outer leaf) h -> (outer rank leaf) h", outer=max(outer, 1))

@@ -1,0 +1,294 @@
+"""Linear: an nn.Linear that is column-parallel, row-parallel or whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import functions, stock
+from .collectives import Group, gather_features, resolve_group, scatter_features
+from .functions import LinearCall
+from .gemm import GemmFn, check_callable
+from .layout import check_divides
+from .mode import is_tp_invariant_mode_enabled
+from .owners import ShardedWeight, check_owner_map
+from .parameters import ShardedModule, ShardSpec, full_initialisation, mark_sharded
+
+PARALLEL_MODES = (None, "column", "row")
+
+_INVARIANT: dict[str | None, Callable[..., Tensor]] = {
+    None: functions.ReplicatedLinear.apply,
+    "column": functions.ColumnLinear.apply,
+    "row": functions.RowLinear.apply,
+}
+_STOCK: dict[str | None, Callable[..., Tensor]] = {
+    None: stock.replicated_linear,
+    "column": stock.column_linear,
+    "row": stock.row_linear,
+}
+
+
+class Linear(ShardedModule, nn.Linear):
+    """y = x Wᵀ + b over tensor-parallel ranks; with the mode on, the same bits at every degree.
+
+    Shapes, for P ranks (SP: sequence_parallel, `sequence_dim` divided by P; `..` are any number of token dims):
+
+        parallel_mode   weight       bias     x                                   y
+        None            [N, K]       [N]      [.., K]                             [.., N]
+        "column"        [N/P, K]     [N/P]    [.., K]; SP: this rank's tokens     [.., N/P], all tokens
+        "row"           [N, K/P]     [N]      [.., K/P], all tokens               [.., N]; SP: this rank's tokens
+
+    Gradients of everything that ranks hold whole are complete on every rank when backward returns: nothing is left to
+    reduce over the tensor-parallel group (leave Megatron's `sequence_parallel` attribute on parameters False).
+
+    Args:
+        in_features, out_features: K and N of the full layer.
+        bias: whether to add one.
+        parallel_mode: None, "column" (N is sharded) or "row" (K is sharded).
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
+        sequence_parallel: whether activations outside the parallel region are sharded along `sequence_dim`.
+        sequence_dim: the dim of x that sequence parallelism shards, counted from the front.
+        partition_stride: in how many stacked pieces a rank holds the sharded dim; 2 for gated FC1 ([gate_r; up_r]).
+            Kept as `weight.partition_stride` and read there at every call, since Megatron sets it late; then call
+            `reset_parameters()` (or load a checkpoint) to have the values that other degrees have.
+        gather_output: column-parallel only: return [.., N], whole on every rank.
+        input_is_parallel: row-parallel only: False for an x [.., K] that is whole on every rank.
+        return_bias: return (y, bias) without adding it. The bias comes expanded to y's shape (a stride-0 view), so
+            that the sum over tokens of its gradient stays in this library's order.
+        init_method: called with the full weight [N, K]; nn.Linear's initialisation if None.
+        gemm_fn: see gemm.py; None takes the process-wide default, else the bundled one for the device.
+        owner_map: "auto", "replicate", "rows" or "cols", see owners.py; a choice of speed alone.
+        device, dtype: as for nn.Linear; "meta" works, followed by `to_empty()` and `reset_parameters()`.
+
+    Dtypes: bfloat16, float16 or float32, x and weight alike; accumulation in fp32. Under torch.autocast the autocast
+    dtype wins. weight and bias gradients have their parameters' dtypes.
+
+    Raises:
+        ValueError: an unknown option, or sizes that the degree (times partition_stride) does not divide.
+        TypeError: dtypes that differ, tp_group or gemm_fn of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        partition_stride: int = 1,
+        gather_output: bool = False,
+        input_is_parallel: bool = True,
+        return_bias: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        gemm_fn: GemmFn | None = None,
+        owner_map: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make full-size parameters
+        if parallel_mode not in PARALLEL_MODES:
+            raise ValueError(f"parallel_mode={parallel_mode!r} is unknown: choose one of None, 'column', 'row'")
+        if gather_output and parallel_mode != "column":
+            raise ValueError(f"gather_output=True needs parallel_mode='column', not {parallel_mode!r}")
+        if not input_is_parallel and parallel_mode != "row":
+            raise ValueError(f"input_is_parallel=False needs parallel_mode='row', not {parallel_mode!r}")
+        self.in_features, self.out_features = in_features, out_features
+        self.parallel_mode = parallel_mode
+        self.group = resolve_group(tp_group)
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
+        self.init_method = init_method
+        self.gemm_fn = check_callable(gemm_fn)
+        self.owner_map = check_owner_map(owner_map)
+
+        shape = [out_features, in_features]
+        if parallel_mode is not None:
+            name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
+            _check_stride(partition_stride)
+            parts_name = "TP degree" if partition_stride == 1 else f"TP degree {self.group.size} x partition_stride"
+            check_divides(shape[dim], self.group.size * partition_stride, size_name=name, parts_name=parts_name)
+            shape[dim] //= self.group.size
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._mark(partition_stride)
+        self.reset_parameters()
+
+    def _mark(self, stride: int) -> None:
+        mark_sharded(self.weight, {None: None, "column": 0, "row": 1}[self.parallel_mode], stride)
+        if self.bias is not None:
+            mark_sharded(self.bias, 0 if self.parallel_mode == "column" else None, stride)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        parallel_mode: str | None,
+        tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+        **options: Any,
+    ) -> Linear:
+        """This rank's part of a full nn.Linear: same values, dtype, device and requires_grad; options as for Linear.
+
+        Every rank must hold the same full `linear`.
+        """
+        weight, bias = linear.weight, linear.bias
+        if tuple(weight.shape) != (linear.out_features, linear.in_features):
+            raise ValueError(
+                f"linear.weight has shape {tuple(weight.shape)} where its features say "
+                f"{(linear.out_features, linear.in_features)}: pass a layer that is not sharded yet"
+            )
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=bias is not None,
+            parallel_mode=parallel_mode,
+            tp_group=tp_group,
+            device="meta",
+            dtype=weight.dtype,
+            **options,
+        )
+        stride = layer.partition_stride
+        layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
+        if bias is not None:
+            layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
+        layer._mark(stride)
+        return layer.train(linear.training)
+
+    @property
+    def partition_stride(self) -> int:
+        """weight.partition_stride as it is now.
+
+        Raises:
+            ValueError: it is no positive integer, or does not divide this rank's part of the sharded dim.
+        """
+        stride = _check_stride(getattr(self.weight, "partition_stride", 1))
+        if self.parallel_mode is not None and stride > 1:
+            dim = 0 if self.parallel_mode == "column" else 1
+            size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
+            check_divides(self.weight.shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
+        return stride
+
+    def shard_spec(self, name: str) -> ShardSpec:
+        dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
+        return ShardSpec(self.group, dims.get(name), self.partition_stride)
+
+    def reset_parameters(self) -> None:
+        """Draws new values as nn.Linear does, or by init_method: for the full layer, of which this rank keeps its part.
+
+        They depend on the seed and not on the degree, and are nn.Linear's own for the same seed. Seed all ranks alike.
+        """
+        if self.weight.is_meta:
+            return
+        with full_initialisation(
+            self.weight, (self.out_features, self.in_features), self.shard_spec("weight")
+        ) as full, torch.no_grad():
+            if self.init_method is not None:
+                self.init_method(full)
+            else:
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            with full_initialisation(self.bias, (self.out_features,), self.shard_spec("bias")) as full:
+                nn.init.uniform_(full, -bound, bound)
+
+    def prefetch_weight(self) -> None:
+        """Starts gathering the weight for the next call of the pass that needs it whole: a row-parallel forward.
+
+        Does nothing where nothing is gathered. Every rank must call it.
+        """
+        if self.parallel_mode != "row" or self.group.size == 1 or not is_tp_invariant_mode_enabled():
+            return
+        weight = ShardedWeight(self.weight, 1, self.partition_stride, self.group)
+        weight.prefetch("cols" if self.owner_map == "cols" else "rows")
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x as in the class's table -> y, or (y, bias expanded to y's shape or None) with return_bias.
+
+        Raises:
+            ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
+            TypeError: a dtype that is not the weight's, outside autocast.
+        """
+        stride = self.partition_stride
+        if self.bias is not None:
+            self.bias.partition_stride = stride  # follows the weight's, which Megatron sets late
+        x, weight, bias = self._autocast(x)
+        self._check_input(x, weight.dtype)
+        if self.parallel_mode == "row" and not self.input_is_parallel:
+            x = scatter_features(x, self.group, stride)
+        sharded = self.sequence_parallel and self.group.size > 1
+        call = LinearCall(self.group, sharded, self.sequence_dim, stride, self.owner_map, self.gemm_fn)
+        invariant = is_tp_invariant_mode_enabled()
+        if not invariant:
+            stock.log_once(self.group)
+        linear = (_INVARIANT if invariant else _STOCK)[self.parallel_mode]
+        y = linear(x, weight, None if self.return_bias else bias, call)
+        if self.gather_output:
+            y = gather_features(y, self.group, stride)
+        return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+
+    def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return x, self.weight, self.bias
+        dtype = torch.get_autocast_dtype(device)
+        return x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
+    def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
+        features = self.weight.shape[1] if self.input_is_parallel else self.in_features
+        if x.dim() < 2 or x.shape[-1] != features:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least one "
+                f"token dim (in_features={self.in_features}, parallel_mode={self.parallel_mode!r}, "
+                f"TP degree {self.group.size})"
+            )
+        if x.dtype != weight_dtype:
+            raise TypeError(
+                f"x is {x.dtype} and weight is {weight_dtype} on rank {self.group.rank}: convert one of them, or use "
+                "torch.autocast"
+            )
+        if self.sequence_parallel:
+            if not 0 <= self.sequence_dim < x.dim() - 1:
+                raise ValueError(
+                    f"sequence_dim={self.sequence_dim} is not a token dim of x with shape {tuple(x.shape)}: it must be "
+                    f"from 0 to {x.dim() - 2}"
+                )
+            if self.parallel_mode == "row":
+                name = f"size of sequence_dim {self.sequence_dim} of x"
+                check_divides(x.shape[self.sequence_dim], self.group.size, size_name=name, parts_name="TP degree")
+
+    def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
+        if bias is None:
+            return None
+        if self.gather_output:
+            bias = gather_features(bias, self.group, call.stride)
+        tokens_sharded = call.sequence_parallel and self.parallel_mode != "column"
+        if invariant:
+            return functions.ExpandBias.apply(bias, y.shape[:-1], tokens_sharded, call)
+        whole = stock.complete_grad(bias, self.group, tokens_sharded)
+        return None if whole is None else whole.expand(y.shape)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.parallel_mode is not None:
+            text += f", parallel_mode={self.parallel_mode!r}, tp={self.group.rank}/{self.group.size}"
+        return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+def _check_stride(stride: Any) -> int:
+    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+        raise ValueError(f"partition_stride={stride!r} is not a positive integer")
+    return stride

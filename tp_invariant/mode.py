@@ -1,0 +1,73 @@
+"""The gate: whether the tensor-parallel layers compute invariant bits or take the stock path."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+MODE_VARIABLE = "TP_INVARIANT_MODE"
+ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
+_VALUES = {"0": False, "1": True}
+
+# What Python code asked for; None leaves the decision to the environment. One value for the whole process and not one
+# per thread, because autograd runs backward on threads of its own.
+_override: bool | None = None
+
+
+def _parse(variable: str) -> bool | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if text not in _VALUES:
+        raise ValueError(f"{variable}={text!r} is not understood: set it to 1 (on) or 0 (off), or unset it (off)")
+    return _VALUES[text]
+
+
+def is_tp_invariant_mode_enabled() -> bool:
+    """Whether the mode is on, read now: `set_tp_invariant_mode` if it was called, else the environment.
+
+    The variable is `TP_INVARIANT_MODE`, or its alias `NVTE_TP_INVARIANT_MODE`: `1` is on, `0` or unset is off.
+
+    Raises:
+        ValueError: a variable holds anything else, or both are set and differ.
+    """
+    if _override is not None:
+        return _override
+    mode, alias = _parse(MODE_VARIABLE), _parse(ALIAS_VARIABLE)
+    if mode is not None and alias is not None and mode != alias:
+        raise ValueError(
+            f"{MODE_VARIABLE}={os.environ[MODE_VARIABLE]} and {ALIAS_VARIABLE}={os.environ[ALIAS_VARIABLE]} "
+            "contradict each other: unset one of them"
+        )
+    return bool(mode if mode is not None else alias)
+
+
+class set_tp_invariant_mode:  # noqa: N801 - used like a function, as torch.set_grad_enabled is
+    """Turns the mode on (True), off (False), or hands it back to the environment (None).
+
+    As a plain call it holds until the next call; as a context manager it restores what was there before, also when
+    the body raises, and nests. A layer looks at the mode in forward; its backward follows its forward.
+
+        tpi.set_tp_invariant_mode(True)
+        with tpi.set_tp_invariant_mode(False):
+            ...
+
+    Raises:
+        TypeError: `enabled` is not True, False or None.
+    """
+
+    def __init__(self, enabled: bool | None) -> None:
+        global _override
+        if enabled is not None and not isinstance(enabled, bool):
+            raise TypeError(f"enabled={enabled!r} is not understood: pass True, False or None")
+        self._previous = _override
+        _override = enabled
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _override
+        _override = self._previous

@@ -1,0 +1,125 @@
+"""LayerNorm and RMSNorm with invariant gradients, for activations whole or sharded along the sequence.
+
+The gradients of gamma and beta are sums over tokens. They are split into leaves of LEAF_ROWS consecutive tokens of the
+full activation, wherever its tokens live; each rank sums the leaves that it holds, the leaves are gathered and folded
+in token order on every rank. Where a shard boundary would cut a leaf, the operands are gathered instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .collectives import Group, gather_dim, gather_major
+from .functions import flatten_tokens
+from .layout import TokenSharding
+from .stock import complete_grad
+
+LEAF_ROWS = 32
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """What one call of a norm is told besides its tensors. `sharding.world` is 1 unless the tokens are sharded."""
+
+    group: Group
+    sharding: TokenSharding
+    eps: float
+    rms: bool
+    zero_centered: bool
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    if device.type == "cuda":
+        from .kernels import norm  # imports triton, so only here
+
+        return norm
+    if device.type == "cpu":
+        from .kernels import reference_norm
+
+        return reference_norm
+    raise NotImplementedError(f"no norm kernel is bundled for device {str(device)!r}: bundled are cuda and cpu")
+
+
+class Norm(torch.autograd.Function):
+    """y = xhat * gamma + beta over the last dim, xhat = (x - mean) * rstd (RMSNorm: x * rstd).
+
+        x, y  [.., H], this rank's tokens      weight (gamma), bias (beta)  [H], whole on every rank
+        dx    by rows                          dgamma, dbeta  summed over all ranks' tokens, complete on every rank
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
+        kernels = _kernels(x.device)
+        y, mean, rstd = kernels.norm_forward(
+            flatten_tokens(x), weight, bias, eps=call.eps, rms=call.rms, zero_centered=call.zero_centered
+        )
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        call: NormCall = ctx.call
+        kernels = _kernels(x.device)
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if need_x:
+            dx = kernels.norm_backward_input(
+                flatten_tokens(dy), flatten_tokens(x), weight, mean, rstd, rms=call.rms, zero_centered=call.zero_centered
+            ).view(x.shape)
+        if need_weight or need_bias:
+            leaves, bias_leaves = _all_leaves(kernels, call, dy, x, mean, rstd, need_bias)
+            if need_weight:
+                dweight = kernels.fold_leaves(leaves).to(weight.dtype)
+            if bias_leaves is not None:
+                dbias = kernels.fold_leaves(bias_leaves).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None
+
+
+def _all_leaves(
+    kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The leaves of the full activation, in token order, on every rank."""
+    fits = call.sharding.leaves_fit(x.shape, LEAF_ROWS)
+    if not fits:
+        rows = x.shape[:-1]
+        dim, group = call.sharding.sequence_dim, call.group
+        dy, x = gather_dim(dy, dim, group), gather_dim(x, dim, group)
+        rstd = gather_dim(rstd.view(rows), dim, group).reshape(-1)
+        mean = None if mean is None else gather_dim(mean.view(rows), dim, group).reshape(-1)
+    leaves, bias_leaves = kernels.norm_weight_leaves(
+        flatten_tokens(dy), flatten_tokens(x), mean, rstd, leaf_rows=LEAF_ROWS, rms=call.rms, with_bias=with_bias
+    )
+    if call.sharding.world == 1 or not fits:
+        return leaves, bias_leaves
+    # one collective for both
+    local = leaves if bias_leaves is None else torch.cat([leaves, bias_leaves], dim=1)
+    ordered = call.sharding.order_leaves(gather_major(local, call.group), x.shape)
+    if bias_leaves is None:
+        return ordered, None
+    weight_part, bias_part = ordered.split(x.shape[-1], dim=1)
+    return weight_part, bias_part
+
+
+def stock_norm(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
+    """The mode off: torch's norm; under SP the gradients of gamma and beta are all-reduced."""
+    sharded = call.sharding.world > 1
+    gamma, beta = complete_grad(weight, call.group, sharded), complete_grad(bias, call.group, sharded)
+    assert gamma is not None
+    if call.zero_centered:
+        gamma = gamma + 1
+    gamma = gamma.to(x.dtype)
+    if call.rms:
+        return F.rms_norm(x, x.shape[-1:], gamma, call.eps)
+    return F.layer_norm(x, x.shape[-1:], gamma, None if beta is None else beta.to(x.dtype), call.eps)

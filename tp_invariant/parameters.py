@@ -1,0 +1,99 @@
+"""How parameters are sharded: Megatron's attributes on them, and the way from shards to full tensors and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import Group, gather_major
+from .layout import shard, unshard
+
+_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+def mark_sharded(parameter: nn.Parameter, partition_dim: int | None, stride: int) -> None:
+    """Sets Megatron-LM's attributes; partition_dim None for a parameter that every rank holds whole."""
+    parameter.tensor_model_parallel = partition_dim is not None  # type: ignore[attr-defined]
+    parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
+    parameter.partition_stride = stride  # type: ignore[attr-defined]
+
+
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
+    for name in _ATTRIBUTES:
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
+
+
+class KeepsAttributes(nn.Module):
+    """A module whose parameters keep their attributes where torch makes new ones: `to_empty()`, `copy.deepcopy`."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        before = dict(self.named_parameters(recurse=False))
+        result = super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters(recurse=False):
+            _copy_attributes(before[name], parameter)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        for name, parameter in self.named_parameters(recurse=False):
+            _copy_attributes(parameter, twin.get_parameter(name))
+        return twin
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Where a parameter is sharded: `dim` None means whole on every rank."""
+
+    group: Group
+    dim: int | None
+    stride: int
+
+    def full(self, local: Tensor) -> Tensor:
+        """The full tensor, on every rank, from this rank's part. A collective."""
+        if self.dim is None or self.group.size == 1:
+            return local.detach().clone()
+        return unshard(gather_major(local.detach(), self.group), dim=self.dim, stride=self.stride)
+
+    def local(self, full: Tensor) -> Tensor:
+        """This rank's part of the full tensor."""
+        if self.dim is None:
+            return full.detach().clone()
+        return shard(full.detach(), dim=self.dim, rank=self.group.rank, world=self.group.size, stride=self.stride)
+
+
+class ShardedModule(KeepsAttributes):
+    """What the layers of this library have in common: they can say how each of their own parameters is sharded."""
+
+    def shard_spec(self, name: str) -> ShardSpec:
+        """The ShardSpec of the parameter called `name`, as things stand now (partition_stride may be set late)."""
+        raise NotImplementedError
+
+
+def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
+    """(qualified name, parameter, spec) for each parameter; those of other modules count as whole on every rank."""
+    whole = ShardSpec(Group(None, 0, 1), None, 1)
+    for prefix, child in module.named_modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            spec = child.shard_spec(name) if isinstance(child, ShardedModule) else whole
+            yield f"{prefix}.{name}" if prefix else name, parameter, spec
+
+
+@contextmanager
+def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...], spec: ShardSpec) -> Iterator[Tensor]:
+    """Gives the full tensor to write values into, and keeps this rank's part, so that values do not depend on the degree.
+
+    Every rank draws the full tensor: seed them all alike, as for any replicated parameter.
+    """
+    full = local.new_empty(full_shape)
+    yield full
+    with torch.no_grad():
+        local.copy_(spec.local(full))

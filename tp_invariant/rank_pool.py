@@ -1,0 +1,212 @@
+"""A pool of rank processes that outlives many cases: starting eight takes many seconds, a case milliseconds.
+
+Each rank is a fresh interpreter that runs `serve` below, with a connection to the parent for work and results
+and a default process group among the ranks (gloo on CPUs, NCCL besides where there are GPUs). Groups of the first 1, 2,
+3, .. ranks are made when first asked for. Functions travel by cloudpickle where it is installed, so local ones work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.machinery import BuiltinImporter, PathFinder
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import wait as wait_for
+from typing import Any
+
+_GRACE_SECONDS = 20.0  # how long the others get once one rank has failed
+
+
+class RankError(AssertionError):
+    """A case failed on some rank; the message holds each failing rank's traceback. `errors` maps rank to exception."""
+
+    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+@dataclass
+class Outcome:
+    """What one rank sends back."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def _dumps(obj: Any) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        try:
+            return pickle.dumps(obj)
+        except (pickle.PicklingError, AttributeError) as error:
+            raise TypeError(
+                f"{obj!r} cannot be sent to other processes: define it at the top of a module, or pip install cloudpickle"
+            ) from error
+    function = obj[0] if isinstance(obj, tuple) else None
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    # modules that the ranks cannot import by name (test files under importlib mode, scripts) travel by value
+    by_value = module is not None and not _is_importable(module.__name__)
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(obj)
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(name: str) -> bool:
+    """Whether the ranks, which share our sys.path, get this module by its name."""
+    top = name.partition(".")[0]
+    if top == __name__.partition(".")[0]:
+        return True  # an editable install is found by a hook of its own
+    spec = PathFinder.find_spec(top) or BuiltinImporter.find_spec(top)
+    return top != "__main__" and spec is not None and spec.origin == getattr(sys.modules[top], "__file__", spec.origin)
+
+
+class RankPool:
+    """`size` rank processes on one machine. See `testing.run_ranks` for use."""
+
+    def __init__(self, size: int, device: str, threads: int = 1) -> None:
+        self.size, self.device = size, device
+        self._folder = tempfile.TemporaryDirectory(prefix="tp_invariant_ranks_")
+        address = os.path.join(self._folder.name, "parent")
+        environment = dict(os.environ)
+        environment.update(
+            TP_INVARIANT_RANK_DEVICE=device,
+            TP_INVARIANT_RANK_THREADS=str(threads),
+            OMP_NUM_THREADS=str(threads),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(_free_port()),
+            PYTHONPATH=os.pathsep.join(sys.path),
+        )
+        command = "import sys; from tp_invariant.rank_pool import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
+        with Listener(address, "AF_UNIX", backlog=size) as listener:
+            self._processes = [
+                subprocess.Popen([sys.executable, "-c", command, address, str(rank), str(size)], env=environment)
+                for rank in range(size)
+            ]
+            listener._listener._socket.settimeout(120.0)  # type: ignore[attr-defined]
+            connections: dict[int, Connection] = {}
+            for _ in range(size):
+                connection = listener.accept()
+                connections[connection.recv()] = connection
+        self._connections = [connections[rank] for rank in range(size)]
+
+    def run(self, fn: Callable, world_size: int, args: tuple, timeout: float) -> list[Outcome | None]:
+        """fn(tp_group, *args) on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
+        work = _dumps((fn, args))
+        for rank, connection in enumerate(self._connections):
+            connection.send_bytes(pickle.dumps(world_size))
+            if rank < world_size:
+                connection.send_bytes(work)
+        outcomes: list[Outcome | None] = [None] * world_size
+        waiting = {connection: rank for rank, connection in enumerate(self._connections[:world_size])}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait_for(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    outcomes[rank] = Outcome(error=EOFError(f"the process of rank {rank} ended"))
+                if outcomes[rank].error is not None:  # type: ignore[union-attr]
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+_pools: dict[str, RankPool] = {}
+
+
+def shared_pool(size: int, device: str) -> RankPool:
+    """The process-wide pool for a kind of device, with at least `size` ranks; a smaller one is replaced."""
+    pool = _pools.get(device)
+    if pool is None or pool.size < size:
+        discard_pool(device)
+        pool = _pools[device] = RankPool(size, device)
+    return pool
+
+
+def discard_pool(device: str) -> None:
+    """Ends the pool for a kind of device, if there is one: the next case starts a new one."""
+    pool = _pools.pop(device, None)
+    if pool is not None:
+        pool.close()
+
+
+@atexit.register
+def _discard_all() -> None:
+    for device in list(_pools):
+        discard_pool(device)
+
+
+# --- the rank's side ------------------------------------------------------------------------------------------------
+
+
+def serve(address: str, rank: int, size: int) -> None:
+    """Takes work from the parent at `address` until it goes away."""
+    import torch
+    import torch.distributed as dist
+
+    device = os.environ["TP_INVARIANT_RANK_DEVICE"]
+    torch.set_num_threads(int(os.environ["TP_INVARIANT_RANK_THREADS"]))
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    connection = Client(address, "AF_UNIX")
+    connection.send(rank)
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    groups: dict[int, Any] = {}
+    while True:
+        try:
+            world_size = pickle.loads(connection.recv_bytes())
+        except EOFError:  # the parent is gone
+            os._exit(0)
+        if world_size not in groups:  # every rank takes part in making a group
+            groups[world_size] = dist.new_group(list(range(world_size)))
+        if rank >= world_size:
+            continue
+        outcome = Outcome()
+        try:
+            fn, args = pickle.loads(connection.recv_bytes())
+            outcome.value = fn(groups[world_size], *args)
+        except BaseException as error:
+            outcome.error, outcome.trace = error, traceback.format_exc()
+        try:
+            message = _dumps(outcome)
+        except Exception as error:
+            message = pickle.dumps(Outcome(error=TypeError(f"the result cannot be sent back: {error}"), trace=outcome.trace))
+        connection.send_bytes(message)

@@ -1,0 +1,310 @@
+"""Bitwise comparison, rank pools and invariance checks, for this library's tests and for yours.
+
+    def case(tp_group):
+        torch.manual_seed(0)
+        mlp = torch.nn.Sequential(
+            tpi.Linear(256, 512, parallel_mode="column", tp_group=tp_group),
+            tpi.Linear(512, 256, parallel_mode="row", tp_group=tp_group),
+        )
+        y = mlp(torch.randn(8, 256))
+        y.square().sum().backward()
+        return y, tpi.testing.full_grads(mlp)
+
+    def test_my_mlp():
+        tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .gemm import GemmFn
+from .mode import set_tp_invariant_mode
+from .parameters import named_shard_specs
+from .rank_pool import RankError, discard_pool, shared_pool
+
+__all__ = [
+    "RankError",
+    "assert_bitwise_equal",
+    "assert_slice_invariant",
+    "assert_tp_invariant",
+    "digest",
+    "full_grads",
+    "full_parameters",
+    "raw_bytes",
+    "run_ranks",
+]
+
+# --- bits -----------------------------------------------------------------------------------------------------------
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements in row-major order: uint8 [numel, itemsize], on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
+
+
+def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
+    """(name, leaf) for each leaf of nested mappings, sequences and dataclasses; names as in an expression: [0]['x']."""
+    if isinstance(obj, Mapping):
+        for key, value in obj.items():
+            yield from leaves(value, f"{name}[{key!r}]")
+    elif isinstance(obj, (list, tuple)):
+        for index, value in enumerate(obj):
+            yield from leaves(value, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            yield from leaves(getattr(obj, field.name), f"{name}.{field.name}")
+    else:
+        yield name or "value", obj
+
+
+def digest(obj: Any) -> str:
+    """SHA-256, as 64 hex digits, of everything in `obj`: structure, dtypes, shapes and raw bytes of its tensors.
+
+    -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides and devices do not count.
+    """
+    sha = hashlib.sha256()
+    for name, leaf in leaves(obj):
+        if isinstance(leaf, Tensor):
+            sha.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
+            sha.update(raw_bytes(leaf).numpy().tobytes())
+        elif isinstance(leaf, float):
+            sha.update(f"{name}|{leaf.hex()}|".encode())
+        else:
+            sha.update(f"{name}|{leaf!r}|".encode())
+    return sha.hexdigest()
+
+
+def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
+    """Asserts that two nests of tensors (or plain values) are the same bytes, dtype and shape at every leaf.
+
+    Raises:
+        AssertionError: names the first leaf that differs, how many of its elements do, the first one's index, both
+            values and both bit patterns.
+    """
+    got, want = dict(leaves(actual, name)), dict(leaves(expected, name))
+    if got.keys() != want.keys():
+        only = sorted(got.keys() ^ want.keys())
+        raise AssertionError(f"the structures differ: only one of the two has {', '.join(only[:5])}")
+    for leaf_name, left in got.items():
+        _assert_leaf_equal(left, want[leaf_name], leaf_name)
+
+
+def _assert_leaf_equal(left: Any, right: Any, name: str) -> None:
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        if digest(left) != digest(right):
+            raise AssertionError(f"{name}: {left!r} is not {right!r}")
+        return
+    if left.dtype != right.dtype or left.shape != right.shape:
+        raise AssertionError(
+            f"{name}: {left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}: dtype or shape differ"
+        )
+    left_bytes, right_bytes = raw_bytes(left), raw_bytes(right)
+    differs = (left_bytes != right_bytes).any(dim=1)
+    count = int(differs.sum())
+    if count == 0:
+        return
+    first = int(differs.to(torch.uint8).argmax())
+    index, rest = [], first
+    for size in reversed(left.shape):
+        index.append(rest % size)
+        rest //= size
+    values = [t.detach().cpu().contiguous().reshape(-1)[first].item() for t in (left, right)]
+    bits = ["0x" + bytes(b[first].tolist()[::-1]).hex() for b in (left_bytes, right_bytes)]
+    raise AssertionError(
+        f"{name}: {count} of {left.numel()} elements differ; the first at index {tuple(reversed(index))}: "
+        f"{values[0]!r} ({bits[0]}) against {values[1]!r} ({bits[1]})"
+    )
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def default_device() -> str:
+    """"cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, device: str | None = None, timeout: float = 300.0
+) -> list[Any]:
+    """Calls fn(tp_group, *args) on `world_size` rank processes of this machine and returns their results in rank order.
+
+    The processes stay alive for later calls (one pool for a process, as large as the largest world_size so far), each
+    with one thread; every call gets the group of the first world_size ranks. Tensors in args and results travel by
+    value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device.
+
+    Raises:
+        RankError: fn raised on some rank, or a rank did not answer within `timeout` seconds; names the ranks.
+        ValueError: more ranks than GPUs.
+    """
+    device = device or default_device()
+    if device == "cuda" and world_size > torch.cuda.device_count():
+        raise ValueError(f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine")
+    outcomes = shared_pool(world_size, device).run(fn, world_size, args, timeout)
+    errors: dict[int, BaseException] = {}
+    parts = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            errors[rank] = TimeoutError(f"rank {rank} did not answer")
+            parts.append(f"rank {rank} of {world_size} did not answer; it may be waiting for the others in a collective")
+        elif outcome.error is not None:
+            errors[rank] = outcome.error
+            parts.append(f"rank {rank} of {world_size}:\n{outcome.trace or outcome.error}")
+    if errors:
+        if len(errors) < world_size or any(isinstance(e, (TimeoutError, EOFError)) for e in errors.values()):
+            discard_pool(device)  # the ranks may be out of step with each other
+        raise RankError("\n".join(parts), errors)
+    return [outcome.value for outcome in outcomes if outcome is not None]
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter of a model of this library's layers, unsharded, by name. A collective: call it on every rank."""
+    return {name: spec.full(parameter) for name, parameter, spec in named_shard_specs(module)}
+
+
+def full_grads(module: nn.Module) -> dict[str, Tensor | None]:
+    """Every parameter's gradient, unsharded, by name; None where there is none. A collective: call it on every rank."""
+    return {
+        name: None if parameter.grad is None else spec.full(parameter.grad)
+        for name, parameter, spec in named_shard_specs(module)
+    }
+
+
+def _to_cpu(obj: Any) -> list[tuple[str, Any]]:
+    return [(name, leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf) for name, leaf in leaves(obj)]
+
+
+def _run_case(tp_group: Any, case: Callable[..., Any], mode: bool, args: tuple) -> list[tuple[str, Any]]:
+    with set_tp_invariant_mode(mode):
+        return _to_cpu(case(tp_group, *args))
+
+
+def assert_tp_invariant(
+    case: Callable[..., Any],
+    *args: Any,
+    degrees: Sequence[int] = (1, 2, 4),
+    negative_control: bool = True,
+    device: str | None = None,
+    timeout: float = 300.0,
+) -> dict[str, Any]:
+    """Asserts that case(tp_group, *args) gives the same bytes at every degree, on every rank; see this module's example.
+
+    `case` builds its model for tp_group and returns a nest of tensors that should not depend on the degree: whole
+    outputs, `full_grads(model)`, losses. With negative_control it runs again with the mode off, where something must
+    differ: if nothing does, the data is too easy (make K large, exponents wide) and the check proves nothing.
+
+    Returns:
+        The first degree's leaves by name.
+
+    Raises:
+        AssertionError: names the leaf, the degree and rank, and how it differs (see assert_bitwise_equal).
+        RankError: the case failed on some rank.
+    """
+    first, *others = degrees
+    reference: dict[str, Any] = {}
+    for degree in degrees:
+        for rank, result in enumerate(run_ranks(_run_case, degree, case, True, args, device=device, timeout=timeout)):
+            reference = reference or dict(result)
+            try:
+                assert_bitwise_equal(dict(result), reference)
+            except AssertionError as error:
+                raise AssertionError(f"rank {rank} of TP={degree} differs from TP={first}: {error}") from None
+    if negative_control and others:
+        stock = [run_ranks(_run_case, degree, case, False, args, device=device, timeout=timeout) for degree in degrees]
+        if len({digest(dict(result[0])) for result in stock}) == 1:
+            raise AssertionError(
+                f"with the mode off, TP={', '.join(map(str, degrees))} agree too: this case cannot tell invariant from "
+                "stock; use a larger K or data with a wider range of exponents"
+            )
+    return reference
+
+
+# --- slice invariance -----------------------------------------------------------------------------------------------
+
+
+def wide_randn(*shape: int, generator: torch.Generator, spread: int = 8) -> Tensor:
+    """Normal values times powers of two from 2^-spread to 2^spread: other orders of summation show in their sums."""
+    scale = torch.exp2(torch.randint(-spread, spread + 1, shape, generator=generator).float())
+    return torch.randn(shape, generator=generator) * scale
+
+
+def assert_slice_invariant(
+    gemm_fn: GemmFn,
+    *,
+    shapes: Sequence[tuple[int, int, int]] = ((70, 130, 300), (33, 257, 1024), (256, 192, 2048), (5, 3, 17)),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> None:
+    """Asserts that gemm_fn's c[i, j] depends on a[i, :] and b[:, j] alone, over slices, strides and thread counts.
+
+    Compares, byte for byte, products of row and column slices of many widths, of transposed, offset and strided copies
+    of the operands, and with other numbers of CPU threads, with the same elements of the whole product.
+
+    Args:
+        gemm_fn: gemm_fn(a, b, *, bias=None, out_dtype=None).
+        shapes: (M, N, K) to try; dtypes: operand dtypes to try.
+
+    Raises:
+        AssertionError: names shape, dtype and the first slice that differs.
+    """
+    device = torch.device(device or default_device())
+    generator = torch.Generator().manual_seed(seed)
+    for m, n, k in shapes:
+        for dtype in dtypes:
+            spread = 3 if dtype == torch.float16 else 8  # stay within fp16's range
+            a = wide_randn(m, k, generator=generator, spread=spread).to(device, dtype)
+            b = wide_randn(k, n, generator=generator, spread=spread).to(device, dtype)
+            bias = wide_randn(n, generator=generator, spread=spread).to(device, dtype)
+            out_dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
+            for out_dtype in out_dtypes:
+                _check_slices(gemm_fn, a, b, bias, out_dtype)
+
+
+def _slices(size: int) -> list[slice]:
+    cuts = {(0, 1), (size // 2, size // 2 + 1), (size - 1, size), (0, size)}
+    for parts in (2, 3, 4, 8):
+        step = -(-size // parts)
+        cuts |= {(start, min(start + step, size)) for start in range(0, size, step)}
+    return [slice(*cut) for cut in sorted(cuts)]
+
+
+def _check_slices(gemm_fn: GemmFn, a: Tensor, b: Tensor, bias: Tensor, out_dtype: torch.dtype) -> None:
+    what = f"a {tuple(a.shape)} @ b {tuple(b.shape)}, {a.dtype}, out_dtype {out_dtype}"
+
+    def check(label: str, left: Tensor, right: Tensor, expected: Tensor, **options: Any) -> None:
+        try:
+            assert_bitwise_equal(gemm_fn(left, right, out_dtype=out_dtype, **options), expected, "c")
+        except AssertionError as error:
+            raise AssertionError(f"not slice-invariant for {what}: {label} differs from the whole product: {error}") from None
+
+    whole = gemm_fn(a, b, out_dtype=out_dtype)
+    biased = gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
+    for rows in _slices(a.shape[0]):
+        check(f"the slice a[{rows.start}:{rows.stop}, :]", a[rows], b, whole[rows])
+        check(f"the slice a[{rows.start}:{rows.stop}, :] with bias", a[rows], b, biased[rows], bias=bias)
+    for cols in _slices(b.shape[1]):
+        check(f"the slice b[:, {cols.start}:{cols.stop}]", a, b[:, cols], whole[:, cols])
+        check(f"the slice b[:, {cols.start}:{cols.stop}] with bias", a, b[:, cols], biased[:, cols], bias=bias[cols])
+    check("a repeat of the same call", a, b, whole)
+    check("a transposed copy of a", a.t().contiguous().t(), b, whole)
+    check("a transposed copy of b", a, b.t().contiguous().t(), whole)
+    padded = torch.cat([a[:, :1], a], dim=1)[:, 1:]  # rows start at an odd element
+    check("an unaligned copy of a", padded, b, whole)
+    check("every second row of a copy of a", a.repeat_interleave(2, dim=0)[::2], b, whole)
+    if a.device.type == "cpu":
+        threads = torch.get_num_threads()
+        try:
+            for count in sorted({1, 2, threads, threads + 1}):
+                torch.set_num_threads(count)
+                check(f"the same call on {count} threads", a, b, whole)
+        finally:
+            torch.set_num_threads(threads)
