@@ -119,7 +119,7 @@ def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: 
     if not agrees:
         warnings.warn(
             f"the BLAS of this torch sums a {rows} x {K_BLOCK} by {K_BLOCK} x {cols} product on {threads} threads in "
-            "another order than expected; tp_invariant uses its elementwise form instead: same bits, several times slower",
+            "another order than expected; tp_invariant takes its elementwise form instead: same bits, but slower",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -13,7 +13,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="tp-invariant", description="Tensor-parallel layers whose bits do not depend on the tensor-parallel degree."
+        prog="tp-invariant",
+        description="Tensor-parallel layers whose bits do not depend on the tensor-parallel degree.",
     )
     parser.add_argument("--version", action="version", version=f"tp-invariant {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

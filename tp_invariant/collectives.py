@@ -48,18 +48,24 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
     if isinstance(tp_group, DeviceMesh):
         if tp_group.ndim != 1:
             raise ValueError(
-                f"tp_group is a {tp_group.ndim}-dimensional DeviceMesh with dims {tp_group.mesh_dim_names}: pass one dim "
-                'of it, for example mesh["tp"]'
+                f"tp_group is a {tp_group.ndim}-dimensional DeviceMesh with dims {tp_group.mesh_dim_names}: "
+                'pass one dim of it, for example mesh["tp"]'
             )
         tp_group = tp_group.get_group()
     # torch hands ranks outside a new group a placeholder that is no ProcessGroup
     if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere")
+        raise ValueError(
+            f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere"
+        )
     if not isinstance(tp_group, dist.ProcessGroup):
-        raise TypeError(f"tp_group={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None")
+        raise TypeError(
+            f"tp_group={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
+        )
     rank = dist.get_rank(tp_group)
     if rank < 0:
-        raise ValueError(f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere")
+        raise ValueError(
+            f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere"
+        )
     return Group(tp_group, rank, dist.get_world_size(tp_group))
 
 
@@ -108,7 +114,7 @@ def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def gather_uneven(local: Tensor, dim: int, size: int, group: Group) -> Tensor:
-    """The whole of a dim of `size` elements that is split over ranks by `layout.split_sizes`, from this rank's piece."""
+    """The whole of a dim of `size` elements that `layout.split_sizes` splits over ranks, from this rank's piece."""
     if group.size == 1:
         return local
     sizes = split_sizes(size, group.size)
@@ -163,15 +169,6 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Seque
     return torch.cat(blocks, dim=1)
 
 
-def check_sequence(x_shape: Sequence[int], sequence_dim: int, name: str) -> None:
-    """A ValueError unless `sequence_dim` is a dim of x before its last one, counted from the front."""
-    if not 0 <= sequence_dim < len(x_shape) - 1:
-        raise ValueError(
-            f"sequence_dim={sequence_dim} is not a token dim of {name} with shape {tuple(x_shape)}: it must be at least 0 "
-            f"and less than {len(x_shape) - 1}"
-        )
-
-
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
@@ -194,7 +191,9 @@ class _ScatterSequence(torch.autograd.Function):
         return gather_dim(grad, ctx.dim, ctx.group), None, None
 
 
-def gather_sequence(x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0) -> Tensor:
+def gather_sequence(
+    x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
+) -> Tensor:
     """Leaves a sequence-parallel region: the shards [.., S/P, ..] -> the whole [.., S, ..], the same on every rank.
 
     Its adjoint takes this rank's slice: a gradient of the whole is complete on every rank, as everywhere in this
@@ -204,7 +203,9 @@ def gather_sequence(x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group 
     return x if group.size == 1 else _GatherSequence.apply(x, sequence_dim, group)
 
 
-def scatter_sequence(x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0) -> Tensor:
+def scatter_sequence(
+    x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
+) -> Tensor:
     """Enters a sequence-parallel region: the whole [.., S, ..], the same on every rank, -> this rank's [.., S/P, ..].
 
     Its adjoint gathers the slices.
@@ -215,7 +216,9 @@ def scatter_sequence(x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group
     group = resolve_group(tp_group)
     if group.size == 1:
         return x
-    check_divides(x.shape[sequence_dim], group.size, size_name=f"size of sequence_dim {sequence_dim}", parts_name="TP degree")
+    check_divides(
+        x.shape[sequence_dim], group.size, size_name=f"size of sequence_dim {sequence_dim}", parts_name="TP degree"
+    )
     return _ScatterSequence.apply(x, sequence_dim, group)
 
 

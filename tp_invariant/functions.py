@@ -103,9 +103,9 @@ class _Linear(torch.autograd.Function):
 class ColumnLinear(_Linear):
     """Column-parallel: y_shard_n = x_full w_shard_nᵀ + b_shard_n.
 
-        x   [.., K] whole, or x_seq_shard under SP     w [N/P, K]     b [N/P] or None     y [.., N/P], all tokens
-        dx = dy W, summed over N, which is sharded: by an owner map; shaped as x
-        dw = dy_shard_nᵀ x_full        db = column sums of dy_shard_n
+    x   [.., K] whole, or x_seq_shard under SP     w [N/P, K]     b [N/P] or None     y [.., N/P], all tokens
+    dx = dy W, summed over N, which is sharded: by an owner map; shaped as x
+    dw = dy_shard_nᵀ x_full        db = column sums of dy_shard_n
     """
 
     @staticmethod
@@ -124,8 +124,8 @@ class ColumnLinear(_Linear):
 class RowLinear(_Linear):
     """Row-parallel: y = x W ᵀ + b, summed over K, which is sharded: by an owner map.
 
-        x   [.., K/P], all tokens     w [N, K/P]     b [N] whole or None     y [.., N] whole, or y_seq_shard under SP
-        dx = dy_full w_shard_k         dw = dy_fullᵀ x_shard_k        db = column sums of dy_full
+    x   [.., K/P], all tokens     w [N, K/P]     b [N] whole or None     y [.., N] whole, or y_seq_shard under SP
+    dx = dy_full w_shard_k         dw = dy_fullᵀ x_shard_k        db = column sums of dy_full
     """
 
     @staticmethod
@@ -144,7 +144,7 @@ class RowLinear(_Linear):
 class ReplicatedLinear(_Linear):
     """Nothing sharded but, under SP, the tokens: y = x Wᵀ + b, with dw and db summed over all ranks' tokens.
 
-        x [.., K]     w [N, K]     b [N] or None     y [.., N]
+    x [.., K]     w [N, K]     b [N] or None     y [.., N]
     """
 
     @staticmethod

@@ -43,7 +43,9 @@ def set_default_gemm_fn(gemm_fn: GemmFn | None) -> None:
 
 def check_callable(gemm_fn: GemmFn | None) -> GemmFn | None:
     if gemm_fn is not None and not callable(gemm_fn):
-        raise TypeError(f"gemm_fn={gemm_fn!r} is not callable: pass gemm_fn(a, b, *, bias=None, out_dtype=None) or None")
+        raise TypeError(
+            f"gemm_fn={gemm_fn!r} is not callable: pass gemm_fn(a, b, *, bias=None, out_dtype=None) or None"
+        )
     return gemm_fn
 
 
@@ -62,7 +64,7 @@ def bundled_gemm_fn(device: torch.device) -> GemmFn:
 
         return reference_matmul
     raise NotImplementedError(
-        f"no gemm_fn is bundled for device {str(device)!r}: bundled are cuda and cpu; pass gemm_fn= or set_default_gemm_fn"
+        f"no gemm_fn is bundled for device {str(device)!r}, only for cuda and cpu: pass gemm_fn= or set_default_gemm_fn"
     )
 
 
@@ -99,7 +101,7 @@ def gemm(
 
 @dataclass(frozen=True)
 class RankMajor:
-    """A matrix whose dim `k_dim` is sharded over ranks, gathered rank-major and not laid out: `buffer[rank]` is a shard.
+    """A matrix whose dim `k_dim` is sharded over ranks, gathered rank-major, not laid out: `buffer[rank]` is a shard.
 
     A GEMM kernel may read `buffer` in place by walking the sharded dim as (stride, rank, local); one that cannot takes
     `matrix()`, which copies where it must.
@@ -120,7 +122,12 @@ class RankMajor:
 
 
 def gemm_rank_major(
-    gemm_fn: GemmFn | None, a: RankMajor, b: RankMajor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    gemm_fn: GemmFn | None,
+    a: RankMajor,
+    b: RankMajor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """c = a @ b for operands gathered rank-major: a over [rows, K], b over [N, K] (k_dim 1) or [K, N] (k_dim 0).
 

@@ -54,7 +54,7 @@ class LayerNormLinear(Linear):
             raise ValueError(f"normalization={normalization!r} is unknown: choose 'LayerNorm' or 'RMSNorm'")
         if parallel_mode == "row":
             raise ValueError(
-                "parallel_mode='row' is not possible for LayerNormLinear: the norm needs whole rows; use 'column' or None"
+                "parallel_mode='row' is not possible for LayerNormLinear, whose norm needs whole rows: use 'column' or None"
             )
         if return_layernorm_output_gathered and not return_layernorm_output:
             raise ValueError("return_layernorm_output_gathered=True needs return_layernorm_output=True")
@@ -69,7 +69,9 @@ class LayerNormLinear(Linear):
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
         mark_sharded(self.layer_norm_weight, None, 1)
         if normalization == "LayerNorm":
-            self.layer_norm_bias: nn.Parameter | None = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+            self.layer_norm_bias: nn.Parameter | None = nn.Parameter(
+                torch.empty(in_features, device=device, dtype=dtype)
+            )
             mark_sharded(self.layer_norm_bias, None, 1)
         else:
             self.register_parameter("layer_norm_bias", None)
@@ -77,7 +79,7 @@ class LayerNormLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LayerNormLinear:
-        """Shards a full nn.Linear; the norm starts as the identity (copy the values of yours into layer_norm_weight)."""
+        """Shards a full nn.Linear; the norm starts as the identity (copy your values into layer_norm_weight)."""
         layer = super().from_linear(linear, **options)
         assert isinstance(layer, LayerNormLinear)
         device = linear.weight.device

@@ -45,7 +45,9 @@ def deinterleave(tensor: Tensor, *, dim: int, world: int, stride: int) -> Tensor
     check_divides(tensor.shape[dim], world * stride, size_name=f"size of dim {dim}", parts_name="world * stride")
     if world == 1 or stride == 1:
         return tensor
-    flat = rearrange(tensor.movedim(dim, 0), "(rank stride local) ... -> (stride rank local) ...", rank=world, stride=stride)
+    flat = rearrange(
+        tensor.movedim(dim, 0), "(rank stride local) ... -> (stride rank local) ...", rank=world, stride=stride
+    )
     return flat.movedim(0, dim)
 
 
@@ -61,7 +63,9 @@ def shard(full: Tensor, *, dim: int, rank: int, world: int, stride: int = 1) -> 
         ValueError: world * stride does not divide the size of `dim`.
     """
     check_divides(full.shape[dim], world * stride, size_name=f"size of dim {dim}", parts_name="world * stride")
-    pieces = rearrange(full.movedim(dim, 0), "(stride rank local) ... -> rank (stride local) ...", rank=world, stride=stride)
+    pieces = rearrange(
+        full.movedim(dim, 0), "(stride rank local) ... -> rank (stride local) ...", rank=world, stride=stride
+    )
     return pieces[rank].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 

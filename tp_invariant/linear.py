@@ -191,9 +191,10 @@ class Linear(ShardedModule, nn.Linear):
         """
         if self.weight.is_meta:
             return
-        with full_initialisation(
-            self.weight, (self.out_features, self.in_features), self.shard_spec("weight")
-        ) as full, torch.no_grad():
+        with (
+            full_initialisation(self.weight, (self.out_features, self.in_features), self.shard_spec("weight")) as full,
+            torch.no_grad(),
+        ):
             if self.init_method is not None:
                 self.init_method(full)
             else:
@@ -215,7 +216,7 @@ class Linear(ShardedModule, nn.Linear):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Any:
         """x as in the class's table -> y, or (y, bias expanded to y's shape or None) with return_bias.
 
         Raises:
@@ -224,7 +225,7 @@ class Linear(ShardedModule, nn.Linear):
         """
         stride = self.partition_stride
         if self.bias is not None:
-            self.bias.partition_stride = stride  # follows the weight's, which Megatron sets late
+            self.bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
         self._check_input(x, weight.dtype)
         if self.parallel_mode == "row" and not self.input_is_parallel:
@@ -251,8 +252,8 @@ class Linear(ShardedModule, nn.Linear):
         features = self.weight.shape[1] if self.input_is_parallel else self.in_features
         if x.dim() < 2 or x.shape[-1] != features:
             raise ValueError(
-                f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least one "
-                f"token dim (in_features={self.in_features}, parallel_mode={self.parallel_mode!r}, "
+                f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least "
+                f"one token dim (in_features={self.in_features}, parallel_mode={self.parallel_mode!r}, "
                 f"TP degree {self.group.size})"
             )
         if x.dtype != weight_dtype:

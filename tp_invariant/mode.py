@@ -42,7 +42,7 @@ def is_tp_invariant_mode_enabled() -> bool:
     return bool(mode if mode is not None else alias)
 
 
-class set_tp_invariant_mode:  # noqa: N801 - used like a function, as torch.set_grad_enabled is
+class set_tp_invariant_mode:
     """Turns the mode on (True), off (False), or hands it back to the environment (None).
 
     As a plain call it holds until the next call; as a context manager it restores what was there before, also when

@@ -52,8 +52,8 @@ def _kernels(device: torch.device) -> ModuleType:
 class Norm(torch.autograd.Function):
     """y = xhat * gamma + beta over the last dim, xhat = (x - mean) * rstd (RMSNorm: x * rstd).
 
-        x, y  [.., H], this rank's tokens      weight (gamma), bias (beta)  [H], whole on every rank
-        dx    by rows                          dgamma, dbeta  summed over all ranks' tokens, complete on every rank
+    x, y  [.., H], this rank's tokens      weight (gamma), bias (beta)  [H], whole on every rank
+    dx    by rows                          dgamma, dbeta  summed over all ranks' tokens, complete on every rank
     """
 
     @staticmethod
@@ -76,7 +76,13 @@ class Norm(torch.autograd.Function):
         dx = dweight = dbias = None
         if need_x:
             dx = kernels.norm_backward_input(
-                flatten_tokens(dy), flatten_tokens(x), weight, mean, rstd, rms=call.rms, zero_centered=call.zero_centered
+                flatten_tokens(dy),
+                flatten_tokens(x),
+                weight,
+                mean,
+                rstd,
+                rms=call.rms,
+                zero_centered=call.zero_centered,
             ).view(x.shape)
         if need_weight or need_bias:
             leaves, bias_leaves = _all_leaves(kernels, call, dy, x, mean, rstd, need_bias)

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
@@ -194,7 +193,11 @@ def _cols(p: Product) -> Tensor:
     col_sizes = split_sizes(n, p.group.size)
     bias = None if p.bias is None else p.bias.split(col_sizes)[p.group.rank]
     c = p.gemm(p.a_whole(), weight, bias)
-    return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group) if p.scatter_rows else gather_uneven(c, 1, n, p.group)
+    return (
+        exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
+        if p.scatter_rows
+        else gather_uneven(c, 1, n, p.group)
+    )
 
 
 _MAPS: dict[str, Callable[[Product], Tensor]] = {"replicate": _replicate, "rows": _rows, "cols": _cols}
@@ -204,7 +207,9 @@ _MAPS: dict[str, Callable[[Product], Tensor]] = {"replicate": _replicate, "rows"
 _LINK_OVER_MEMORY = 16
 
 
-def choose(rows: int, cols: int, k: int, world: int, *, scatter_rows: bool, rows_cached: bool, cols_cached: bool) -> str:
+def choose(
+    rows: int, cols: int, k: int, world: int, *, scatter_rows: bool, rows_cached: bool, cols_cached: bool
+) -> str:
     """`rows` or `cols`, whichever moves less; a function of global sizes alone, so the same on every rank.
 
     Counts elements over the link, and those of the weight that a rank must read to compute its share.

@@ -17,7 +17,7 @@ from .layout import shard, unshard
 _ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def mark_sharded(parameter: nn.Parameter, partition_dim: int | None, stride: int) -> None:
+def mark_sharded(parameter: Tensor, partition_dim: int | None, stride: int) -> None:
     """Sets Megatron-LM's attributes; partition_dim None for a parameter that every rank holds whole."""
     parameter.tensor_model_parallel = partition_dim is not None  # type: ignore[attr-defined]
     parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sh
 
 @contextmanager
 def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...], spec: ShardSpec) -> Iterator[Tensor]:
-    """Gives the full tensor to write values into, and keeps this rank's part, so that values do not depend on the degree.
+    """Gives the full tensor to write values into and keeps this rank's part, so that values do not depend on P.
 
     Every rank draws the full tensor: seed them all alike, as for any replicated parameter.
     """

@@ -52,7 +52,7 @@ def _dumps(obj: Any) -> bytes:
             return pickle.dumps(obj)
         except (pickle.PicklingError, AttributeError) as error:
             raise TypeError(
-                f"{obj!r} cannot be sent to other processes: define it at the top of a module, or pip install cloudpickle"
+                f"{obj!r} cannot be sent to other processes: define it at a module's top, or pip install cloudpickle"
             ) from error
     function = obj[0] if isinstance(obj, tuple) else None
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -116,11 +116,10 @@ class RankPool:
         waiting = {connection: rank for rank, connection in enumerate(self._connections[:world_size])}
         deadline = time.monotonic() + timeout
         while waiting:
-            ready = wait_for(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait_for(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for connection in ready:
-                assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
                     outcomes[rank] = pickle.loads(connection.recv_bytes())
@@ -208,5 +207,7 @@ def serve(address: str, rank: int, size: int) -> None:
         try:
             message = _dumps(outcome)
         except Exception as error:
-            message = pickle.dumps(Outcome(error=TypeError(f"the result cannot be sent back: {error}"), trace=outcome.trace))
+            message = pickle.dumps(
+                Outcome(error=TypeError(f"the result cannot be sent back: {error}"), trace=outcome.trace)
+            )
         connection.send_bytes(message)

@@ -28,8 +28,8 @@ def log_once(group: Group) -> None:
     if not _logged and group.size > 1:
         _logged = True
         logger.info(
-            "TP-invariant mode is off: tensor-parallel layers (degree %d) take the stock path, whose bits depend on the "
-            "degree; set TP_INVARIANT_MODE=1 to turn it on",
+            "TP-invariant mode is off: tensor-parallel layers (degree %d) take the stock path, whose bits depend on "
+            "the degree; set TP_INVARIANT_MODE=1 to turn it on",
             group.size,
         )
 
@@ -140,7 +140,9 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
 def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor:
     """The L2 norm of all gradients, fp32: sharded parameters summed over ranks, whole ones counted once."""
     squares = [torch.linalg.vector_norm(p.grad.float()).square() for p in params if p.grad is not None]
-    parallel = torch.stack([s for s, is_sharded in zip(squares, sharded, strict=True) if is_sharded] or [squares[0] * 0])
+    parallel = torch.stack(
+        [s for s, is_sharded in zip(squares, sharded, strict=True) if is_sharded] or [squares[0] * 0]
+    )
     whole = [s for s, is_sharded in zip(squares, sharded, strict=True) if not is_sharded]
     total = parallel.sum()
     if group.size > 1:

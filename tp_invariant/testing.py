@@ -1,29 +1,28 @@
 """Bitwise comparison, rank pools and invariance checks, for this library's tests and for yours.
 
-    def case(tp_group):
-        torch.manual_seed(0)
-        mlp = torch.nn.Sequential(
-            tpi.Linear(256, 512, parallel_mode="column", tp_group=tp_group),
-            tpi.Linear(512, 256, parallel_mode="row", tp_group=tp_group),
-        )
-        y = mlp(torch.randn(8, 256))
-        y.square().sum().backward()
-        return y, tpi.testing.full_grads(mlp)
+def case(tp_group):
+    torch.manual_seed(0)
+    mlp = torch.nn.Sequential(
+        tpi.Linear(256, 512, parallel_mode="column", tp_group=tp_group),
+        tpi.Linear(512, 256, parallel_mode="row", tp_group=tp_group),
+    )
+    y = mlp(torch.randn(8, 256))
+    y.square().sum().backward()
+    return y, tpi.testing.full_grads(mlp)
 
-    def test_my_mlp():
-        tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4))
+def test_my_mlp():
+    tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4))
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .bits import assert_bitwise_equal, digest, leaves, raw_bytes
 from .gemm import GemmFn
 from .mode import set_tp_invariant_mode
 from .parameters import named_shard_specs
@@ -41,94 +40,11 @@ __all__ = [
     "run_ranks",
 ]
 
-# --- bits -----------------------------------------------------------------------------------------------------------
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements in row-major order: uint8 [numel, itemsize], on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
-
-
-def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
-    """(name, leaf) for each leaf of nested mappings, sequences and dataclasses; names as in an expression: [0]['x']."""
-    if isinstance(obj, Mapping):
-        for key, value in obj.items():
-            yield from leaves(value, f"{name}[{key!r}]")
-    elif isinstance(obj, (list, tuple)):
-        for index, value in enumerate(obj):
-            yield from leaves(value, f"{name}[{index}]")
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        for field in dataclasses.fields(obj):
-            yield from leaves(getattr(obj, field.name), f"{name}.{field.name}")
-    else:
-        yield name or "value", obj
-
-
-def digest(obj: Any) -> str:
-    """SHA-256, as 64 hex digits, of everything in `obj`: structure, dtypes, shapes and raw bytes of its tensors.
-
-    -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides and devices do not count.
-    """
-    sha = hashlib.sha256()
-    for name, leaf in leaves(obj):
-        if isinstance(leaf, Tensor):
-            sha.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
-            sha.update(raw_bytes(leaf).numpy().tobytes())
-        elif isinstance(leaf, float):
-            sha.update(f"{name}|{leaf.hex()}|".encode())
-        else:
-            sha.update(f"{name}|{leaf!r}|".encode())
-    return sha.hexdigest()
-
-
-def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
-    """Asserts that two nests of tensors (or plain values) are the same bytes, dtype and shape at every leaf.
-
-    Raises:
-        AssertionError: names the first leaf that differs, how many of its elements do, the first one's index, both
-            values and both bit patterns.
-    """
-    got, want = dict(leaves(actual, name)), dict(leaves(expected, name))
-    if got.keys() != want.keys():
-        only = sorted(got.keys() ^ want.keys())
-        raise AssertionError(f"the structures differ: only one of the two has {', '.join(only[:5])}")
-    for leaf_name, left in got.items():
-        _assert_leaf_equal(left, want[leaf_name], leaf_name)
-
-
-def _assert_leaf_equal(left: Any, right: Any, name: str) -> None:
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        if digest(left) != digest(right):
-            raise AssertionError(f"{name}: {left!r} is not {right!r}")
-        return
-    if left.dtype != right.dtype or left.shape != right.shape:
-        raise AssertionError(
-            f"{name}: {left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}: dtype or shape differ"
-        )
-    left_bytes, right_bytes = raw_bytes(left), raw_bytes(right)
-    differs = (left_bytes != right_bytes).any(dim=1)
-    count = int(differs.sum())
-    if count == 0:
-        return
-    first = int(differs.to(torch.uint8).argmax())
-    index, rest = [], first
-    for size in reversed(left.shape):
-        index.append(rest % size)
-        rest //= size
-    values = [t.detach().cpu().contiguous().reshape(-1)[first].item() for t in (left, right)]
-    bits = ["0x" + bytes(b[first].tolist()[::-1]).hex() for b in (left_bytes, right_bytes)]
-    raise AssertionError(
-        f"{name}: {count} of {left.numel()} elements differ; the first at index {tuple(reversed(index))}: "
-        f"{values[0]!r} ({bits[0]}) against {values[1]!r} ({bits[1]})"
-    )
-
-
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
 def default_device() -> str:
-    """"cuda" where there is a GPU, else "cpu"."""
+    """ "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -154,7 +70,7 @@ def run_ranks(
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
             errors[rank] = TimeoutError(f"rank {rank} did not answer")
-            parts.append(f"rank {rank} of {world_size} did not answer; it may be waiting for the others in a collective")
+            parts.append(f"rank {rank} of {world_size} did not answer; it may be waiting for others in a collective")
         elif outcome.error is not None:
             errors[rank] = outcome.error
             parts.append(f"rank {rank} of {world_size}:\n{outcome.trace or outcome.error}")
@@ -195,7 +111,7 @@ def assert_tp_invariant(
     device: str | None = None,
     timeout: float = 300.0,
 ) -> dict[str, Any]:
-    """Asserts that case(tp_group, *args) gives the same bytes at every degree, on every rank; see this module's example.
+    """Asserts that case(tp_group, *args) gives the same bytes at every degree, on every rank; see the module's example.
 
     `case` builds its model for tp_group and returns a nest of tensors that should not depend on the degree: whole
     outputs, `full_grads(model)`, losses. With negative_control it runs again with the mode off, where something must
@@ -284,7 +200,8 @@ def _check_slices(gemm_fn: GemmFn, a: Tensor, b: Tensor, bias: Tensor, out_dtype
         try:
             assert_bitwise_equal(gemm_fn(left, right, out_dtype=out_dtype, **options), expected, "c")
         except AssertionError as error:
-            raise AssertionError(f"not slice-invariant for {what}: {label} differs from the whole product: {error}") from None
+            message = f"not slice-invariant for {what}: {label} differs from the whole product: {error}"
+            raise AssertionError(message) from None
 
     whole = gemm_fn(a, b, out_dtype=out_dtype)
     biased = gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
