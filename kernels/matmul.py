@@ -100,6 +100,10 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
     return MatmulConfig(64, 64, 64, num_warps=4, num_stages=4)
 
 
+# In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: it gets one value for all shapes.
+_INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
+
+
 @functools.lru_cache(maxsize=None)
 def _shared_memory_of(index: int) -> int:
     properties = torch.cuda.get_device_properties(index)
@@ -240,7 +244,7 @@ def matmul(
     n = b.shape[1]
     out_dtype = a.dtype if out_dtype is None else out_dtype
     if config is None:
-        config = choose_config(m, n, k, a.dtype)
+        config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype)
         if a.is_cuda:
             config = _fit(config, a.element_size(), _shared_memory_of(a.device.index))
 

@@ -41,10 +41,20 @@ def _load(ptr, cols, H: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _keep(value, cols, H: tl.constexpr, CHUNK: tl.constexpr):
-    """Zero past the end of the row, so that it adds nothing to a sum, not even a NaN."""
-    if H % CHUNK != 0:
-        value = tl.where(cols < H, value, 0.0)
-    return value
+    # Zero past the end of the row, so that it adds nothing to a sum, not even a NaN.
+    return value if H % CHUNK == 0 else tl.where(cols < H, value, 0.0)
+
+
+@triton.jit
+def _load_centered(x_row, cols, mean, H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr):
+    x = _load(x_row, cols, H, CHUNK)
+    return x if RMS else x - mean
+
+
+@triton.jit
+def _load_factor(w_ptr, cols, H: tl.constexpr, CHUNK: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    w = _load(w_ptr, cols, H, CHUNK)
+    return w + 1.0 if ZERO_CENTERED else w
 
 
 @triton.jit
@@ -60,7 +70,6 @@ def _forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride_x
-    y_row = y_ptr + row * H
     mean = tl.full((), 0.0, tl.float32)
     if not RMS:
         total = tl.zeros((CHUNK,), tl.float32)
@@ -71,38 +80,17 @@ def _forward_kernel(
     squares = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
-        x = _load(x_row, cols, H, CHUNK)
-        if not RMS:
-            x = _keep(x - mean, cols, H, CHUNK)
+        x = _keep(_load_centered(x_row, cols, mean, H, CHUNK, RMS), cols, H, CHUNK)
         squares += x * x
     rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(_mean(squares, H) + eps))
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
-        x = _load(x_row, cols, H, CHUNK)
-        if not RMS:
-            x = x - mean
-        w = _load(w_ptr, cols, H, CHUNK)
-        if ZERO_CENTERED:
-            w = w + 1.0
-        y = (x * rstd) * w
+        xhat = _load_centered(x_row, cols, mean, H, CHUNK, RMS) * rstd
+        y = xhat * _load_factor(w_ptr, cols, H, CHUNK, ZERO_CENTERED)
         if HAS_BIAS:
             y = y + _load(b_ptr, cols, H, CHUNK)
-        tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
-
-
-@triton.jit
-def _backward_chunk(
-    dy_row, x_row, w_ptr, cols, mean, rstd,
-    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-):  # fmt: skip
-    x = _load(x_row, cols, H, CHUNK)
-    if not RMS:
-        x = x - mean
-    w = _load(w_ptr, cols, H, CHUNK)
-    if ZERO_CENTERED:
-        w = w + 1.0
-    return _load(dy_row, cols, H, CHUNK) * w, x * rstd
+        tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit
@@ -111,9 +99,7 @@ def _backward_kernel(
     H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    dy_row = dy_ptr + row * stride_dy
-    x_row = x_ptr + row * stride_x
-    dx_row = dx_ptr + row * H
+    dy_row, x_row = dy_ptr + row * stride_dy, x_ptr + row * stride_x
     rstd = tl.load(rstd_ptr + row)
     mean = tl.full((), 0.0, tl.float32)
     if not RMS:
@@ -122,7 +108,8 @@ def _backward_kernel(
     total_wdy_xhat = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
-        wdy, xhat = _backward_chunk(dy_row, x_row, w_ptr, cols, mean, rstd, H, CHUNK, RMS, ZERO_CENTERED)
+        xhat = _load_centered(x_row, cols, mean, H, CHUNK, RMS) * rstd
+        wdy = _load(dy_row, cols, H, CHUNK) * _load_factor(w_ptr, cols, H, CHUNK, ZERO_CENTERED)
         if not RMS:
             total_wdy += wdy
         total_wdy_xhat += _keep(wdy * xhat, cols, H, CHUNK)
@@ -130,11 +117,12 @@ def _backward_kernel(
     mean_wdy = _mean(total_wdy, H)
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
-        wdy, xhat = _backward_chunk(dy_row, x_row, w_ptr, cols, mean, rstd, H, CHUNK, RMS, ZERO_CENTERED)
+        xhat = _load_centered(x_row, cols, mean, H, CHUNK, RMS) * rstd
+        wdy = _load(dy_row, cols, H, CHUNK) * _load_factor(w_ptr, cols, H, CHUNK, ZERO_CENTERED)
         if not RMS:
             wdy = wdy - mean_wdy
         dx = (wdy - xhat * mean_wdy_xhat) * rstd
-        tl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < H)
+        tl.store(dx_ptr + row * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < H)
 
 
 @triton.jit
@@ -145,8 +133,7 @@ def _leaves_kernel(
     leaf = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
-    dw = tl.zeros((BLOCK,), tl.float32)
-    db = tl.zeros((BLOCK,), tl.float32)
+    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # A column belongs to one thread, which adds the rows in this order whatever BLOCK is.
     for row in range(leaf * leaf_rows, tl.minimum(leaf * leaf_rows + leaf_rows, T)):
         dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
@@ -199,10 +186,9 @@ def _check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like:
         raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
-    if shape is None and (tensor.dim() != 2 or tensor.shape[1] == 0):
-        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: [rows, H] with H at least 1")
-    if shape is not None and tuple(tensor.shape) != shape:
-        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {shape}")
+    if tensor.dim() != 2 or tensor.shape[1] == 0 if shape is None else tuple(tensor.shape) != shape:
+        allowed = "[rows, H] with H at least 1" if shape is None else shape
+        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
     if tensor.device != like.device:
         raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
 

@@ -159,10 +159,10 @@ class Linear(ShardedModule, nn.Linear):
             dtype=weight.dtype,
             **options,
         )
-        stride = layer.partition_stride
-        layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
+        stride, weight_spec, bias_spec = layer.partition_stride, layer.shard_spec("weight"), layer.shard_spec("bias")
+        layer.weight = nn.Parameter(weight_spec.local(weight), weight.requires_grad)
         if bias is not None:
-            layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
+            layer.bias = nn.Parameter(bias_spec.local(bias), bias.requires_grad)
         layer._mark(stride)
         return layer.train(linear.training)
 

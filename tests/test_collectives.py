@@ -1,0 +1,380 @@
+"""Collectives move bytes: against what one process computes from all ranks' inputs, byte for byte, on every rank."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tp_invariant.collectives import (
+    Group,
+    exchange_cols_for_rows,
+    exchange_rows,
+    gather_dim,
+    gather_features,
+    gather_major,
+    gather_sequence,
+    gather_uneven,
+    resolve_group,
+    scatter_features,
+    scatter_sequence,
+    start_exchange_rows,
+    start_gather_major,
+)
+from tp_invariant.layout import shard, split_sizes, unshard
+from tp_invariant.testing import assert_bitwise_equal, run_ranks
+
+WORLDS = (2, 3, 8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+worlds = pytest.mark.parametrize("world", WORLDS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 8)
+
+
+def special(shape, dtype, seed):
+    """Random bit patterns: NaNs with all sorts of payloads, infinities, subnormals and -0.0 among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype)
+    if bits.numel() > 2:
+        bits[0] = -0.0
+        one = torch.ones(1, dtype=torch.uint8)
+        bits[1:2] = torch.cat([one, one * 0, one * 0xC1, one * 0x7F][: dtype.itemsize - 2] + [one * 0xC1, one * 0x7F])[
+            -dtype.itemsize :
+        ].view(dtype)
+    return bits.view(shape)
+
+
+def check_ranks(world, case):
+    """Runs case(group, rank) on every rank; it asserts by itself, and its count of checks must not be zero."""
+
+    def on_rank(tp_group):
+        group = resolve_group(tp_group)
+        return case(group)
+
+    counts = run_ranks(on_rank, world)
+    assert len(counts) == world
+    assert counts == counts[:1] * world
+    assert counts[0] > 0
+
+
+# --- raw ------------------------------------------------------------------------------------------------------------
+
+
+def layouts(x):
+    """x, and equal tensors with other strides."""
+    yield x
+    yield x.t().contiguous().t()
+    yield torch.cat([x, x], dim=1)[:, : x.shape[1]]
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gathers(world, dtype):
+    def case(group):
+        everyone = [special((3, 5), dtype, seed) for seed in range(group.size)]
+        checks = 0
+        for mine in layouts(everyone[group.rank]):
+            assert_bitwise_equal(gather_major(mine, group), torch.stack(everyone))
+            for dim in (0, 1, -1):
+                assert_bitwise_equal(gather_dim(mine, dim, group), torch.cat(everyone, dim))
+                checks += 1
+        cube = [x.view(3, 5, 1).expand(3, 5, 2) for x in everyone]
+        for dim in (0, 1, 2, -1):
+            assert_bitwise_equal(gather_dim(cube[group.rank], dim, group), torch.cat(cube, dim))
+        vector = [x.reshape(-1) for x in everyone]
+        assert_bitwise_equal(gather_dim(vector[group.rank], 0, group), torch.cat(vector))
+        scalar = [x[0, 1] for x in everyone]
+        assert_bitwise_equal(gather_major(scalar[group.rank], group), torch.stack(scalar))
+        return checks
+
+    check_ranks(world, case)
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 24])
+def test_gather_uneven(world, dtype, size):
+    def case(group):
+        checks = 0
+        for shape, dim in (((size, 5), 0), ((5, size), 1), ((5, size), -1)):
+            whole = special(shape, dtype, size)
+            mine = torch.tensor_split(whole, group.size, dim)[group.rank]
+            for local in layouts(mine):
+                assert_bitwise_equal(gather_uneven(local, dim, size, group), whole)
+                checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 24])
+def test_exchange_rows(world, dtype, rows):
+    def case(group):
+        everyone = [special((rows, 4), dtype, seed) for seed in range(group.size)]
+        sizes = split_sizes(rows, group.size)
+        expected = torch.stack([x.split(sizes)[group.rank] for x in everyone])
+        checks = 0
+        for mine in layouts(everyone[group.rank]):
+            assert_bitwise_equal(exchange_rows(mine, sizes, group), expected)
+            checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+@worlds
+def test_exchange_rows_of_any_sizes(world):
+    def case(group):
+        sizes = [(3 * rank) % 4 for rank in range(group.size)]  # ranks without a row among them
+        everyone = [special((sum(sizes), 3, 2), torch.float32, seed) for seed in range(group.size)]
+        expected = torch.stack([x.split(sizes)[group.rank] for x in everyone])
+        assert_bitwise_equal(exchange_rows(everyone[group.rank], sizes, group), expected)
+        return sizes.count(0)
+
+    check_ranks(world, case)
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(7, 9), (8, 24), (1, 5), (24, 1), (0, 4), (4, 0)])
+def test_exchange_cols_for_rows(world, dtype, rows, cols):
+    def case(group):
+        whole = special((rows, cols), dtype, rows)
+        row_sizes, col_sizes = split_sizes(rows, group.size), split_sizes(cols, group.size)
+        mine = whole.split(col_sizes, 1)[group.rank]
+        checks = 0
+        for local in (mine, mine.contiguous(), mine.t().contiguous().t()):
+            got = exchange_cols_for_rows(local, row_sizes, col_sizes, group)
+            assert_bitwise_equal(got, whole.split(row_sizes)[group.rank])
+            checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+@worlds
+def test_empty_tensors(world):
+    def case(group):
+        assert_bitwise_equal(gather_major(torch.empty(0, 3), group), torch.empty(group.size, 0, 3))
+        assert_bitwise_equal(gather_dim(torch.empty(3, 0), 0, group), torch.empty(3 * group.size, 0))
+        assert_bitwise_equal(gather_dim(torch.empty(3, 0), 1, group), torch.empty(3, 0))
+        sizes = split_sizes(5, group.size)
+        got = exchange_rows(torch.empty(5, 0), sizes, group)
+        assert_bitwise_equal(got, torch.empty(group.size, sizes[group.rank], 0))
+        return 1
+
+    check_ranks(world, case)
+
+
+def test_started_collectives_wait_in_any_order():
+    def case(group):
+        everyone = [torch.full((4, 2), float(rank)) for rank in range(group.size)]
+        sizes = split_sizes(4, group.size)
+        gathered = start_gather_major(everyone[group.rank], group)
+        exchanged = start_exchange_rows(everyone[group.rank], sizes, group)
+        expected = torch.stack([x.split(sizes)[group.rank] for x in everyone])
+        assert_bitwise_equal(exchanged.wait(), expected)
+        assert_bitwise_equal(gathered.wait(), torch.stack(everyone))
+        assert_bitwise_equal(gathered.wait(), torch.stack(everyone))
+        return 1
+
+    check_ranks(3, case)
+
+
+def test_one_rank_needs_no_process_group():
+    alone, x = Group(None, 0, 1), special((4, 6), torch.float32, 0)
+    assert_bitwise_equal(gather_major(x, alone), x[None])
+    assert_bitwise_equal(gather_dim(x, 1, alone), x)
+    assert_bitwise_equal(gather_uneven(x, 0, 4, alone), x)
+    assert_bitwise_equal(exchange_rows(x, [4], alone), x[None])
+    assert_bitwise_equal(exchange_cols_for_rows(x, [4], [6], alone), x)
+    assert_bitwise_equal(gather_sequence(x, None), x)
+    assert_bitwise_equal(scatter_sequence(x, None), x)
+    assert_bitwise_equal(gather_features(x, alone, 3), x)
+    assert_bitwise_equal(scatter_features(x, alone, 3), x)
+
+
+# --- with adjoints --------------------------------------------------------------------------------------------------
+
+
+def forward_and_adjoint(fn, x, grad):
+    x = x.clone().requires_grad_()
+    y = fn(x)
+    y.backward(grad)
+    return y, x.grad
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequence_regions(world, dtype):
+    def case(group):
+        checks = 0
+        for dim in range(3):
+            shape = [2, 3, 4, 5]
+            shape[dim] = 2 * group.size
+            x, grad = special(shape, dtype, 1), special(shape, dtype, 2)
+            x_mine, grad_mine = (t.chunk(group.size, dim)[group.rank] for t in (x, grad))
+            for tp_group in (group, group.process_group):
+                gathered = forward_and_adjoint(lambda t, g=tp_group, d=dim: gather_sequence(t, g, d), x_mine, grad)
+                assert_bitwise_equal(gathered, (x, grad_mine))
+                scattered = forward_and_adjoint(lambda t, g=tp_group, d=dim: scatter_sequence(t, g, d), x, grad_mine)
+                assert_bitwise_equal(scattered, (x_mine, grad))
+                assert gathered[1].is_contiguous()
+                assert scattered[0].is_contiguous()
+                checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_feature_regions(world, dtype):
+    def case(group):
+        checks = 0
+        for stride in (1, 2, 3):
+            shape = (3, 2, 2 * stride * group.size)
+            x, grad = special(shape, dtype, 3), special(shape, dtype, 4)
+            x_mine, grad_mine = (
+                shard(t, dim=-1, rank=group.rank, world=group.size, stride=stride) for t in (x, grad)
+            )
+            gathered = forward_and_adjoint(lambda t, s=stride: gather_features(t, group, s), x_mine, grad)
+            assert_bitwise_equal(gathered, (x, grad_mine))
+            scattered = forward_and_adjoint(lambda t, s=stride: scatter_features(t, group, s), x, grad_mine)
+            assert_bitwise_equal(scattered, (x_mine, grad))
+            assert gathered[0].is_contiguous()
+            checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+def test_gathered_gated_features_stand_as_one_rank_has_them():
+    def case(group):
+        mine = torch.tensor([[10.0 + group.rank, 20.0 + group.rank]])  # [gate_r up_r]
+        y = gather_features(mine, group, 2)
+        expected = [10.0 + rank for rank in range(group.size)] + [20.0 + rank for rank in range(group.size)]
+        assert_bitwise_equal(y, torch.tensor([expected]))
+        return 1
+
+    check_ranks(3, case)
+
+
+def test_shards_from_a_gather_are_unsharded_by_layout():
+    def case(group):
+        full = special((12, 5), torch.float32, 9)
+        mine = shard(full, dim=0, rank=group.rank, world=group.size, stride=2)
+        assert_bitwise_equal(unshard(gather_major(mine, group), dim=0, stride=2), full)
+        return 1
+
+    check_ranks(3, case)
+
+
+def test_scatter_of_a_sequence_that_does_not_divide():
+    def case(group):
+        text = "size of sequence_dim 1=4 is not divisible by TP degree=3: choose a size of sequence_dim 1 that is a"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            scatter_sequence(torch.zeros(3, 4, 2), group, 1)
+        return 1
+
+    check_ranks(3, case)
+
+
+# --- which group ----------------------------------------------------------------------------------------------------
+
+
+def test_no_group_is_one_rank():
+    assert resolve_group(None) == Group(None, 0, 1)
+
+
+@pytest.mark.parametrize("wrong", ["nccl", 4, [0, 1]])
+def test_group_of_a_wrong_type(wrong):
+    text = f"tp_group={wrong!r} is a {type(wrong).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        resolve_group(wrong)
+
+
+def test_groups_and_meshes_on_ranks():
+    def on_rank(tp_group):
+        group = resolve_group(tp_group)
+        assert resolve_group(group) is group
+        assert (group.rank, group.size) == (dist.get_rank(), 8)
+        assert group.process_group is tp_group
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        row = resolve_group(mesh["tp"])
+        assert (row.rank, row.size) == (dist.get_rank() % 4, 4)
+        column = resolve_group(mesh["dp"])
+        assert (column.rank, column.size) == (dist.get_rank() // 4, 2)
+        text = (
+            "tp_group is a 2-dimensional DeviceMesh with dims ('dp', 'tp'): pass one dim of it, for example mesh[\"tp\"]"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            resolve_group(mesh)
+        # and it works: gather over the mesh's own dim
+        x = torch.tensor([float(dist.get_rank())])
+        first = 4.0 * (dist.get_rank() // 4)
+        assert_bitwise_equal(gather_dim(x, 0, row), torch.arange(first, first + 4))
+        return True
+
+    assert run_ranks(on_rank, 8) == [True] * 8
+
+
+def test_a_group_in_any_order_of_ranks():
+    """Ranks within a group count, not global ones."""
+
+    def on_rank(tp_group):
+        two = dist.new_group([5, 2])
+        if dist.get_rank() not in (2, 5):
+            return None
+        group = resolve_group(two)
+        assert group.rank == dist.get_rank(two)
+        mine = torch.tensor([[float(group.rank)]])
+        return gather_dim(mine, 0, group).flatten().tolist()
+
+    results = run_ranks(on_rank, 8)
+    assert results[2] == results[5] == [0.0, 1.0]
+
+
+def test_a_group_that_this_rank_is_not_in():
+    def on_rank(tp_group):
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            return resolve_group(pair).size
+        text = (
+            f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            resolve_group(pair)
+        return 0
+
+    assert run_ranks(on_rank, 3) == [2, 2, 0]
+
+
+def test_a_mesh_that_this_rank_is_not_in():
+    def on_rank(tp_group):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)) if dist.get_world_size() == 2 else None
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = mesh or DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        if dist.get_rank() < 2:
+            return resolve_group(mesh).size
+        text = rf"tp_group does not contain this rank \(global rank {dist.get_rank()}\)"
+        with pytest.raises(ValueError, match=text):
+            resolve_group(mesh)
+        return 0
+
+    assert run_ranks(on_rank, 8) == [2, 2, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_group_is_copied_by_reference():
+    import copy
+
+    group = Group(None, 0, 1)
+    assert copy.deepcopy({"group": group})["group"] is group

@@ -1,0 +1,478 @@
+"""Linear: the contract as a matrix, accuracy, negative controls, GEMM counts and what bad input gets."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_cases import Case, assert_cases_invariant, check_accuracy, error, run, run_all, torch_results
+from torch import nn
+
+import tp_invariant as tpi
+from tp_invariant import stock
+from tp_invariant.testing import RankError, assert_bitwise_equal, run_ranks
+
+MODES = ("column", "row")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OWNER_MAPS = ("replicate", "rows", "cols", "auto")
+DEGREES = (2, 3, 4, 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    """One pool of eight ranks for every degree."""
+    run_ranks(lambda group: None, 8)
+
+
+def sizes(mode: str, degree: int, stride: int) -> tuple[int, int]:
+    """(in_features, out_features): the sharded one splits into odd pieces, the other is odd and divides by nothing."""
+    sharded = degree * stride * (7 if degree * stride > 8 else 17)
+    return (53, sharded) if mode == "column" else (sharded, 53)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_matrix(mode, dtype, degree):
+    """SP x stride x bias x owner map x 2-D and 3-D inputs (sequence first and second)."""
+    cases = []
+    for stride, bias, owner_map in itertools.product((1, 2, 3), (True, False), OWNER_MAPS):
+        k, n = sizes(mode, degree, stride)
+        base = Case(mode, k, n, (2 * degree,), dtype=dtype, bias=bias, stride=stride, owner_map=owner_map)
+        cases += [
+            base.with_(tokens=(11,)),
+            base.with_(tokens=(3, 5)),
+            base.with_(sequence_parallel=True),
+            base.with_(sequence_parallel=True, tokens=(degree, 3)),
+            base.with_(sequence_parallel=True, tokens=(2, degree), sequence_dim=1),
+        ]
+    assert_cases_invariant(cases, degree)
+
+
+@pytest.mark.parametrize("degree", (5, 6, 7))
+@pytest.mark.parametrize("mode", MODES)
+def test_other_degrees(mode, degree):
+    cases = []
+    for stride, owner_map, sp in itertools.product((1, 2), OWNER_MAPS, (False, True)):
+        k, n = sizes(mode, degree, stride)
+        cases.append(Case(mode, k, n, (degree, 2), stride=stride, owner_map=owner_map, sequence_parallel=sp))
+    assert_cases_invariant(cases, degree)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_token_counts(mode):
+    """One token on eight ranks, fewer tokens than ranks, none at all, and more dims."""
+    k, n = sizes(mode, 8, 1)
+    tokens = [(1,), (1, 1), (3,), (9,), (0,), (2, 0), (2, 2, 2, 3), (65,)]
+    cases = [
+        Case(mode, k, n, shape, owner_map=owner_map, dtype=dtype)
+        for shape, owner_map, dtype in itertools.product(tokens, OWNER_MAPS, (torch.float32, torch.bfloat16))
+    ]
+    cases += [
+        Case(mode, k, n, shape, owner_map=owner_map, sequence_parallel=True, sequence_dim=dim)
+        for (shape, dim), owner_map in itertools.product([((8,), 0), ((0, 3), 0), ((2, 2, 8), 2)], OWNER_MAPS)
+    ]
+    assert_cases_invariant(cases, 8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("features", (1, 2, 40))
+def test_feature_counts(mode, features):
+    """The sharded dim down to one feature a rank, the other down to one in all: fewer columns than ranks for `cols`."""
+    sharded, other = 8 * features, 1 if features == 1 else 3
+    k, n = (other, sharded) if mode == "column" else (sharded, other)
+    cases = [
+        Case(mode, k, n, (8, 2), owner_map=owner_map, sequence_parallel=sp)
+        for owner_map, sp in itertools.product(OWNER_MAPS, (False, True))
+    ]
+    assert_cases_invariant(cases, 8)
+
+
+@pytest.mark.parametrize("degree", (2, 4))
+def test_options(degree):
+    """gather_output, input_is_parallel=False, return_bias, a stride set late, four micro-batches, parallel_mode None."""
+    cases = []
+    for sp, stride, dim in itertools.product((False, True), (1, 2), (0, 1)):
+        shared = dict(stride=stride, sequence_parallel=sp, tokens=(degree, 2 * degree), sequence_dim=dim)
+        k, n = sizes("column", degree, stride)
+        column = Case("column", k, n, **shared)
+        k, n = sizes("row", degree, stride)
+        row = Case("row", k, n, **shared)
+        for case in (column, row):
+            cases += [case.with_(return_bias=True), case.with_(return_bias=True, bias=False)]
+            cases += [case.with_(micro_batches=4), case.with_(late_stride=True)]
+        cases += [column.with_(gather_output=True), column.with_(gather_output=True, return_bias=True)]
+        cases += [row.with_(input_is_parallel=False), row.with_(input_is_parallel=False, return_bias=True)]
+        if stride == 1:
+            cases += [Case(None, 53, 31, **shared), Case(None, 53, 31, return_bias=True, **shared)]
+    assert_cases_invariant(cases, degree)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(64, 96, (128,)), (512, 33, (5, 7)), (53, 1024, (1,))], ids=str)
+@pytest.mark.parametrize("bias", (True, False))
+def test_accuracy(shape, bias, dtype):
+    """Invariant and wrong must fail: against float64, beside torch's own layer."""
+    k, n, tokens = shape
+    check_accuracy(Case("column", k, n, tokens, dtype=dtype, bias=bias, micro_batches=1))
+
+
+def differing(case: Case, degree: int) -> set[str]:
+    """Names of the results whose bits at `degree` differ from TP=1's with the mode as the case has it."""
+    want = run(None, case.as_reference)
+    names = set()
+    for got in run_ranks(run, degree, case):
+        for name, value in got.items():
+            try:
+                assert_bitwise_equal(value, want[name])
+            except AssertionError:
+                names.add(name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("mode", "sp", "split_sum"),
+    [
+        ("row", False, "y0"),
+        ("row", True, "y0"),
+        ("column", False, "dx0"),
+        ("column", True, "dx0"),
+        ("row", True, "d_bias"),
+        (None, True, "d_weight"),
+        (None, True, "d_bias"),
+    ],
+)
+def test_negative_control(mode, sp, split_sum):
+    """Each sum that the degree splits differs with the mode off and not with it on; the off path is right, too."""
+    case = Case(mode, 192, 192, (64, 4), sequence_parallel=sp)
+    assert split_sum in differing(case.with_(mode=False), 4)
+    assert differing(case, 4) == set()
+    exact = torch_results(case, torch.float64)
+    for got in run_ranks(run, 4, case.with_(mode=False)):
+        for name, value in exact.items():
+            assert error(got[name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize("mode", (None, "column", "row"))
+@pytest.mark.parametrize("sp", (False, True))
+def test_off_mode_options_agree_with_on(mode, sp):
+    """The same options mean the same on the stock path, up to rounding."""
+    stride = 1 if mode is None else 2
+    base = Case(mode, 32, 48, (4, 8), sequence_parallel=sp, sequence_dim=1, stride=stride)
+    cases = [base, base.with_(return_bias=True), base.with_(bias=False)]
+    if mode == "column":
+        cases.append(base.with_(gather_output=True, return_bias=True))
+    if mode == "row":
+        cases.append(base.with_(input_is_parallel=False))
+    off = run_ranks(run_all, 4, [case.with_(mode=False) for case in cases])
+    on = [run(None, case.as_reference) for case in cases]
+    for results in off:
+        for got, want in zip(results, on, strict=True):
+            assert got.keys() == want.keys()
+            for name, value in want.items():
+                if value is not None:
+                    assert got[name].shape == value.shape
+                    assert error(got[name], value.double()) < 1e-5, name
+
+
+# --- every GEMM through gemm_fn -------------------------------------------------------------------------------------
+
+
+def counted_run(tp_group, case):
+    """How often a layer calls its gemm_fn, while torch's own products and adding collectives are out of bounds."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from tp_invariant.kernels.reference import matmul
+
+    calls = []
+    inside = [False]
+
+    def counting(a, b, *, bias=None, out_dtype=None):
+        calls.append((tuple(a.shape), tuple(b.shape)))
+        inside[0] = True
+        try:
+            return matmul(a, b, bias=bias, out_dtype=out_dtype)
+        finally:
+            inside[0] = False
+
+    forbidden = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.name()
+            products = ("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul", "aten::linear", "aten::dot", "aten::mv")
+            if not inside[0] and name.split(".")[0] in (*products, "aten::sum"):
+                forbidden.append(name)
+            if "reduce" in name:  # c10d::allreduce_, c10d::reduce_scatter_, c10d::_reduce_scatter_base_
+                forbidden.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), torch.autograd.set_multithreading_enabled(False):
+        run(tp_group, case.with_(gemm_fn=counting, micro_batches=1))
+    return calls, forbidden
+
+
+@pytest.mark.parametrize(("mode", "norm"), [(None, None), ("column", None), ("row", None), ("column", "RMSNorm")])
+@pytest.mark.parametrize("owner_map", OWNER_MAPS)
+@pytest.mark.parametrize("sp", (False, True))
+def test_every_gemm_goes_through_gemm_fn(mode, norm, owner_map, sp):
+    """Forward, dgrad, wgrad and the bias gradient: four calls; no torch product and no adding collective besides."""
+    case = Case(mode, 32, 64, (8,), owner_map=owner_map, sequence_parallel=sp, norm=norm)
+    for calls, forbidden in run_ranks(counted_run, 4, case):
+        assert len(calls) == 4
+        # the norm's own row sums use the reference product directly
+        assert [name for name in forbidden if norm is None or name.startswith("c10d")] == []
+
+
+def test_the_watch_sees_the_stock_path():
+    """The count above can fail: with the mode off, torch's products and adding collectives show."""
+    for calls, forbidden in run_ranks(counted_run, 2, Case("row", 32, 64, (8,), mode=False)):
+        assert calls == []
+        assert any("mm" in name for name in forbidden) and any("allreduce" in name for name in forbidden)
+
+
+# --- nn.Linear's ways -----------------------------------------------------------------------------------------------
+
+
+def test_is_an_nn_linear():
+    layer = tpi.Linear(8, 12)
+    assert isinstance(layer, nn.Linear)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert (layer.in_features, layer.out_features) == (8, 12)
+    assert "bias" not in tpi.Linear(8, 12, bias=False).state_dict()
+    with tpi.set_tp_invariant_mode(False):
+        x = torch.randn(3, 8)
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_from_linear(mode):
+    full = nn.Linear(24, 48, dtype=torch.bfloat16).requires_grad_(False)
+    full.bias.requires_grad_()
+    full.eval()
+
+    def case(tp_group):
+        layer = tpi.Linear.from_linear(full, parallel_mode=mode, tp_group=tp_group, partition_stride=2)
+        kept = (layer.weight.requires_grad, layer.bias.requires_grad, layer.training, layer.weight.partition_stride)
+        return kept, tpi.testing.full_parameters(layer)
+
+    for degree in (1, 2, 4):
+        for kept, parameters in run_ranks(case, degree):
+            assert kept == (False, True, False, 2)
+            assert_bitwise_equal(parameters, {"weight": full.weight.detach(), "bias": full.bias.detach()})
+
+
+def test_layernorm_linear_from_linear():
+    full = nn.Linear(24, 48)
+    layer = tpi.LayerNormLinear.from_linear(full, parallel_mode="column", tp_group=None, normalization="RMSNorm")
+    assert_bitwise_equal(layer.weight.detach(), full.weight.detach())
+    assert_bitwise_equal(layer.layer_norm_weight.detach(), torch.ones(24))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast(mode):
+    """The autocast dtype wins; gradients come back in the parameters' dtype; bits do not depend on the degree."""
+
+    def case(tp_group):
+        torch.manual_seed(0)
+        layer = tpi.Linear(64, 64, parallel_mode=mode, tp_group=tp_group)
+        x = torch.randn(6, 64, requires_grad=True)
+        part = x if mode == "column" else x.tensor_split(layer.group.size, dim=1)[layer.group.rank]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(part)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        if mode == "column":
+            return x.grad, tpi.testing.full_grads(layer)
+        return y, tpi.testing.full_grads(layer)
+
+    result = tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4))
+    grads = [value for name, value in result.items() if "weight" in name]
+    assert grads and grads[0].dtype == torch.float32
+
+
+def test_prefetched_weight_is_used_until_it_changes():
+    """A prefetched gather serves one forward; after an in-place change it is not used."""
+
+    def case(tp_group):
+        with tpi.set_tp_invariant_mode(True):
+            torch.manual_seed(0)
+            layer = tpi.Linear(64, 16, parallel_mode="row", tp_group=tp_group, owner_map="rows")
+            x = torch.randn(5, 64 // layer.group.size)
+            plain = layer(x)
+            layer.prefetch_weight()
+            ahead = layer(x)
+            layer.prefetch_weight()
+            with torch.no_grad():
+                layer.weight.mul_(3)
+            stale = layer(x)
+            return plain.detach(), ahead.detach(), stale.detach(), layer(x).detach()
+
+    for plain, ahead, changed, again in run_ranks(case, 4):
+        assert_bitwise_equal(ahead, plain)
+        assert_bitwise_equal(changed, again)
+        assert not torch.equal(changed, plain)
+
+
+def test_checkpoint_recomputation_gives_the_same_bits():
+    from torch.utils.checkpoint import checkpoint
+
+    def case(tp_group, recompute):
+        torch.manual_seed(0)
+        layer = tpi.Linear(64, 64, parallel_mode="column", tp_group=tp_group, gather_output=True)
+        x = torch.randn(6, 64, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        y.square().sum().backward()
+        return y.detach(), x.grad, tpi.testing.full_grads(layer)
+
+    with_it = tpi.testing.assert_tp_invariant(case, True, degrees=(1, 4))
+    assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(case, False, degrees=(1, 4)))
+
+
+def test_backward_follows_its_forward():
+    """The mode is read in forward: a backward outside the context takes the path of its forward."""
+
+    def case(tp_group, mode):
+        torch.manual_seed(0)
+        layer = tpi.Linear(512, 64, parallel_mode="column", tp_group=tp_group)
+        x = torch.randn(6, 512, requires_grad=True)
+        with tpi.set_tp_invariant_mode(mode):
+            y = layer(x)
+        with tpi.set_tp_invariant_mode(not mode):
+            y.square().sum().backward()
+        return x.grad
+
+    on, off = (run_ranks(case, 4, mode)[0] for mode in (True, False))
+    assert_bitwise_equal(on, run_ranks(case, 1, True)[0])
+    assert not torch.equal(on, off)
+
+
+# --- data that must not spread --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("mode", MODES)
+def test_nonfinite_values_stay_in_their_rows(mode, value):
+    def case(tp_group):
+        with tpi.set_tp_invariant_mode(True):
+            torch.manual_seed(0)
+            layer = tpi.Linear(64, 64, parallel_mode=mode, tp_group=tp_group, gather_output=mode == "column")
+            x = torch.randn(9, 64)
+            clean = x.clone()
+            x[4, 37] = value
+            part = slice(None) if mode == "column" else slice(*[layer.group.rank * 16, layer.group.rank * 16 + 16])
+            return layer(x[:, part]).detach(), layer(clean[:, part]).detach()
+
+    for got, clean in run_ranks(case, 4):
+        assert not torch.isfinite(got[4]).any()
+        rest = [i for i in range(9) if i != 4]
+        assert_bitwise_equal(got[rest], clean[rest])
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(parallel_mode="diagonal"), r"parallel_mode='diagonal' is unknown: choose one of None, 'column', 'row'"),
+        (dict(owner_map="all"), r"owner_map='all' is unknown: choose one of 'auto', 'replicate', 'rows', 'cols'"),
+        (dict(gather_output=True), r"gather_output=True needs parallel_mode='column', not None"),
+        (dict(input_is_parallel=False), r"input_is_parallel=False needs parallel_mode='row', not None"),
+        (dict(parallel_mode="column", partition_stride=0), r"partition_stride=0 is not a positive integer"),
+        (dict(parallel_mode="column", partition_stride=5), r"out_features=12 is not divisible by TP degree 1 x"),
+        (dict(parallel_mode="row", partition_stride=3), r"in_features=8 is not divisible by TP degree 1 x"),
+    ],
+)
+def test_constructor_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        tpi.Linear(8, 12, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (dict(gemm_fn=3), TypeError, r"gemm_fn=3 is not callable"),
+        (dict(tp_group="tp"), TypeError, r"tp_group='tp' is a str: pass a ProcessGroup, a 1-D DeviceMesh or None"),
+    ],
+)
+def test_constructor_type_errors(options, kind, message):
+    with pytest.raises(kind, match=message):
+        tpi.Linear(8, 12, **options)
+
+
+def test_sizes_that_the_degree_does_not_divide():
+    def build(tp_group, mode):
+        tpi.Linear(10, 10, parallel_mode=mode, tp_group=tp_group)
+
+    for mode, name in (("column", "out_features"), ("row", "in_features")):
+        with pytest.raises(RankError, match=f"{name}=10 is not divisible by TP degree=4") as caught:
+            run_ranks(build, 4, mode)
+        assert len(caught.value.errors) == 4
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+@pytest.mark.parametrize(
+    ("x", "options", "kind", "message"),
+    [
+        (torch.randn(2, 7), {}, ValueError, r"x has shape \(2, 7\) on rank 0: it must be \[\.\., 8\]"),
+        (torch.randn(8), {}, ValueError, r"x has shape \(8,\) on rank 0"),
+        (torch.randn(2, 8).bfloat16(), {}, TypeError, r"x is torch.bfloat16 and weight is torch.float32 on rank 0"),
+        (torch.randn(2, 8), dict(sequence_parallel=True, sequence_dim=1), ValueError, r"sequence_dim=1 is not a token"),
+        (torch.randn(2, 8), dict(sequence_parallel=True, sequence_dim=-1), ValueError, r"sequence_dim=-1 is not a"),
+    ],
+)
+def test_forward_errors(x, options, kind, message, enabled):
+    layer = tpi.Linear(8, 12, **options)
+    with tpi.set_tp_invariant_mode(enabled), pytest.raises(kind, match=message):
+        layer(x)
+
+
+def test_unsupported_dtype():
+    layer = tpi.Linear(8, 12, dtype=torch.float64)
+    with tpi.set_tp_invariant_mode(True), pytest.raises(TypeError, match=r"a is torch.float64: supported are torch.bf"):
+        layer(torch.randn(2, 8, dtype=torch.float64))
+
+
+def test_late_stride_that_does_not_divide():
+    layer = tpi.Linear(8, 12, parallel_mode="column")
+    layer.weight.partition_stride = 5
+    with pytest.raises(ValueError, match=r"part of out_features=12 is not divisible by weight.partition_stride=5"):
+        layer(torch.randn(2, 8))
+    layer.weight.partition_stride = "two"
+    with pytest.raises(ValueError, match=r"partition_stride='two' is not a positive integer"):
+        layer(torch.randn(2, 8))
+
+
+def test_sequence_that_the_degree_does_not_divide():
+    def forward(tp_group):
+        tpi.Linear(8, 12, parallel_mode="row", tp_group=tp_group, sequence_parallel=True)(torch.randn(7, 2))
+
+    with pytest.raises(RankError, match=r"size of sequence_dim 0 of x=7 is not divisible by TP degree=4") as caught:
+        run_ranks(forward, 4)
+    assert len(caught.value.errors) == 4
+
+
+def test_the_stock_path_says_so_once(caplog):
+    def record(tp_group):
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda r: records.append((r.levelname, r.getMessage()))
+        logger = logging.getLogger("tp_invariant.stock")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        stock._logged = False
+        with tpi.set_tp_invariant_mode(False):
+            layer = tpi.Linear(8, 12, parallel_mode="row", tp_group=tp_group)
+            for _ in range(2):
+                layer(torch.randn(3, 8 // layer.group.size))
+        logger.removeHandler(handler)
+        return records
+
+    for records in run_ranks(record, 2):
+        assert len(records) == 1
+        assert records[0][0] == "INFO" and "TP-invariant mode is off" in records[0][1]
+    assert run_ranks(record, 1) == [[]]

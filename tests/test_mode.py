@@ -1,0 +1,156 @@
+"""The gate: what the environment and `set_tp_invariant_mode` may say, and when it is read."""
+
+import re
+import threading
+
+import pytest
+
+import tp_invariant as tpi
+from tp_invariant.mode import ALIAS_VARIABLE, MODE_VARIABLE
+
+BOTH = (MODE_VARIABLE, ALIAS_VARIABLE)
+
+
+@pytest.fixture(autouse=True)
+def environment_decides(monkeypatch):
+    """Every test starts, and leaves, with nothing asked for in Python and neither variable set."""
+    for variable in BOTH:
+        monkeypatch.delenv(variable, raising=False)
+    with tpi.set_tp_invariant_mode(None):
+        yield
+
+
+def test_names_of_the_variables():
+    assert BOTH == ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE")
+
+
+def test_off_by_default():
+    assert tpi.is_tp_invariant_mode_enabled() is False
+
+
+@pytest.mark.parametrize("variable", BOTH)
+@pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True)])
+def test_either_variable(monkeypatch, variable, text, expected):
+    monkeypatch.setenv(variable, text)
+    assert tpi.is_tp_invariant_mode_enabled() is expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True)])
+def test_both_variables_may_agree(monkeypatch, text, expected):
+    for variable in BOTH:
+        monkeypatch.setenv(variable, text)
+    assert tpi.is_tp_invariant_mode_enabled() is expected
+
+
+@pytest.mark.parametrize(("mode", "alias"), [("0", "1"), ("1", "0")])
+def test_variables_that_contradict_each_other(monkeypatch, mode, alias):
+    monkeypatch.setenv(MODE_VARIABLE, mode)
+    monkeypatch.setenv(ALIAS_VARIABLE, alias)
+    text = f"TP_INVARIANT_MODE={mode} and NVTE_TP_INVARIANT_MODE={alias} contradict each other: unset one of them"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        tpi.is_tp_invariant_mode_enabled()
+
+
+@pytest.mark.parametrize("variable", BOTH)
+@pytest.mark.parametrize("text", ["true", "", "2", "on", " 1", "01", "-1"])
+def test_anything_else_is_an_error(monkeypatch, variable, text):
+    monkeypatch.setenv(variable, text)
+    expected = f"{variable}={text!r} is not understood: set it to 1 (on) or 0 (off), or unset it (off)"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        tpi.is_tp_invariant_mode_enabled()
+
+
+def test_a_bad_alias_is_an_error_beside_a_good_variable(monkeypatch):
+    monkeypatch.setenv(MODE_VARIABLE, "1")
+    monkeypatch.setenv(ALIAS_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="NVTE_TP_INVARIANT_MODE='yes' is not understood"):
+        tpi.is_tp_invariant_mode_enabled()
+
+
+def test_read_at_call_time(monkeypatch):
+    seen = []
+    for text in ("1", "0", "1"):
+        monkeypatch.setenv(MODE_VARIABLE, text)
+        seen.append(tpi.is_tp_invariant_mode_enabled())
+    monkeypatch.delenv(MODE_VARIABLE)
+    seen.append(tpi.is_tp_invariant_mode_enabled())
+    assert seen == [True, False, True, False]
+
+
+def test_a_call_holds_until_the_next():
+    tpi.set_tp_invariant_mode(True)
+    assert tpi.is_tp_invariant_mode_enabled() is True
+    tpi.set_tp_invariant_mode(False)
+    assert tpi.is_tp_invariant_mode_enabled() is False
+
+
+@pytest.mark.parametrize("text", ["0", "1"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_python_wins_over_the_environment(monkeypatch, text, asked):
+    monkeypatch.setenv(MODE_VARIABLE, text)
+    with tpi.set_tp_invariant_mode(asked):
+        assert tpi.is_tp_invariant_mode_enabled() is asked
+    assert tpi.is_tp_invariant_mode_enabled() is (text == "1")
+
+
+def test_none_hands_back_to_the_environment(monkeypatch):
+    tpi.set_tp_invariant_mode(True)
+    tpi.set_tp_invariant_mode(None)
+    assert tpi.is_tp_invariant_mode_enabled() is False
+    monkeypatch.setenv(MODE_VARIABLE, "1")
+    assert tpi.is_tp_invariant_mode_enabled() is True
+
+
+def test_contexts_nest_and_restore():
+    seen = []
+    with tpi.set_tp_invariant_mode(True):
+        with tpi.set_tp_invariant_mode(False):
+            with tpi.set_tp_invariant_mode(True):
+                seen.append(tpi.is_tp_invariant_mode_enabled())
+            seen.append(tpi.is_tp_invariant_mode_enabled())
+        seen.append(tpi.is_tp_invariant_mode_enabled())
+    seen.append(tpi.is_tp_invariant_mode_enabled())
+    assert seen == [True, False, True, False]
+
+
+def test_a_context_restores_what_a_call_inside_it_changed():
+    tpi.set_tp_invariant_mode(True)
+    with tpi.set_tp_invariant_mode(False):
+        tpi.set_tp_invariant_mode(False)
+    assert tpi.is_tp_invariant_mode_enabled() is True
+
+
+def test_a_context_restores_on_exceptions():
+    tpi.set_tp_invariant_mode(True)
+    with pytest.raises(ZeroDivisionError), tpi.set_tp_invariant_mode(False):
+        assert tpi.is_tp_invariant_mode_enabled() is False
+        raise ZeroDivisionError
+    assert tpi.is_tp_invariant_mode_enabled() is True
+
+
+def test_one_object_used_as_a_context_twice():
+    mode = tpi.set_tp_invariant_mode(True)
+    seen = []
+    for _ in range(2):
+        with mode:
+            seen.append(tpi.is_tp_invariant_mode_enabled())
+        seen.append(tpi.is_tp_invariant_mode_enabled())
+    assert seen == [True, False, True, False]
+
+
+@pytest.mark.parametrize("enabled", [1, 0, "1", "true", 1.0, [True]])
+def test_wrong_type(enabled):
+    tpi.set_tp_invariant_mode(True)
+    text = f"enabled={enabled!r} is not understood: pass True, False or None"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        tpi.set_tp_invariant_mode(enabled)
+    assert tpi.is_tp_invariant_mode_enabled() is True, "a refused call must change nothing"
+
+
+def test_other_threads_see_it():
+    seen = []
+    with tpi.set_tp_invariant_mode(True):
+        thread = threading.Thread(target=lambda: seen.append(tpi.is_tp_invariant_mode_enabled()))
+        thread.start()
+        thread.join()
+    assert seen == [True]
