@@ -164,9 +164,7 @@ def run(tp_group: Any, case: Case) -> dict[str, Any]:
             torch.autograd.backward(outputs, grads)
             results[f"y{step}"] = whole_features(outputs[0], y_by_features) if column else whole_tokens(outputs[0])
             assert x_local.grad is not None
-            results[f"dx{step}"] = (
-                whole_features(x_local.grad, x_by_features) if row else whole_tokens(x_local.grad)
-            )
+            results[f"dx{step}"] = whole_features(x_local.grad, x_by_features) if row else whole_tokens(x_local.grad)
     for name, grad in tpi.testing.full_grads(layer).items():
         results[f"d_{name}"] = grad
     return {name: None if t is None else t.cpu() for name, t in results.items()}
@@ -217,7 +215,11 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 def check_accuracy(case: Case) -> None:
     """TP=1 in the mode is as near to float64 as torch: 1.1x its error for 16-bit dtypes, 2x for fp32."""
-    ours, exact, theirs = run(None, case.as_reference), torch_results(case, torch.float64), torch_results(case, case.dtype)
+    ours, exact, theirs = (
+        run(None, case.as_reference),
+        torch_results(case, torch.float64),
+        torch_results(case, case.dtype),
+    )
     allowed = 2.0 if case.dtype == torch.float32 else 1.1
     for name, exact_value in exact.items():
         ours_error, their_error = error(ours[name], exact_value), error(theirs[name], exact_value)

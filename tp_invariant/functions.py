@@ -79,17 +79,18 @@ def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _grads(
-    ctx: Any, dgrad: Callable[[], Tensor], dy: Callable[[], Tensor], x: Callable[[], Tensor]
+    ctx: Any, weight: Tensor, dgrad: Callable[[], Tensor], dy: Callable[[], Tensor], x: Callable[[], Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The gradients that autograd asks for; dy and x give all tokens and are called only when needed."""
     need_x, need_w, need_b, *_ = ctx.needs_input_grad
-    _, weight = ctx.saved_tensors
     dx = dgrad() if need_x else None
-    dy_full = dy() if need_w or need_b else None
-    dw = _wgrad(ctx.call, dy_full, x(), weight) if need_w and dy_full is not None else None
-    db = None
-    if need_b and dy_full is not None:
-        db = column_sums(ctx.call.gemm_fn, flatten_tokens(dy_full), out_dtype=ctx.bias_dtype)
+    dw = db = None
+    if need_w or need_b:
+        dy_full = dy()
+        if need_w:
+            dw = _wgrad(ctx.call, dy_full, x(), weight)
+        if need_b:
+            db = column_sums(ctx.call.gemm_fn, flatten_tokens(dy_full), out_dtype=ctx.bias_dtype)
     return dx, dw, db, None
 
 
@@ -118,7 +119,7 @@ class ColumnLinear(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         call: LinearCall = ctx.call
-        return _grads(ctx, lambda: call.product(dy, weight, 0), lambda: dy, lambda: call.gather_tokens(x))
+        return _grads(ctx, weight, lambda: call.product(dy, weight, 0), lambda: dy, lambda: call.gather_tokens(x))
 
 
 class RowLinear(_Linear):
@@ -137,8 +138,8 @@ class RowLinear(_Linear):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dy_full = ctx.call.gather_tokens(dy)
-        return _grads(ctx, lambda: _local(ctx.call, dy_full, weight), lambda: dy_full, lambda: x)
+        dy_full = ctx.call.gather_tokens(dy)  # dgrad, wgrad and the bias gradient share it
+        return _grads(ctx, weight, lambda: _local(ctx.call, dy_full, weight), lambda: dy_full, lambda: x)
 
 
 class ReplicatedLinear(_Linear):
@@ -158,7 +159,7 @@ class ReplicatedLinear(_Linear):
         x, weight = ctx.saved_tensors
         call: LinearCall = ctx.call
         return _grads(
-            ctx, lambda: _local(call, dy, weight), lambda: call.gather_tokens(dy), lambda: call.gather_tokens(x)
+            ctx, weight, lambda: _local(call, dy, weight), lambda: call.gather_tokens(dy), lambda: call.gather_tokens(x)
         )
 
 

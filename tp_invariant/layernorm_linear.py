@@ -54,7 +54,7 @@ class LayerNormLinear(Linear):
             raise ValueError(f"normalization={normalization!r} is unknown: choose 'LayerNorm' or 'RMSNorm'")
         if parallel_mode == "row":
             raise ValueError(
-                "parallel_mode='row' is impossible for LayerNormLinear, whose norm needs whole rows: use 'column' or None"
+                "parallel_mode='row' is impossible for LayerNormLinear (a norm needs whole rows): use 'column' or None"
             )
         if return_layernorm_output_gathered and not return_layernorm_output:
             raise ValueError("return_layernorm_output_gathered=True needs return_layernorm_output=True")

@@ -1,0 +1,130 @@
+"""The contract on GPUs: NCCL, the Triton kernels, real shapes. Skipped where there are too few GPUs.
+
+The matrices of test_linear and test_layernorm_linear run on gloo; here the same cases run on the device, fewer of them
+and larger.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from layer_cases import Case, assert_cases_invariant, error, run, torch_results
+
+import tp_invariant as tpi
+from tp_invariant.testing import assert_bitwise_equal, run_ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.gpu
+DEGREES = [
+    pytest.param(degree, marks=pytest.mark.skipif(degree > GPUS, reason=f"needs {degree} GPUs")) for degree in (2, 3, 4)
+]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OWNER_MAPS = ("replicate", "rows", "cols", "auto")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    """One pool of all GPUs for every degree."""
+    if GPUS > 1:
+        run_ranks(lambda group: None, min(GPUS, 4), device="cuda")
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", ("column", "row"))
+def test_linear(mode, dtype, degree):
+    cases = []
+    for stride, owner_map in itertools.product((1, 2, 3), OWNER_MAPS):
+        sharded = degree * stride * 136
+        k, n = (264, sharded) if mode == "column" else (sharded, 264)
+        base = Case(mode, k, n, (130,), dtype, stride=stride, owner_map=owner_map, device="cuda")
+        cases += [
+            base,
+            base.with_(tokens=(1,)),
+            base.with_(tokens=(0,)),
+            base.with_(sequence_parallel=True, tokens=(64 * degree,), bias=False),
+            base.with_(sequence_parallel=True, tokens=(3, 16 * degree), sequence_dim=1),
+        ]
+        odd = degree * stride * 17
+        k, n = (53, odd) if mode == "column" else (odd, 53)
+        cases.append(base.with_(in_features=k, out_features=n, tokens=(3, 5)))
+    assert_cases_invariant(cases, degree, device="cuda")
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ("LayerNorm", "RMSNorm"))
+def test_layernorm_linear(norm, dtype, degree):
+    cases = []
+    for zero_centered, owner_map in itertools.product((False, True), OWNER_MAPS):
+        base = Case("column", 1024, degree * 128, (70,), dtype, norm=norm, stride=2, owner_map=owner_map, device="cuda")
+        base = base.with_(zero_centered=zero_centered)
+        cases += [
+            base,
+            base.with_(sequence_parallel=True, tokens=(degree * 64, 2)),
+            base.with_(sequence_parallel=True, tokens=(3, degree * 32), sequence_dim=1, return_norm=True),
+            base.with_(sequence_parallel=True, tokens=(degree * 7,), return_norm=True, return_norm_gathered=True),
+        ]
+    assert_cases_invariant(cases, degree, device="cuda")
+
+
+@pytest.mark.parametrize("degree", DEGREES[::2])
+@pytest.mark.parametrize("mode", ("column", "row"))
+def test_qwen3_8b_sizes(mode, degree):
+    """The gated MLP's two layers at full size, 2048 tokens, bf16, one micro-batch."""
+    k, n = (4096, 24576) if mode == "column" else (12288, 4096)
+    if degree > GPUS:
+        pytest.skip(f"needs {degree} GPUs")
+    case = Case(mode, k, n, (2048,), torch.bfloat16, bias=False, device="cuda", micro_batches=1)
+    case = case.with_(stride=2 if mode == "column" else 1, sequence_parallel=True)
+    assert_cases_invariant([case.with_(owner_map=owner_map) for owner_map in OWNER_MAPS], degree, device="cuda")
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize(("mode", "name"), [("row", "y0"), ("column", "dx0")])
+@pytest.mark.parametrize("sp", (False, True))
+def test_negative_control(mode, name, sp):
+    degree = min(GPUS, 4)
+    case = Case(mode, 1024, 1024, (64, 4), torch.bfloat16, sequence_parallel=sp, device="cuda", mode=False)
+    want = run(None, case.as_reference)[name]
+    for got in run_ranks(run, degree, case, device="cuda"):
+        assert not torch.equal(got[name], want)
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bundled_gemm_is_slice_invariant(dtype):
+    from tp_invariant.kernels.matmul import matmul
+
+    shapes = ((70, 130, 300), (33, 257, 1024), (256, 192, 2048), (5, 3, 17), (1024, 512, 4096), (1, 1, 1))
+    tpi.testing.assert_slice_invariant(matmul, shapes=shapes, dtypes=(dtype,), device="cuda")
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("norm", (None, "LayerNorm", "RMSNorm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accuracy(norm, dtype):
+    """TP=1 in the mode against float64, beside torch's own layer on the same GPU."""
+    case = Case("column", 2048, 512, (300,), dtype, norm=norm, device="cuda", micro_batches=1)
+    ours, exact = run(None, case), torch_results(case, torch.float64)
+    theirs = run(None, case.with_(mode=False))
+    allowed = 2.0 if dtype == torch.float32 else 1.1
+    for name, exact_value in exact.items():
+        ours_error, their_error = error(ours[name], exact_value), error(theirs[name], exact_value)
+        # one fp32 accumulator on a tensor core truncates to 24 bits: up to 1.4e-5 at K = 12288
+        assert ours_error <= max(allowed * their_error, 2e-6), f"{name}: {ours_error} against {their_error}"
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+def test_repeats_under_load():
+    """The same call while another stream keeps the GPU busy."""
+    case = Case("column", 1024, 1024, (513,), torch.bfloat16, norm="RMSNorm", device="cuda", micro_batches=1)
+    want = run(None, case)
+    side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                busy @ busy
+        assert_bitwise_equal(run(None, case), want)

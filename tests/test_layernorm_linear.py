@@ -1,0 +1,172 @@
+"""LayerNormLinear: the contract as a matrix, accuracy, negative controls and what bad input gets."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from layer_cases import Case, assert_cases_invariant, check_accuracy, run
+from torch import nn
+
+import tp_invariant as tpi
+from tp_invariant.norm import LEAF_ROWS
+from tp_invariant.testing import assert_bitwise_equal, run_ranks
+
+NORMS = ("LayerNorm", "RMSNorm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    """One pool of eight ranks for every degree."""
+    run_ranks(lambda group: None, 8)
+
+
+@pytest.mark.parametrize("degree", (2, 3, 4, 8))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_matrix(norm, dtype, degree):
+    """SP x zero-centered gamma x stride x owner map; leaves of tokens that ranks hold whole and that they share."""
+    cases = []
+    for zero_centered, stride, owner_map in itertools.product((False, True), (1, 2), ("replicate", "rows", "cols")):
+        base = Case(
+            "column", 53, degree * stride * 5, (11,), dtype, norm=norm, stride=stride, zero_centered=zero_centered,
+            owner_map=owner_map,
+        )  # fmt: skip
+        cases += [
+            base,
+            base.with_(sequence_parallel=True, tokens=(degree * 3, 5)),  # leaves cross ranks
+            base.with_(sequence_parallel=True, tokens=(3, degree * 2), sequence_dim=1),
+        ]
+    base = Case("column", 37, degree * 6, (1,), dtype, norm=norm, sequence_parallel=True)
+    cases += [
+        base.with_(tokens=(degree * LEAF_ROWS,)),  # a leaf a rank
+        base.with_(tokens=(degree * LEAF_ROWS // 8, 2, 4)),
+        base.with_(tokens=(3, degree * LEAF_ROWS), sequence_dim=1),
+        base.with_(tokens=(2, degree * LEAF_ROWS // 4, 8), sequence_dim=1),
+        base.with_(tokens=(degree,)),
+        base.with_(tokens=(0, 3)),
+        base.with_(sequence_parallel=False),
+    ]
+    assert_cases_invariant(cases, degree)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_options(norm):
+    """return_layernorm_output and its gathered form, return_bias, gather_output, no bias, parallel_mode None."""
+    cases = []
+    for sp, dim in itertools.product((False, True), (0, 1)):
+        base = Case("column", 37, 24, (4, 8), norm=norm, sequence_parallel=sp, sequence_dim=dim)
+        cases += [
+            base.with_(return_norm=True),
+            base.with_(return_norm=True, return_norm_gathered=True),
+            base.with_(return_norm=True, return_bias=True),
+            base.with_(gather_output=True),
+            base.with_(bias=False, late_stride=True, stride=3),
+            base.with_(parallel_mode=None),
+            base.with_(parallel_mode=None, return_norm=True, return_norm_gathered=True),
+            base.with_(micro_batches=4),
+        ]
+    assert_cases_invariant(cases, 4)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("zero_centered", (False, True))
+@pytest.mark.parametrize("norm", NORMS)
+def test_accuracy(norm, zero_centered, dtype):
+    check_accuracy(Case("column", 512, 96, (70,), dtype=dtype, norm=norm, zero_centered=zero_centered, micro_batches=1))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_negative_control(norm):
+    """gamma's and beta's gradients under SP, and dgrad behind the norm, differ with the mode off."""
+    case = Case("column", 96, 192, (128, 2), norm=norm, sequence_parallel=True, mode=False)
+    want = run(None, case.as_reference)
+    names = {"dx0", "d_layer_norm_weight"} | ({"d_layer_norm_bias"} if norm == "LayerNorm" else set())
+    for got in run_ranks(run, 4, case):
+        for name in names:
+            assert not torch.equal(got[name], want[name]), name
+            torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-2)
+
+
+def test_off_mode_without_sequence_parallelism_is_torch():
+    torch.manual_seed(0)
+    layer = tpi.LayerNormLinear(16, 24, normalization="LayerNorm")
+    torch.nn.init.normal_(layer.layer_norm_weight)
+    x = torch.randn(5, 16)
+    with tpi.set_tp_invariant_mode(False):
+        normed = nn.functional.layer_norm(x, (16,), layer.layer_norm_weight, layer.layer_norm_bias, 1e-5)
+        assert torch.equal(layer(x), nn.functional.linear(normed, layer.weight, layer.bias))
+
+
+def test_state_dict_and_defaults():
+    layer = tpi.LayerNormLinear(8, 12)
+    assert set(layer.state_dict()) == {"weight", "bias", "layer_norm_weight", "layer_norm_bias"}
+    assert_bitwise_equal(layer.layer_norm_weight.detach(), torch.ones(8))
+    assert_bitwise_equal(layer.layer_norm_bias.detach(), torch.zeros(8))
+    rms = tpi.LayerNormLinear(8, 12, normalization="RMSNorm", zero_centered_gamma=True, bias=False)
+    assert set(rms.state_dict()) == {"weight", "layer_norm_weight"}
+    assert_bitwise_equal(rms.layer_norm_weight.detach(), torch.zeros(8))
+
+
+def test_meta_device():
+    layer = tpi.LayerNormLinear(8, 12, device="meta")
+    assert layer.weight.is_meta and layer.layer_norm_weight.is_meta
+    layer = layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    direct = tpi.LayerNormLinear(8, 12)
+    assert_bitwise_equal(dict(layer.state_dict()), dict(direct.state_dict()))
+    assert layer.layer_norm_weight.partition_dim == -1 and layer.weight.partition_dim == -1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_autocast(norm):
+    def case(tp_group):
+        torch.manual_seed(0)
+        layer = tpi.LayerNormLinear(64, 64, normalization=norm, parallel_mode="column", tp_group=tp_group)
+        x = torch.randn(6, 64, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        return x.grad, tpi.testing.full_grads(layer)
+
+    tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4))
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_nonfinite_values_stay_in_their_rows(value):
+    layer = tpi.LayerNormLinear(16, 24)
+    x = torch.randn(5, 16)
+    clean = x.clone()
+    x[3, 7] = value
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        got, want = layer(x), layer(clean)
+    assert not torch.isfinite(got[3]).any()
+    assert_bitwise_equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(parallel_mode="row"), r"parallel_mode='row' is impossible for LayerNormLinear .*: use 'column' or None"),
+        (dict(normalization="BatchNorm"), r"normalization='BatchNorm' is unknown: choose 'LayerNorm' or 'RMSNorm'"),
+        (dict(return_layernorm_output_gathered=True), r"needs return_layernorm_output=True"),
+        (dict(parallel_mode="diagonal"), r"parallel_mode='diagonal' is unknown"),
+    ],
+)
+def test_constructor_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        tpi.LayerNormLinear(8, 12, **options)
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+def test_forward_errors(enabled):
+    layer = tpi.LayerNormLinear(8, 12)
+    with tpi.set_tp_invariant_mode(enabled):
+        with pytest.raises(ValueError, match=r"x has shape \(2, 7\) on rank 0: it must be \[\.\., 8\]"):
+            layer(torch.randn(2, 7))
+        with pytest.raises(TypeError, match=r"x is torch.float16 and weight is torch.float32 on rank 0"):
+            layer(torch.randn(2, 8).half())
