@@ -100,11 +100,11 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
     return MatmulConfig(64, 64, 64, num_warps=4, num_stages=4)
 
 
-# In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: it gets one value for all shapes.
+# In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
 _INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _shared_memory_of(index: int) -> int:
     properties = torch.cuda.get_device_properties(index)
     return getattr(properties, "shared_memory_per_block_optin", 48 * 1024)

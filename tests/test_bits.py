@@ -141,6 +141,14 @@ def test_strides_do_not_count(dtype):
     assert differs(x, x.t().contiguous().view(4, 6))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_of_dims_of_one_do_not_count(dtype):
+    """torch calls such a tensor contiguous whatever its strides are."""
+    x = sample(dtype, (4, 6))
+    for odd in (x[:1, ::6], x[2:3, 1:2], x.t()[:1, :1], x[1:2].t()[:1]):
+        assert not differs(odd, torch.tensor(odd.tolist(), dtype=dtype))
+
+
 def test_an_expanded_tensor_equals_its_copy():
     x = torch.tensor([1.0, 2.0]).expand(3, 2)
     assert not differs(x, x.contiguous())

@@ -93,7 +93,7 @@ def test_feature_counts(mode, features):
 
 @pytest.mark.parametrize("degree", (2, 4))
 def test_options(degree):
-    """gather_output, input_is_parallel=False, return_bias, a stride set late, four micro-batches, parallel_mode None."""
+    """gather_output, input_is_parallel=False, return_bias, late stride, four micro-batches, parallel_mode None."""
     cases = []
     for sp, stride, dim in itertools.product((False, True), (1, 2), (0, 1)):
         shared = dict(stride=stride, sequence_parallel=sp, tokens=(degree, 2 * degree), sequence_dim=dim)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's elements in row-major order: uint8 [numel, itemsize], on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # a clone, because contiguous() leaves a single element's odd stride, which view(dtype) refuses
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
 

@@ -34,6 +34,9 @@ class Group:
         return self
 
 
+_OUTSIDE = "tp_group does not contain this rank (global rank {rank}): build its layers elsewhere"
+
+
 def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Group:
     """The Group for a `tp_group` argument: a ProcessGroup, a 1-D DeviceMesh, or None for TP=1.
 
@@ -51,21 +54,19 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
                 f"tp_group is a {tp_group.ndim}-dimensional DeviceMesh with dims {tp_group.mesh_dim_names}: "
                 'pass one dim of it, for example mesh["tp"]'
             )
+        if tp_group.get_coordinate() is None:
+            raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
         tp_group = tp_group.get_group()
     # torch hands ranks outside a new group a placeholder that is no ProcessGroup
     if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere"
-        )
+        raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
     if not isinstance(tp_group, dist.ProcessGroup):
         raise TypeError(
             f"tp_group={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
         )
     rank = dist.get_rank(tp_group)
     if rank < 0:
-        raise ValueError(
-            f"tp_group does not contain this rank (global rank {dist.get_rank()}): build its layers elsewhere"
-        )
+        raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
     return Group(tp_group, rank, dist.get_world_size(tp_group))
 
 

@@ -25,6 +25,7 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 _GRACE_SECONDS = 20.0  # how long the others get once one rank has failed
+_START_SECONDS = 300.0  # starting is seconds on a free machine; a loaded one takes longer
 
 
 class RankError(AssertionError):
@@ -98,11 +99,20 @@ class RankPool:
                 subprocess.Popen([sys.executable, "-c", command, address, str(rank), str(size)], env=environment)
                 for rank in range(size)
             ]
-            listener._listener._socket.settimeout(120.0)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             connections: dict[int, Connection] = {}
-            for _ in range(size):
-                connection = listener.accept()
-                connections[connection.recv()] = connection
+            deadline = time.monotonic() + _START_SECONDS
+            while len(connections) < size:
+                try:
+                    connection = listener.accept()
+                    connections[connection.recv()] = connection
+                except TimeoutError:
+                    ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+                    if ended or time.monotonic() > deadline:
+                        for process in self._processes:
+                            process.kill()
+                        reason = f"ranks {ended} ended" if ended else f"no answer in {_START_SECONDS:.0f} s"
+                        raise RuntimeError(f"the {size} rank processes did not start: {reason}") from None
         self._connections = [connections[rank] for rank in range(size)]
 
     def run(self, fn: Callable, world_size: int, args: tuple, timeout: float) -> list[Outcome | None]:

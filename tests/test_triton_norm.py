@@ -1,0 +1,259 @@
+"""The Triton norms: right, and each row's or column's bits its own.
+
+Compiled where there is a GPU, in Triton's interpreter elsewhere. The interpreter tests the logic; the order of a row's
+tree of additions exists on a GPU only.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from tp_invariant.kernels import matmul as matmul_module
+from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
+
+from tp_invariant.testing import assert_bitwise_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EPS = 0.25  # large, so that its place in the formula shows, and that dx does not cancel to nothing at H = 1
+both_norms = pytest.mark.parametrize("rms", (False, True), ids=("layernorm", "rmsnorm"))
+
+
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, wide: bool = False) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(*shape, device=DEVICE, generator=generator)
+    if wide:
+        x = x * torch.exp2(torch.randint(-6, 4, shape, device=DEVICE, generator=generator).float())
+    return x.to(dtype)
+
+
+def case(t: int, h: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, bias, dy."""
+    x = rand(t, h, dtype=torch.float32) * 2 + 0.5
+    return x.to(dtype), rand(h, seed=1, dtype=dtype), rand(h, seed=2, dtype=dtype), rand(t, h, seed=3, dtype=dtype)
+
+
+def everything(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool, zero_centered: bool = False) -> dict:
+    y, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=zero_centered)
+    dx = norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=zero_centered)
+    dw, db = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=b is not None)
+    dw, db = fold_leaves(dw), None if b is None else fold_leaves(db)
+    return {"y": y, "mean": mean, "rstd": rstd, "dx": dx, "dw": dw, "db": db}
+
+
+def with_autograd(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool, zero_centered: bool, dtype) -> dict:
+    """The same by torch's own operations and autograd in `dtype`."""
+    x, w, b, dy = (None if z is None else z.to(dtype, copy=True).requires_grad_() for z in (x, w, b, dy))
+    mean = None if rms else x.mean(1)
+    centered = x if rms else x - mean[:, None]
+    rstd = torch.rsqrt(centered.square().mean(1) + EPS)
+    y = centered * rstd[:, None] * (w + 1 if zero_centered else w)
+    y = y if b is None else y + b
+    y.backward(dy.detach())
+    return {"y": y, "mean": mean, "rstd": rstd, "dx": x.grad, "dw": w.grad, "db": None if b is None else b.grad}
+
+
+def assert_close(actual: dict, exact: dict, torch32: dict, dtype: torch.dtype) -> None:
+    """Norm-wise: at most the one rounding to the output's dtype, plus twice torch's own fp32 error, plus two fp32 units
+    (torch can be exact by luck, in a single row's rstd say)."""
+    for name, expected in exact.items():
+        if expected is None:
+            assert actual[name] is None, name
+            continue
+        rounding = torch.finfo(dtype if name in ("y", "dx") else torch.float32).eps / 2 + 2 * 2.0**-23
+        error, torch_error = ((z[name].double() - expected).norm() for z in (actual, torch32))
+        assert error <= rounding * expected.norm() + 2 * torch_error, f"{name}: {error} of {expected.norm()}"
+
+
+@both_norms
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("t, h", ((1, 1), (4, 7), (2, 300), (1, 1000)))
+def test_against_float64(t, h, dtype, rms):
+    x, w, b, dy = case(t, h, dtype)
+    for zero_centered, bias in itertools.product((False, True), (None, b)):
+        args = (x, w, bias, dy, rms, zero_centered)
+        assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), dtype)
+
+
+@both_norms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_is_rounded_once(dtype, rms):
+    """Whatever the dtypes going in, an output in another dtype is the fp32 output, rounded by torch."""
+    x, w, b, _ = case(4, 40, dtype)
+    forward = functools.partial(norm_forward, x, w.float(), b.bfloat16(), eps=EPS, rms=rms, zero_centered=True)
+    y32, mean, rstd = forward(out_dtype=torch.float32)
+    assert rstd.dtype == torch.float32 and (mean is None if rms else mean.dtype == torch.float32)
+    for out_dtype in DTYPES:
+        assert_bitwise_equal(forward(out_dtype=out_dtype)[0], y32.to(out_dtype))
+    assert forward()[0].dtype == dtype
+
+
+def test_variance_is_of_the_centered_row():
+    """mean(x**2) - mean(x)**2 would lose everything here: mean 2**12, deviations of 1."""
+    x = torch.tensor([[1.0, -1.0] * 32], device=DEVICE) + 2.0**12
+    _, mean, rstd = norm_forward(x, x[0], None, eps=0.0, rms=False, zero_centered=False)
+    assert mean.item() == 2.0**12 and rstd.item() == 1.0
+
+
+@both_norms
+def test_rows_longer_than_a_chunk(rms):
+    x, w, b, dy = case(1, 17001)
+    args = (x, w, b, dy, rms, False)
+    assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), x.dtype)
+
+
+def check_rows_alone(t: int, h: int, dtype: torch.dtype, rms: bool, slices: tuple[slice, ...]) -> None:
+    x, w, b, dy = case(t, h, dtype)
+    whole = everything(x, w, b, dy, rms)
+    padded = torch.full((t, h + 3), float("nan"), device=DEVICE, dtype=dtype)
+    padded[:, 1:-2] = x  # every row at another alignment, neighbours that would be seen
+    transposed = dy.t().contiguous().t()
+    views = {"strided": (padded[:, 1:-2], dy), "transposed": (x, transposed), "as is": (x, dy)}
+    for rows, (name, (x_view, dy_view)) in itertools.product(slices, views.items()):
+        part = everything(x_view[rows], w, b, dy_view[rows], rms)
+        for key in ("y", "mean", "rstd", "dx"):
+            expected = None if whole[key] is None else whole[key][rows]
+            assert_bitwise_equal(part[key], expected, f"{key}, {name}, {rows}")
+    shifted = torch.cat((w[:1], w))[1:]  # a parameter inside a flat buffer is not aligned
+    for key, value in everything(x, shifted, b, dy, rms).items():
+        assert_bitwise_equal(value, whole[key], f"{key}, shifted weight")
+
+
+@both_norms
+@pytest.mark.parametrize("dtype, h", ((torch.bfloat16, 48), (torch.float32, 7), (torch.float16, 1)))
+def test_rows_have_the_bits_of_the_whole(dtype, h, rms):
+    check_rows_alone(5, h, dtype, rms, (slice(4, 5), slice(1, 3), slice(0, None, 2)))
+
+
+@both_norms
+def test_nan_stays_in_its_row(rms):
+    x, w, b, dy = case(5, 20)
+    clean = everything(x, w, b, dy, rms)
+    x[2, 19] = float("nan")
+    dirty = everything(x, w, b, dy, rms)
+    for key in ("y", "dx"):
+        assert dirty[key][2].isnan().all()
+        assert_bitwise_equal(dirty[key][[0, 1, 3, 4]], clean[key][[0, 1, 3, 4]], key)
+
+
+def sequential_leaves(rows: Tensor, leaf_rows: int) -> Tensor:
+    """fp32 [T, H] -> [leaves, H]: from +0.0, one row after another."""
+    leaves = torch.zeros(-(-len(rows) // leaf_rows), rows.shape[1], device=rows.device)
+    for index, row in enumerate(rows):
+        leaves[index // leaf_rows] += row
+    return leaves
+
+
+@both_norms
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("t, h, leaf_rows", ((1, 1, 1), (9, 300, 4), (8, 20, 4), (5, 7, 100)))
+def test_leaves_are_sums_in_row_order(t, h, leaf_rows, dtype, rms):
+    """Equal to a loop in torch, bit for bit, on data of wide exponents, where another order would show."""
+    x, dy = rand(t, h, dtype=dtype, wide=True), rand(t, h, dtype=dtype, seed=1, wide=True)
+    mean, rstd = None if rms else rand(t, seed=2), rand(t, seed=3).abs()
+    dw, db = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=True)
+    xhat = (x.float() if rms else x.float() - mean[:, None]) * rstd[:, None]
+    assert_bitwise_equal(dw, sequential_leaves(dy.float() * xhat, leaf_rows), "dw")
+    assert_bitwise_equal(db, sequential_leaves(dy.float(), leaf_rows), "db")
+    assert_bitwise_equal(fold_leaves(dw), sequential_leaves(dw, len(dw))[0], "fold")
+    without_bias = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+    assert without_bias[1] is None
+    assert_bitwise_equal(without_bias[0], dw)
+    for rows in (slice(0, leaf_rows), slice(leaf_rows, None)):  # the leaves that another rank would hold
+        leaves = slice(0, 1) if rows.start == 0 else slice(1, None)
+        stats = (None if rms else mean[rows], rstd[rows])
+        part, _ = norm_weight_leaves(dy[rows], x[rows], *stats, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+        assert_bitwise_equal(part, dw[leaves], f"leaves of {rows}")
+    for cols in (slice(0, 1), slice(h // 2, None), slice(0, None, 3)):
+        part, _ = norm_weight_leaves(dy[:, cols], x[:, cols], mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+        assert_bitwise_equal(part, dw[:, cols].clone(memory_format=torch.contiguous_format), f"columns {cols}")
+
+
+def test_order_of_rows_shows():
+    """The test above can fail: on such data another order of the same rows gives other bits."""
+    rows = rand(9, 300, wide=True)
+    assert (sequential_leaves(rows, 9) != sequential_leaves(rows.flip(0), 9)).any()
+
+
+def test_fold_takes_any_strides():
+    leaves = rand(5, 300, wide=True)
+    expected = sequential_leaves(leaves, 5)[0]
+    assert_bitwise_equal(fold_leaves(leaves.t().contiguous().t()), expected)
+    assert_bitwise_equal(fold_leaves(leaves[:, 7:]), expected[7:])
+    assert_bitwise_equal(fold_leaves(leaves[:1] * -0.0), torch.zeros(300, device=DEVICE))
+
+
+@both_norms
+def test_no_rows(rms):
+    x, w, b, dy = case(0, 5, torch.bfloat16)
+    y, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
+    assert y.shape == (0, 5) and y.dtype == x.dtype and rstd.shape == (0,)
+    assert norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=False).shape == (0, 5)
+    dw, db = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
+    assert dw.shape == db.shape == (0, 5)
+    assert_bitwise_equal(fold_leaves(dw), torch.zeros(5, device=DEVICE))
+
+
+X, W, STAT = torch.ones(4, 8), torch.ones(8), torch.ones(4)
+NAMES = "torch.bfloat16, torch.float16, torch.float32"
+forward = functools.partial(norm_forward, eps=EPS, rms=False, zero_centered=False)
+backward = functools.partial(norm_backward_input, rms=False, zero_centered=False)
+to_leaves = functools.partial(norm_weight_leaves, rms=False, with_bias=True, leaf_rows=4)
+
+
+@pytest.mark.parametrize(
+    "error, message, call",
+    (
+        (TypeError, "norm_forward: x is a list; allowed: a torch.Tensor", lambda: forward([1], W, W)),
+        (TypeError, f"norm_forward: x has dtype torch.int64; allowed: {NAMES}", lambda: forward(X.long(), W, W)),
+        (TypeError, f"norm_forward: bias has dtype torch.float64; allowed: {NAMES}", lambda: forward(X, W, W.double())),
+        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", lambda: forward(X, W, W, out_dtype=torch.int8)),
+        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", lambda: forward(W, W, W)),
+        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", lambda: forward(X[:, :0], W[:0], None)),
+        (ValueError, "norm_forward: weight has shape (4,); allowed: (8,)", lambda: forward(X, STAT, None)),
+        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", lambda: forward(X, W, W[None])),
+        (ValueError, "norm_forward: weight is on meta; allowed: the device", lambda: forward(X, W.to("meta"), None)),
+        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", lambda: forward(X, W, W, eps=-1)),
+        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", lambda: forward(X, W, W, eps=float("nan"))),
+        (ValueError, "norm_backward_input: dy has shape (8,); allowed: (4, 8)", lambda: backward(W, X, W, STAT, STAT)),
+        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", lambda: backward(X, X, W, None, STAT)),
+        (TypeError, "norm_backward_input: rstd has dtype torch.float16", lambda: backward(X, X, W, STAT, STAT.half())),
+        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", lambda: to_leaves(X, X, STAT, W)),
+        (ValueError, "norm_weight_leaves: leaf_rows is 0;", lambda: to_leaves(X, X, STAT, STAT, leaf_rows=0)),
+        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", lambda: fold_leaves(X.half())),
+        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", lambda: fold_leaves(W)),
+    ),
+)  # fmt: skip
+def test_errors(error, message, call):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
+    monkeypatch.setattr(matmul_module, "_INTERPRETED", False)
+    calls = {"norm_forward": lambda: forward(X, W, W), "fold_leaves": lambda: fold_leaves(X)}
+    calls |= {"norm_backward_input": lambda: backward(X, X, W, STAT, STAT)}
+    calls |= {"norm_weight_leaves": lambda: to_leaves(X, X, STAT, STAT)}
+    for operation, call in calls.items():
+        with pytest.raises(ValueError, match=f"{operation}: the Triton kernel needs CUDA tensors, got device cpu"):
+            call()
+
+
+@gpu
+@both_norms
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("t, h", ((515, 128), (259, 300), (259, 4096), (37, 16384), (37, 20000), (19, 65536)))
+def test_large(t, h, dtype, rms):
+    x, w, b, dy = case(t, h, dtype)
+    args = (x, w, b, dy, rms, True)
+    assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), dtype)
+    check_rows_alone(t, h, dtype, rms, (slice(0, 1), slice(1, None), slice(3, 12), slice(0, None, 3)))
