@@ -1,6 +1,7 @@
 """Collectives move bytes: against what one process computes from all ranks' inputs, byte for byte, on every rank."""
 
 import copy
+import functools
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tp_invariant import testing
 from tp_invariant.collectives import (
     Group,
     exchange_cols_for_rows,
@@ -24,7 +26,9 @@ from tp_invariant.collectives import (
     start_gather_major,
 )
 from tp_invariant.layout import shard, split_sizes, unshard
-from tp_invariant.testing import assert_bitwise_equal, run_ranks
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 WORLDS = (2, 3, 8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -184,6 +184,7 @@ def test_off_mode_options_agree_with_on(mode, sp):
 def counted_run(tp_group, case):
     """How often a layer calls its gemm_fn, while torch's own products and adding collectives are out of bounds."""
     from torch.utils._python_dispatch import TorchDispatchMode
+
     from tp_invariant.kernels.reference import matmul
 
     calls = []

@@ -12,9 +12,9 @@ import re
 import pytest
 import torch
 from torch import Tensor
+
 from tp_invariant.kernels import matmul as matmul_module
 from tp_invariant.kernels.matmul import MatmulConfig, choose_config, interpreting, matmul
-
 from tp_invariant.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,9 +13,9 @@ import re
 import pytest
 import torch
 from torch import Tensor
+
 from tp_invariant.kernels import matmul as matmul_module
 from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
-
 from tp_invariant.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -94,34 +94,53 @@ class RankPool:
             PYTHONPATH=os.pathsep.join(sys.path),
         )
         command = "import sys; from tp_invariant.rank_pool import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
-        with Listener(address, "AF_UNIX", backlog=size) as listener:
-            self._processes = [
-                subprocess.Popen([sys.executable, "-c", command, address, str(rank), str(size)], env=environment)
-                for rank in range(size)
-            ]
-            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-            connections: dict[int, Connection] = {}
-            deadline = time.monotonic() + _START_SECONDS
-            while len(connections) < size:
-                try:
-                    connection = listener.accept()
-                    connections[connection.recv()] = connection
-                except TimeoutError:
-                    ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
-                    if ended or time.monotonic() > deadline:
-                        for process in self._processes:
-                            process.kill()
-                        reason = f"ranks {ended} ended" if ended else f"no answer in {_START_SECONDS:.0f} s"
-                        raise RuntimeError(f"the {size} rank processes did not start: {reason}") from None
+        listener = Listener(address, "AF_UNIX", backlog=size)
+        # a session of their own, so that Ctrl-C reaches the parent alone, which then ends them
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", command, address, str(rank), str(size)], env=environment, start_new_session=True
+            )
+            for rank in range(size)
+        ]
+        try:
+            connections = self._accept_all(listener)
+        except BaseException:
+            self._end_processes()
+            raise
+        finally:
+            listener.close()
         self._connections = [connections[rank] for rank in range(size)]
+
+    def _accept_all(self, listener: Listener) -> dict[int, Connection]:
+        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        connections: dict[int, Connection] = {}
+        deadline = time.monotonic() + _START_SECONDS
+        while len(connections) < self.size:
+            try:
+                connection = listener.accept()
+                connections[connection.recv()] = connection
+            except TimeoutError:
+                ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+                if ended or time.monotonic() > deadline:
+                    reason = f"ranks {ended} ended" if ended else f"no answer in {_START_SECONDS:.0f} s"
+                    raise RuntimeError(f"the {self.size} rank processes did not start: {reason}") from None
+        return connections
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
 
     def run(self, fn: Callable, world_size: int, args: tuple, timeout: float) -> list[Outcome | None]:
         """fn(tp_group, *args) on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
         work = _dumps((fn, args))
-        for rank, connection in enumerate(self._connections):
+        # everybody hears of the group before anybody gets work: making a group takes all ranks, and work that is larger
+        # than a socket's buffer waits for its rank to read it
+        for connection in self._connections:
             connection.send_bytes(pickle.dumps(world_size))
-            if rank < world_size:
-                connection.send_bytes(work)
+        for connection in self._connections[:world_size]:
+            connection.send_bytes(work)
         outcomes: list[Outcome | None] = [None] * world_size
         waiting = {connection: rank for rank, connection in enumerate(self._connections[:world_size])}
         deadline = time.monotonic() + timeout
@@ -141,10 +160,7 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the processes."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        self._end_processes()
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()

@@ -1,0 +1,212 @@
+"""The demo: what it prints and returns, and that its verdict can fail."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_invariant.examples import demo_report
+from tp_invariant.examples.demo_report import Step, differences, loss_differences, print_table, save_picture, verdict
+from tp_invariant.examples.train_across_tp import main
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_across_tp.py"
+SMALL = "--degrees 1,2 --steps 3 --layers 1 --hidden 64 --heads 2 --ffn 64 --batch 2 --sequence 64 --device cpu"
+
+
+def small(*extra: str) -> list[str]:
+    return [*SMALL.split(), *extra]
+
+
+def table_digests(output: str) -> list[list[str]]:
+    """The digests of each table that was printed."""
+    tables = re.split(r"^mode (?:on|off)(?:,| *$)", output, flags=re.MULTILINE)[1:]
+    return [re.findall(rf"\b[0-9a-f]{{{demo_report.SHOWN}}}\b", table) for table in tables]
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_demo_agrees_with_the_mode_on_and_parts_with_it_off(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "losses.png"
+    assert main(small("--picture", str(picture))) == 0
+    output = capsys.readouterr().out
+    on, off = table_digests(output)
+    assert len(on) == len(off) == 2
+    assert on[0] == on[1]
+    assert off[0] != off[1]
+    assert "identical for all 3 steps, 2 ranks" in output
+    verdict_line = output.splitlines()[-1]
+    assert verdict_line.startswith("Verdict: mode on: TP=1, 2 bit for bit the same on every rank for all 3 steps; ")
+    assert "mode off: TP=2 left TP=1 at step 1, by up to " in verdict_line
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in output
+
+
+def test_sequence_parallelism_changes_no_bit(capsys):
+    printed = []
+    for extra in ([], ["--sequence-parallel"]):
+        assert main(small("--mode", "on", "--no-picture", *extra)) == 0
+        printed.append(table_digests(capsys.readouterr().out))
+    assert printed[0] == printed[1]
+    assert len(set(printed[0][0])) == 1
+
+
+def test_bfloat16(capsys):
+    assert main(small("--dtype", "bfloat16", "--no-picture")) == 0
+    assert "bfloat16 on cpu" in capsys.readouterr().out
+
+
+def test_one_degree_is_nothing_to_compare(capsys):
+    assert main(small("--degrees", "2", "--no-picture")) == 0
+    assert "one degree alone, so there was nothing to compare it with" in capsys.readouterr().out
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def test_help_of_the_script():
+    shown = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    assert shown.returncode == 0, shown.stderr
+    for option in ("--degrees", "--steps", "--sequence-parallel", "--no-picture", "(default: 1,2,4,8)", "Exit status"):
+        assert option in shown.stdout
+
+
+def test_wrong_option_of_the_script():
+    shown = subprocess.run([sys.executable, SCRIPT, "--steps", "0"], capture_output=True, text=True)
+    assert shown.returncode == 2
+    assert shown.stderr == (
+        "train_across_tp.py: error: argument --steps: '0' is not a positive whole number (--help lists the options)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--degrees 1,3", "--degrees: 3 does not divide --heads 8"),
+        ("--degrees 1,x", "argument --degrees: 'x' is not a positive whole number"),
+        ("--degrees 1,,2", "argument --degrees: '' is not a positive whole number"),
+        ("--heads 6 --degrees 1,2", "--heads 6 does not divide --hidden 128"),
+        ("--ffn 66 --degrees 4", "--degrees: 4 does not divide --ffn 66"),
+        ("--degrees 8 --sequence 36 --sequence-parallel", "--degrees: 8 does not divide --sequence 36"),
+        ("--ffn 8 --batch 1 --sequence 12", "--batch x --sequence x --ffn / 2 = 48 must be a multiple of 32"),
+        ("--device tpu", "argument --device: invalid choice: 'tpu'"),
+        ("--dtype float64", "argument --dtype: invalid choice: 'float64'"),
+        ("--lr nan", "argument --lr: 'nan' is not a positive number"),
+        ("--seed -1", "argument --seed: '-1' is not a whole number from 0 to 2**63 - 1"),
+        ("--picture a.txt", "argument --picture: 'a.txt' must end in .png, .pdf or .svg"),
+        ("--picture nowhere/a.png", "argument --picture: the folder of 'nowhere/a.png' does not exist"),
+        ("--stepz 3", "unrecognized arguments: --stepz 3"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cpu", *options.split()])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("tp-invariant demo: error: ") and error.count("\n") == 1
+
+
+def test_no_gpu_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cuda"])
+    assert stopped.value.code == 2
+    assert "--device cuda: torch finds no CUDA device here; use --device cpu" in capsys.readouterr().err
+
+
+def test_interrupt_exits_with_130(capsys, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tp_invariant.examples.train_across_tp.run_ranks", interrupted)
+    monkeypatch.setattr("tp_invariant.examples.train_across_tp.discard_pool", lambda device: None)
+    assert main(small("--no-picture")) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+# --- the verdict, on made-up records ---------------------------------------------------------------------------------
+
+
+def made_up(degrees=(1, 2, 4), steps=5, changed=None):
+    """Equal records; `changed` maps (degree, rank, step from 1) to (tensor, its digest, loss)."""
+    runs = {}
+    for degree in degrees:
+        runs[degree] = []
+        for rank in range(degree):
+            record = []
+            for step in range(1, steps + 1):
+                tensors = {"loss": f"l{step}", "gradient of w": f"g{step}", "parameter w": f"p{step}"}
+                loss = 3.0
+                if (degree, rank, step) in (changed or {}):
+                    name, tensors[name], loss = changed[degree, rank, step]
+                record.append(Step.record(loss, 1.0, tensors))
+            runs[degree].append(record)
+    return runs
+
+
+def test_verdict_on_equal_records():
+    on, off = made_up(), made_up(changed={(4, r, s): ("loss", "x", 3.5) for r in range(4) for s in (3, 4, 5)})
+    line, good = verdict(on, off)
+    assert good
+    assert line == (
+        "Verdict: mode on: TP=1, 2, 4 bit for bit the same on every rank for all 5 steps; "
+        "mode off: TP=4 left TP=1 at step 3, by up to 5.0e-01 in the loss."
+    )
+
+
+def test_verdict_finds_one_rank_at_a_later_step(capsys):
+    on = made_up(changed={(4, 3, 4): ("gradient of w", "other", 3.0)})
+    found = differences(on)
+    assert found[1] is None and found[2] is None
+    assert str(found[4]) == "differs from TP=1 from step 4 on: gradient of w (rank 3)"
+    line, good = verdict(on, None)
+    assert not good
+    assert line == "Verdict: FAILED, mode on: TP=4 differs from TP=1 from step 4 on: gradient of w (rank 3)."
+    print_table("mode on", on)
+    assert "differs from TP=1 from step 4 on" in capsys.readouterr().out
+
+
+def test_verdict_finds_a_rank_of_the_reference_itself():
+    on = made_up(degrees=(2, 4), changed={(2, 1, 5): ("parameter w", "other", 3.0)})
+    assert str(differences(on)[2]) == "differs from TP=2 from step 5 on: parameter w (rank 1)"
+    assert not verdict(on, None)[1]
+
+
+def test_verdict_finds_a_missing_step():
+    on = made_up()
+    on[2][1].pop()
+    assert "the number of steps" in str(differences(on)[2])
+    assert not verdict(on, None)[1]
+
+
+def test_a_control_that_agrees_is_no_control():
+    line, good = verdict(made_up(), made_up())
+    assert not good
+    assert "WARNING, mode off: TP=1, 2, 4 agree too, so this control proves nothing" in line
+    assert verdict(None, made_up(degrees=(2,)))[1]  # one degree alone is no control, and is none asked for
+
+
+def test_loss_differences_take_the_worst_rank():
+    runs = made_up(changed={(4, 2, 3): ("loss", "x", 3.25)})
+    assert loss_differences(runs, 4) == [0, 0, 0.25, 0, 0]
+
+
+def test_plain_table_without_rich(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_table("mode on", made_up())
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == "mode on" and lines[1].startswith("TP  first loss")
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4"]
+
+
+def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not save_picture(tmp_path / "a.png", made_up(), None)
+    assert not (tmp_path / "a.png").exists()
