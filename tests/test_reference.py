@@ -1,0 +1,496 @@
+"""The CPU kernels: against the order that they document, a float64 reference, and slices of every kind."""
+
+import math
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tp_invariant.kernels import reference, reference_norm
+from tp_invariant.kernels.reference import K_BLOCK, chained_matmul, matmul
+from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOTH = pytest.mark.parametrize("gemm_fn", [matmul, chained_matmul], ids=["matmul", "chained"])
+
+
+def operands(m, n, k, dtype, seed=0, spread=None):
+    generator = torch.Generator().manual_seed(seed)
+    spread = spread if spread is not None else 3 if dtype == torch.float16 else 8
+    shapes = ((m, k), (k, n), (n,))
+    return [wide_randn(*shape, generator=generator, spread=spread).to(dtype) for shape in shapes]
+
+
+@pytest.fixture
+def threads():
+    """Lets a test set the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# --- the documented order -------------------------------------------------------------------------------------------
+
+
+def round_to_fp32(exact: Fraction) -> np.float32:
+    """The nearest fp32, ties to even, of a value in fp32's normal range (or exactly zero: +0.0)."""
+    if exact == 0:
+        return np.float32(0.0)
+    exponent = math.floor(math.log2(abs(exact)))
+    exponent += (abs(exact) >= Fraction(2) ** (exponent + 1)) - (abs(exact) < Fraction(2) ** exponent)
+    assert -126 <= exponent <= 127
+    ulp = Fraction(2) ** (exponent - 23)
+    return np.float32(float(round(exact / ulp) * ulp))  # round() of a Fraction takes ties to even
+
+
+def test_rounding_to_fp32():
+    generator = torch.Generator().manual_seed(0)
+    for value in torch.randn(200, dtype=torch.float64, generator=generator).tolist():
+        assert round_to_fp32(Fraction(value)) == np.float32(value)
+    assert round_to_fp32(Fraction(1) + Fraction(1, 2**24)) == np.float32(1.0)
+    assert round_to_fp32(Fraction(1) + Fraction(3, 2**24)) == np.float32(1.0 + 2**-22)
+
+
+def documented(a, b):
+    """Blocks of 128; in each one chain of fused multiply-adds from zero; the blocks' sums added one after another."""
+    a64, b64 = a.double().tolist(), b.double().tolist()
+    out = torch.empty(len(a64), b.shape[1])
+    for i, row in enumerate(a64):
+        for j in range(b.shape[1]):
+            total = None
+            for start in range(0, len(row), 128):
+                part = np.float32(0.0)
+                for k in range(start, min(start + 128, len(row))):
+                    part = round_to_fp32(Fraction(row[k]) * Fraction(b64[k][j]) + Fraction(float(part)))
+                total = part if total is None else round_to_fp32(Fraction(float(total)) + Fraction(float(part)))
+            out[i, j] = float(total)
+    return out
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 4, 1), (2, 3, 17), (3, 2, 128), (2, 2, 129), (2, 3, 300), (1, 1, 512)])
+def test_order_is_the_documented_one(gemm_fn, dtype, m, n, k):
+    a, b, _ = operands(m, n, k, dtype)
+    expected = documented(a, b)
+    assert_bitwise_equal(gemm_fn(a, b, out_dtype=torch.float32), expected)
+    assert_bitwise_equal(gemm_fn(a, b), expected.to(dtype))
+
+
+def test_other_orders_are_told_apart():
+    """The control: without fusing, or with another block, or backwards, the same data gives other bits."""
+    a, b, _ = operands(4, 4, 300, torch.float32)
+    expected = documented(a, b)
+    unfused = torch.zeros(4, 4)
+    for k in range(300):
+        unfused += (a[:, k : k + 1] * b[k : k + 1]).clone()
+    backwards = documented(a.flip(1), b.flip(0))
+    shifted = documented(torch.cat([a.new_zeros(4, 64), a], 1), torch.cat([b.new_zeros(64, 4), b]))
+    for other in (unfused, backwards, shifted):
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(other, expected)
+
+
+def test_block_is_what_the_documentation_says():
+    assert K_BLOCK == 128
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 1, 1), (1, 70, 129), (64, 64, 128), (65, 63, 127), (130, 33, 1000), (3, 600, 200), (520, 5, 64)],
+)
+def test_blas_form_has_the_chains_bits(threads, dtype, m, n, k):
+    a, b, bias = operands(m, n, k, dtype)
+    expected, biased = chained_matmul(a, b), chained_matmul(a, b, bias=bias, out_dtype=torch.float32)
+    a_columns, b_columns = a.t().contiguous().t(), b.t().contiguous().t()
+    for count in (1, 2):
+        threads(count)
+        for left in (a, a_columns):
+            for right in (b, b_columns):
+                assert_bitwise_equal(matmul(left, right), expected)
+        assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=torch.float32), biased)
+
+
+@pytest.mark.parametrize("mixed", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
+def test_mixed_bias_and_output_dtypes(mixed):
+    bias_dtype, out_dtype = mixed
+    a, b, bias = operands(5, 6, 40, torch.float32, spread=3)
+    bias = bias.to(bias_dtype)
+    expected = (matmul(a, b) + bias.float()).to(out_dtype)
+    assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=out_dtype), expected)
+
+
+# --- slice invariance -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gemm_fn", [matmul, chained_matmul], ids=["matmul", "chained"])
+def test_slice_invariance_of_fixed_shapes(gemm_fn):
+    shapes = ((33, 40, 300), (5, 3, 17)) if gemm_fn is matmul else ((33, 20, 150),)
+    assert_slice_invariant(gemm_fn, shapes=shapes, device="cpu")
+
+
+@st.composite
+def sliced_products(draw):
+    m, n, k = draw(st.integers(1, 300)), draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    rows = sorted(draw(st.tuples(st.integers(0, m), st.integers(0, m)).filter(lambda t: t[0] != t[1])))
+    cols = sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)).filter(lambda t: t[0] != t[1])))
+    steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return (
+        m,
+        n,
+        k,
+        slice(*rows, steps[0]),
+        slice(*cols, steps[1]),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(0, 99)),
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(sliced_products())
+def test_slice_invariance_of_any_shape(case):
+    m, n, k, rows, cols, dtype, seed = case
+    a, b, bias = operands(m, n, k, dtype, seed, spread=3 if dtype == torch.float16 else 20)
+    whole = matmul(a, b, bias=bias)
+    assert_bitwise_equal(
+        matmul(a[rows], b[:, cols], bias=bias[cols]), whole[rows, cols].clone(memory_format=torch.contiguous_format)
+    )
+
+
+# --- accuracy -------------------------------------------------------------------------------------------------------
+
+
+def relative_error(c, a, b):
+    exact = a.double() @ b.double()
+    return float((c.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "factor"),
+    [
+        (torch.bfloat16, torch.bfloat16, 1.1),
+        (torch.float16, torch.float16, 1.1),
+        (torch.float32, torch.float32, 2.0),
+    ],
+)
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 64, 256), (33, 70, 2048), (128, 128, 4096)])
+def test_error_against_torchs(dtype, out_dtype, factor, m, n, k):
+    generator = torch.Generator().manual_seed(k)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
+    ours, torchs = (relative_error(c, a, b) for c in (matmul(a, b, out_dtype=out_dtype), torch.matmul(a, b)))
+    assert 0 < ours <= factor * torchs
+
+
+def test_bias_is_added_before_the_one_rounding():
+    # the product, 1 + 2^-8, lies halfway between two bfloat16; a bias of 2^-20 decides, if it comes before rounding
+    a = torch.tensor([[1.0, 2.0**-8]], dtype=torch.bfloat16)
+    b = torch.ones(2, 1, dtype=torch.bfloat16)
+    bias = torch.tensor([2.0**-20], dtype=torch.bfloat16)
+    assert (matmul(a, b) + bias).item() == 1.0, "rounding twice loses it"
+    for gemm_fn in (matmul, chained_matmul):
+        assert gemm_fn(a, b, bias=bias).item() == 1.0 + 2.0**-7
+
+
+@BOTH
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_inf_stay_with_what_depends_on_them(gemm_fn, poison, dtype):
+    a, b, bias = operands(67, 35, 140, dtype)
+    clean = gemm_fn(a, b, bias=bias)
+    a[3, 130] = poison
+    b[7, 5] = poison
+    dirty = gemm_fn(a, b, bias=bias)
+    touched = torch.zeros(67, 35, dtype=torch.bool)
+    touched[3], touched[:, 5] = True, True
+    assert not dirty[touched].isfinite().any()
+    assert_bitwise_equal(dirty[~touched], clean[~touched])
+
+
+def test_signed_zeros():
+    """The sums start from +0.0, so products that are all -0.0 give 0.0, wherever K ends in its block."""
+    for k in (1, 127, 128, 129):
+        a, b = torch.full((2, k), -0.0), torch.ones(k, 3)
+        for gemm_fn in (matmul, chained_matmul):
+            assert_bitwise_equal(gemm_fn(a, b), torch.zeros(2, 3))
+            assert_bitwise_equal(gemm_fn(a, b, bias=torch.full((3,), -0.0)), torch.zeros(2, 3))
+
+
+@BOTH
+def test_operands_are_left_alone_and_need_no_autograd(gemm_fn):
+    a, b, bias = operands(5, 6, 40, torch.float32)
+    copies = a.clone(), b.clone(), bias.clone()
+    c = gemm_fn(a.requires_grad_(), b.requires_grad_(), bias=bias)
+    assert not c.requires_grad
+    assert c.is_contiguous()
+    assert_bitwise_equal([a.detach(), b.detach(), bias], list(copies))
+
+
+def test_autocast_changes_nothing():
+    a, b, _ = operands(5, 6, 40, torch.float32)
+    expected = matmul(a, b), chained_matmul(a, b)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_bitwise_equal((matmul(a, b), chained_matmul(a, b)), expected)
+
+
+# --- the self-check -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_check():
+    reference._blas_agrees.cache_clear()
+    yield
+    reference._blas_agrees.cache_clear()
+
+
+def _backwards(a_panels, b_panels):
+    return torch.mm(torch.cat(a_panels, 1).flip(1), torch.cat(b_panels).flip(0))
+
+
+def _one_panel_after_another(a_panels, b_panels):
+    parts = [torch.mm(a, b) for a, b in zip(a_panels, b_panels, strict=True)]
+    return sum(parts[:-1], parts[-1] * 1.0)
+
+
+def _one_bit_off(a_panels, b_panels):
+    c = reference._chain_tile(a_panels, b_panels)
+    c.view(torch.int32)[-1, -1] ^= 1
+    return c
+
+
+@pytest.mark.parametrize("wrong", [_backwards, _one_bit_off])
+def test_a_blas_of_another_order_is_found_out(monkeypatch, fresh_check, wrong):
+    a, b, bias = operands(70, 33, 300, torch.bfloat16)
+    monkeypatch.setattr(reference, "_blas_tile", wrong)
+    text = (
+        "the BLAS of this torch sums a 128 x 128 by 128 x 64 product on .* threads in another order than expected; "
+        "tp_invariant takes its elementwise form instead: same bits, but slower"
+    )
+    with pytest.warns(RuntimeWarning, match=f"^{text}$"):
+        c = matmul(a, b, bias=bias)
+    assert_bitwise_equal(c, chained_matmul(a, b, bias=bias))
+    with warnings.catch_warnings():  # once for a shape
+        warnings.simplefilter("error")
+        assert_bitwise_equal(matmul(a, b, bias=bias), c)
+
+
+def test_every_shape_layout_and_number_of_threads_is_checked_once(monkeypatch, fresh_check, threads):
+    checked = []
+    chain = reference._chain_tile
+
+    def spy(a_panels, b_panels):
+        checked.append((a_panels[0].shape[0], b_panels[0].shape[1], torch.get_num_threads()))
+        return chain(a_panels, b_panels)
+
+    monkeypatch.setattr(reference, "_chain_tile", spy)
+    for count in (1, 2, 1):
+        threads(count)
+        for m in (1, 64, 65):
+            a, b, _ = operands(m, 10, 20, torch.float32)
+            matmul(a, b)
+    assert checked == [(64, 64, 1), (128, 64, 1), (64, 64, 2), (128, 64, 2)]
+
+
+def test_this_machines_blas_agrees(fresh_check):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a, b, _ = operands(70, 33, 300, torch.bfloat16)
+        matmul(a, b)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "error", "text"),
+    [
+        (torch.ones(3), torch.ones(3, 2), {}, ValueError, r"must be matrices; a has shape \(3,\) and b \(3, 2\)"),
+        (torch.ones(2, 3), torch.ones(4, 2), {}, ValueError, r"a \(2, 3\) and b \(4, 2\) disagree on K: 3 against 4"),
+        (torch.ones(2, 0), torch.ones(0, 2), {}, ValueError, r"a \(2, 0\) and b \(0, 2\) must not be empty"),
+        (
+            torch.ones(2, 3),
+            torch.ones(3, 2).half(),
+            {},
+            TypeError,
+            "a is torch.float32 and b is torch.float16: they must have one dtype",
+        ),
+        (
+            torch.ones(2, 3),
+            torch.ones(3, 2),
+            {"bias": torch.ones(3)},
+            ValueError,
+            r"bias has shape \(3,\): it must be \(2,\), one for each column of b",
+        ),
+        (
+            torch.ones(2, 3).double(),
+            torch.ones(3, 2).double(),
+            {},
+            TypeError,
+            "a is torch.float64: supported are torch.bfloat16, torch.float16, torch.float32",
+        ),
+        (
+            torch.ones(2, 3),
+            torch.ones(3, 2),
+            {"out_dtype": torch.int32},
+            TypeError,
+            "out_dtype is torch.int32: supported are torch.bfloat16, torch.float16, torch.float32",
+        ),
+        (
+            torch.ones(2, 3),
+            torch.ones(3, 2),
+            {"bias": torch.ones(2).double()},
+            TypeError,
+            "bias is torch.float64: supported are",
+        ),
+        (
+            torch.ones(2, 3, device="meta"),
+            torch.ones(3, 2),
+            {},
+            ValueError,
+            "a is on meta: this gemm_fn is for the CPU; on CUDA use kernels.matmul",
+        ),
+    ],
+)
+@BOTH
+def test_errors(gemm_fn, a, b, options, error, text):
+    with pytest.raises(error, match=text):
+        gemm_fn(a, b, **options)
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------
+
+NORMS = [
+    (rms, zero_centered, bias) for rms in (False, True) for zero_centered in (False, True) for bias in (False, True)
+]
+norms = pytest.mark.parametrize(("rms", "zero_centered", "with_bias"), NORMS)
+
+
+def norm_problem(t, h, dtype, with_bias):
+    generator = torch.Generator().manual_seed(t + h)
+    x = torch.randn(t, h, generator=generator) * 3 + 0.5
+    dy = torch.randn(t, h, generator=generator)
+    weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
+    return x.to(dtype), dy.to(dtype), weight.to(dtype), bias.to(dtype) if with_bias else None
+
+
+def run_norm(x, dy, weight, bias, rms, zero_centered, eps=1e-5, leaf_rows=32):
+    """y, dx, dweight, dbias and the statistics, by the reference."""
+    y, mean, rstd = reference_norm.norm_forward(x, weight, bias, eps=eps, rms=rms, zero_centered=zero_centered)
+    dx = reference_norm.norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
+    leaves, bias_leaves = reference_norm.norm_weight_leaves(
+        dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=bias is not None
+    )
+    dweight = reference_norm.fold_leaves(leaves)
+    return y, dx, dweight, None if bias_leaves is None else reference_norm.fold_leaves(bias_leaves), mean, rstd
+
+
+def torch_norm(x, dy, weight, bias, rms, zero_centered, dtype, eps=1e-5):
+    """y, dx, dweight, dbias by torch's autograd, computed in `dtype`."""
+    x, weight = x.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
+    bias = None if bias is None else bias.detach().to(dtype).requires_grad_()
+    gamma = weight + 1 if zero_centered else weight
+    y = F.rms_norm(x, x.shape[-1:], gamma, eps) if rms else F.layer_norm(x, x.shape[-1:], gamma, None, eps)
+    y = y if bias is None else y + bias
+    y.backward(dy.to(dtype))
+    return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
+
+
+@norms
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("t", "h"), [(5, 64), (70, 200)])
+def test_norm_against_float64(rms, zero_centered, with_bias, dtype, t, h):
+    problem = norm_problem(t, h, dtype, with_bias)
+    exact = torch_norm(*problem, rms, zero_centered, torch.float64)
+    ours = run_norm(*problem, rms, zero_centered)
+    # fp32 arithmetic all along: what torch's own fp32 gives, rounded to the outputs' dtypes, is the yardstick
+    torchs = torch_norm(*problem, rms, zero_centered, torch.float32)
+    for name, index, rounded in (("y", 0, True), ("dx", 1, True), ("dweight", 2, False), ("dbias", 3, False)):
+        if exact[index] is None:
+            assert ours[index] is None
+            continue
+        yardstick = torchs[index].to(dtype) if rounded else torchs[index]
+        error, torch_error = (float((c.double() - exact[index]).norm()) for c in (ours[index], yardstick))
+        assert ours[index].dtype == (dtype if rounded else torch.float32)
+        assert error <= 2 * torch_error + 1e-7 * float(exact[index].norm()), name
+
+
+@norms
+def test_norm_rows_do_not_see_each_other(threads, rms, zero_centered, with_bias):
+    x, dy, weight, bias = norm_problem(40, 300, torch.bfloat16, with_bias)
+    y, dx, _, _, mean, rstd = run_norm(x, dy, weight, bias, rms, zero_centered)
+    whole = [t for t in (y, dx, mean, rstd) if t is not None]
+    for count in (1, 2):
+        threads(count)
+        for rows in (slice(0, 1), slice(39, 40), slice(3, 20), slice(0, 40, 2)):
+            y, dx, _, _, mean, rstd = run_norm(x[rows], dy[rows], weight, bias, rms, zero_centered)
+            assert_bitwise_equal([t for t in (y, dx, mean, rstd) if t is not None], [t[rows] for t in whole])
+        columns = run_norm(x.t().contiguous().t(), dy.t().contiguous().t(), weight, bias, rms, zero_centered)
+        assert_bitwise_equal(columns[:2], whole[:2])
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 96, 100])
+@pytest.mark.parametrize("leaf_rows", [1, 32])
+def test_leaves_are_sequential_sums(rms, rows, leaf_rows):
+    x, dy, weight, bias = norm_problem(rows, 20, torch.bfloat16, True)
+    _, mean, rstd = reference_norm.norm_forward(x, weight, bias, eps=1e-5, rms=rms, zero_centered=False)
+    leaves, bias_leaves = reference_norm.norm_weight_leaves(
+        dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=True
+    )
+    without = reference_norm.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+    assert without[1] is None
+    assert_bitwise_equal(without[0], leaves)
+    x, dy, rstd = x.float().numpy(), dy.float().numpy(), rstd.numpy()
+    expected, bias_expected = [], []
+    for start in range(0, rows, leaf_rows):
+        total, bias_total = np.zeros(20, np.float32), np.zeros(20, np.float32)
+        for row in range(start, min(start + leaf_rows, rows)):
+            centered = x[row] if rms else x[row] - mean.numpy()[row]
+            total = total + dy[row] * (centered * rstd[row])
+            bias_total = bias_total + dy[row]
+        expected.append(total)
+        bias_expected.append(bias_total)
+    assert_bitwise_equal(leaves, torch.from_numpy(np.stack(expected)))
+    assert_bitwise_equal(bias_leaves, torch.from_numpy(np.stack(bias_expected)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_leaves_fold_in_order(count):
+    leaves = wide_randn(count, 9, generator=torch.Generator().manual_seed(count))
+    total = np.float32(0.0)
+    for leaf in leaves.numpy():
+        total = total + leaf
+    before = leaves.clone()
+    assert_bitwise_equal(reference_norm.fold_leaves(leaves), torch.from_numpy(total))
+    assert_bitwise_equal(leaves, before, "the leaves themselves")
+    if count > 2:
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bitwise_equal(reference_norm.fold_leaves(leaves.flip(0)), torch.from_numpy(total))
+
+
+def test_no_leaves_fold_to_zeros():
+    assert_bitwise_equal(reference_norm.fold_leaves(torch.empty(0, 4)), torch.zeros(4))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_norm_of_no_tokens(rms):
+    x, dy, weight, bias = norm_problem(0, 8, torch.bfloat16, True)
+    y, dx, dweight, dbias, mean, rstd = run_norm(x, dy, weight, bias, rms, False)
+    assert_bitwise_equal([y, dx], [x, x])
+    assert_bitwise_equal([dweight, dbias], [torch.zeros(8)] * 2)
+    assert rstd.shape == (0,)
+    assert mean is None if rms else mean.shape == (0,)
+
+
+def test_norm_out_dtype():
+    x, _, weight, bias = norm_problem(4, 64, torch.bfloat16, True)
+    options = {"eps": 1e-5, "rms": False, "zero_centered": False}
+    wide, _, _ = reference_norm.norm_forward(x, weight, bias, out_dtype=torch.float32, **options)
+    narrow, _, _ = reference_norm.norm_forward(x, weight, bias, **options)
+    assert wide.dtype == torch.float32
+    assert_bitwise_equal(narrow, wide.bfloat16())

@@ -1,0 +1,212 @@
+"""The rooms of the house: which imports which, what may add on the wire, and what `import tp_invariant` starts."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import tp_invariant
+import tp_invariant.kernels
+
+PACKAGE = Path(tp_invariant.__file__).parent
+KERNELS = Path(tp_invariant.kernels.__file__).parent
+FILES = sorted(PACKAGE.glob("*.py"))
+KERNEL_FILES = sorted(KERNELS.glob("*.py"))
+MAX_LINES = 400
+
+# Each room and what it may import of this package: only rooms above it. A new room takes its place here.
+ALLOWED = {
+    "version": set(),
+    "mode": set(),
+    "bits": set(),
+    "rank_pool": set(),
+    "layout": set(),
+    "gemm": {"kernels"},
+    "collectives": {"layout"},
+    "owners": {"collectives", "gemm", "layout"},
+    "parameters": {"collectives", "layout"},
+    "functions": {"collectives", "gemm", "owners"},
+    "stock": {"collectives", "functions"},
+    "norm": {"collectives", "functions", "layout", "stock", "kernels"},
+    "linear": {
+        "collectives",
+        "functions",
+        "gemm",
+        "layout",
+        "mode",
+        "owners",
+        "parameters",
+        "stock",
+    },
+    "layernorm_linear": {"collectives", "layout", "linear", "mode", "norm", "parameters"},
+    "grad_norm": {"collectives", "gemm", "layout", "mode", "stock"},
+    "testing": {"bits", "gemm", "mode", "parameters", "rank_pool"},
+    "cli": {"version", "examples"},
+    "__init__": {"gemm", "grad_norm", "layernorm_linear", "linear", "mode", "testing", "version"},
+}
+NOT_ROOMS = {"kernels", "examples"}
+
+
+def imports_of(path):
+    """(level, module) of every import in a file, wherever it stands; `from . import x` counts as importing x."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level and node.module is None:
+                yield from ((node.level, alias.name) for alias in node.names)
+            else:
+                yield node.level, node.module
+
+
+def own_imports(path):
+    """The rooms that a file of the package imports."""
+    rooms = set()
+    for level, module in imports_of(path):
+        assert level <= 1, f"{path.name} reaches above the package"
+        if level == 1:
+            rooms.add(module.partition(".")[0])
+        elif module.partition(".")[0] == "tp_invariant":
+            rooms.add([*module.split("."), "__init__"][1])
+    return rooms
+
+
+def names_in(path):
+    """Every name in a file's code; comments and strings do not count."""
+    with tokenize.open(path) as file:
+        return {token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME}
+
+
+# --- imports go one way ---------------------------------------------------------------------------------------------
+
+
+def test_every_room_is_in_the_table():
+    assert {path.stem for path in FILES} == set(ALLOWED)
+
+
+def test_the_table_goes_one_way():
+    above = set(NOT_ROOMS)
+    for room, allowed in ALLOWED.items():
+        assert allowed <= above, f"{room} may import {allowed - above}, which stand at its own height or below it"
+        above.add(room)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_imports_are_those_of_the_table(path):
+    assert own_imports(path) <= ALLOWED[path.stem]
+
+
+def test_the_reader_of_imports_sees_all_kinds(tmp_path):
+    lines = ["from . import a", "from .b import c", "import tp_invariant.d", "from tp_invariant import x"]
+    (tmp_path / "room.py").write_text("\n".join([*lines, "def f():", "    from .e.g import h"]))
+    assert own_imports(tmp_path / "room.py") == {"a", "b", "d", "e", "__init__"}
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)
+def test_kernels_know_only_kernels(path):
+    for level, module in imports_of(path):
+        assert level <= 1, f"kernels/{path.name} reaches above its folder: {module}"
+        if level == 1:
+            assert module in {p.stem for p in KERNEL_FILES}
+        top = module.partition(".")[0]
+        assert top != "tp_invariant", f"kernels/{path.name} imports {module}"
+        assert not module.startswith("torch.distributed"), "kernels know nothing of ranks"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_only_gemm_and_norm_import_kernels_and_only_when_called(path):
+    """Triton's kernels import triton, so `import tp_invariant` must not reach them."""
+    tree = ast.parse(path.read_text())
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("kernels")]
+    assert bool(nodes) == (path.stem in ("gemm", "norm"))
+    assert not set(nodes) & set(tree.body)
+
+
+# --- no arithmetic on the wire --------------------------------------------------------------------------------------
+
+ADDING = ("all_reduce", "reduce_scatter", "allreduce", "ReduceOp")
+
+
+@pytest.mark.parametrize("path", FILES + KERNEL_FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_only_stock_adds_on_the_wire(path):
+    found = {name for name in names_in(path) if any(word in name for word in ADDING)}
+    if path == PACKAGE / "stock.py":
+        assert {"all_reduce", "reduce_scatter_tensor"} <= found, "what this test looks for has other names now"
+    else:
+        assert not found
+
+
+# --- what an import starts ------------------------------------------------------------------------------------------
+
+
+def run_python(code, cwd):
+    """What `code` prints as JSON, in a fresh interpreter that sees only what is installed."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+IMPORT = """
+import json, sys
+import torch
+
+def started(*args, **kwargs):
+    raise AssertionError("import tp_invariant started CUDA")
+
+torch.cuda._lazy_init = started
+import tp_invariant
+tops = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"tops": tops, "cuda": torch.cuda.is_initialized(), "dist": torch.distributed.is_initialized()}))
+"""
+
+
+def test_import_is_light(tmp_path):
+    seen = run_python(IMPORT, tmp_path)
+    heavy = {"triton", "hypothesis", "rich", "matplotlib", "cloudpickle", "pytest", "transformers"}
+    assert not heavy & set(seen["tops"])
+    assert seen["cuda"] is False
+    assert seen["dist"] is False
+
+
+KERNELS_SEEN = """
+import importlib.util, json
+import tp_invariant.kernels.reference
+spec = importlib.util.find_spec("kernels")
+origins = [] if spec is None else [str(spec.origin), *map(str, spec.submodule_search_locations or [])]
+print(json.dumps({"top": origins, "ours": tp_invariant.kernels.__file__}))
+"""
+
+
+def test_kernels_are_no_top_level_module(tmp_path):
+    """That name belongs to another package, which transformers looks for."""
+    seen = run_python(KERNELS_SEEN, tmp_path)
+    assert Path(seen["ours"]).parent.samefile(KERNELS)
+    assert not [origin for origin in seen["top"] if origin.startswith(str(KERNELS.parent))]
+
+
+def test_the_tests_import_the_same_kernels():
+    assert "kernels" not in sys.modules
+    assert importlib.util.find_spec("tp_invariant.kernels").origin == str(KERNELS / "__init__.py")
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES + KERNEL_FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_files_stay_readable(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES, f"{path.name} has {lines} lines: split it"
+
+
+def test_public_names_exist():
+    assert sorted(tp_invariant.__all__) == tp_invariant.__all__
+    for name in tp_invariant.__all__:
+        assert hasattr(tp_invariant, name)

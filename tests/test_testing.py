@@ -1,0 +1,496 @@
+"""The tools for tests, tested: each check is shown able to fail, with a message that says what went wrong."""
+
+import functools
+import inspect
+import os
+import re
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tp_invariant as tpi
+from tp_invariant import rank_pool, testing
+from tp_invariant.kernels import reference
+from tp_invariant.testing import (
+    RankError,
+    assert_bitwise_equal,
+    assert_slice_invariant,
+)
+
+# as where there is no GPU: these tests are of the tools alone
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+assert_tp_invariant = functools.partial(testing.assert_tp_invariant, device="cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 8)
+
+
+@pytest.fixture(scope="module")
+def _own_pools():
+    pools = {}
+    yield pools
+    for own in pools.values():
+        own.close()
+
+
+@pytest.fixture
+def own_pool(monkeypatch, _own_pools):
+    """A pool of two for tests that break it, so that the other tests' larger one lives on."""
+    monkeypatch.setattr(rank_pool, "_pools", _own_pools)
+    monkeypatch.setattr(rank_pool, "_GRACE_SECONDS", 1.0)
+    yield
+    if "cpu" not in _own_pools:
+        return
+    try:  # a test that failed leaves the next one a new pool
+        assert_ranks_answer()
+    except Exception:
+        rank_pool.discard_pool("cpu")
+
+
+def assert_ranks_answer():
+    """A fresh call works, and its answers are its own and not an earlier call's."""
+    token = os.urandom(4).hex()
+    assert run_ranks(lambda tp_group: (token, dist.get_rank(tp_group)), 2) == [(token, 0), (token, 1)]
+
+
+# --- run_ranks ------------------------------------------------------------------------------------------------------
+
+
+def at_the_top(tp_group, x):
+    return dist.get_rank(tp_group), dist.get_world_size(tp_group), helper(x)
+
+
+def helper(x):
+    return x + 1
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_results_come_in_rank_order(world):
+    assert run_ranks(at_the_top, world, 5) == [(rank, world, 6) for rank in range(world)]
+
+
+def test_lambdas_and_closures_travel():
+    offset = 10
+    assert run_ranks(lambda tp_group: tp_group.rank() + offset, 2) == [10, 11]
+
+
+def test_tensors_travel_by_value():
+    x = torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16)
+    before = x.clone()
+
+    def change(tp_group, t):
+        t += 1
+        return {"t": [t.clone(), t.t()]}
+
+    results = run_ranks(change, 2, x)
+    assert_bitwise_equal(x, before)
+    for result in results:
+        assert_bitwise_equal(result, {"t": [before + 1, before + 1]})
+
+
+def test_processes_stay_for_the_next_call():
+    first = run_ranks(lambda tp_group: os.getpid(), 8)
+    assert len(set(first)) == 8
+    assert os.getpid() not in first
+    assert run_ranks(lambda tp_group: os.getpid(), 3) == first[:3]
+    assert run_ranks(lambda tp_group: torch.get_num_threads(), 2) == [1, 1]
+
+
+def test_the_group_communicates():
+    def total(tp_group):
+        x = torch.tensor([float(tp_group.rank())])
+        dist.all_reduce(x, group=tp_group)
+        return x.item()
+
+    assert run_ranks(total, 3) == [3.0] * 3
+
+
+def test_an_error_on_every_rank_shows_every_traceback():
+    def fail(tp_group):
+        raise ValueError(f"boom {tp_group.rank()}")
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail, 2)
+    text = str(caught.value)
+    for rank in range(2):
+        assert re.search(rf"rank {rank} of 2:\nTraceback [^$]*, in fail\n[^$]*ValueError: boom {rank}", text)
+    assert {rank: str(error) for rank, error in caught.value.errors.items()} == {0: "boom 0", 1: "boom 1"}
+    assert all(isinstance(error, ValueError) for error in caught.value.errors.values())
+    assert isinstance(caught.value, AssertionError)
+    assert run_ranks(lambda tp_group: 1, 8) == [1] * 8
+
+
+def test_a_result_that_cannot_travel():
+    with pytest.raises(RankError, match=r"rank 0 of 1:\n.*the result cannot be sent back"):
+        run_ranks(lambda tp_group: threading.Lock(), 1)
+
+
+def test_work_that_cannot_travel_reaches_no_rank():
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        run_ranks(lambda tp_group: lock, 2)
+    assert run_ranks(lambda tp_group: 1, 2) == [1, 1]
+
+
+def test_without_cloudpickle_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    text = "cannot be sent to other processes: define it at a module's top, or pip install cloudpickle"
+    with pytest.raises(TypeError, match=text):
+        run_ranks(lambda tp_group: 1, 2)
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_no_ranks_are_an_error(own_pool, world):
+    """A world of nobody would pass every check."""
+    with pytest.raises(ValueError, match=f"world_size={world}"):
+        run_ranks(lambda tp_group: 1, world)
+    assert_ranks_answer()
+
+
+# --- ranks that fail, hang and die ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_waits_for_one_that_failed(own_pool):
+    def case(tp_group):
+        if tp_group.rank() == 1:
+            raise ValueError("boom")
+        dist.barrier(tp_group)
+
+    assert_ranks_answer()
+    with pytest.raises(RankError) as caught:
+        run_ranks(case, 2)
+    text = str(caught.value)
+    assert "rank 0 of 2 did not answer; it may be waiting for others in a collective" in text or (
+        "rank 0 of 2:\nTraceback" in text
+    )
+    assert "rank 1 of 2:\nTraceback" in text
+    assert "ValueError: boom" in text
+    assert sorted(caught.value.errors) == [0, 1]
+    assert isinstance(caught.value.errors[1], ValueError)
+    assert_ranks_answer()
+
+
+def test_ranks_that_do_not_answer_in_time(own_pool):
+    def case(tp_group):
+        if tp_group.rank() == 0:
+            dist.barrier(tp_group)
+
+    assert_ranks_answer()
+    with pytest.raises(RankError) as caught:
+        run_ranks(case, 2, timeout=0.5)
+    assert str(caught.value) == "rank 0 of 2 did not answer; it may be waiting for others in a collective"
+    assert list(caught.value.errors) == [0]
+    assert isinstance(caught.value.errors[0], TimeoutError)
+    assert_ranks_answer()
+
+
+def test_a_process_that_dies(own_pool):
+    def case(tp_group):
+        if tp_group.rank() == 1:
+            os._exit(3)
+        return "fine"
+
+    assert_ranks_answer()
+    with pytest.raises(RankError, match=r"^rank 1 of 2:\nthe process of rank 1 ended$"):
+        run_ranks(case, 2)
+    assert_ranks_answer()
+
+
+def test_a_process_that_died_between_calls(own_pool):
+    """Reported or replaced, but not for ever in the way."""
+    _, victim = run_ranks(lambda tp_group: os.getpid(), 2)
+    (process,) = [p for p in rank_pool._pools["cpu"]._processes if p.pid == victim]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        assert_ranks_answer()
+    except RankError as error:
+        assert "ended" in str(error)
+    assert_ranks_answer()
+
+
+class Peculiar(Exception):
+    """Pickles, but does not come back: pickle calls it with its one argument."""
+
+    def __init__(self, message, more):
+        super().__init__(message)
+        self.more = more
+
+
+def test_an_exception_that_does_not_come_back(own_pool):
+    def case(tp_group):
+        raise Peculiar("boom", 1)
+
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 2:.*boom.*rank 1 of 2:.*boom"):
+        run_ranks(case, 2)
+    assert_ranks_answer()
+
+
+def test_an_interrupted_call_leaves_no_answers_for_the_next(own_pool, monkeypatch):
+    """Ctrl-C, or a test runner's timeout, while the ranks are at work."""
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    assert_ranks_answer()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rank_pool, "wait_for", interrupt)
+        run_ranks(lambda tp_group: "an answer that nobody waited for", 2)
+    assert_ranks_answer()
+
+
+# --- assert_tp_invariant --------------------------------------------------------------------------------------------
+
+
+def base(tp_group):
+    """What depends on the degree with the mode off, and not with it on."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    if not tpi.is_tp_invariant_mode_enabled():
+        x = x * dist.get_world_size(tp_group)
+    return x
+
+
+def test_an_invariant_case_passes():
+    result = assert_tp_invariant(lambda tp_group: {"y": base(tp_group), "step": 3}, degrees=(1, 2, 3))
+    assert_bitwise_equal(result["['y']"], torch.linspace(-1, 1, 6).view(2, 3))
+    assert result["['step']"] == 3
+
+
+def case_at_the_top(tp_group, scale):
+    """Uses this module's own names, which the ranks cannot import."""
+    return base(tp_group) * scale
+
+
+def test_a_case_at_a_test_files_top_travels(own_pool, monkeypatch, tmp_path):
+    """By value: where the ranks start, in an empty folder, they cannot import this file."""
+    rank_pool.discard_pool("cpu")
+    monkeypatch.chdir(tmp_path)
+    try:
+        result = assert_tp_invariant(case_at_the_top, 2.0, degrees=(1, 2))
+    finally:
+        rank_pool.discard_pool("cpu")
+    assert_bitwise_equal(result["value"], torch.linspace(-1, 1, 6).view(2, 3) * 2.0)
+
+
+@pytest.mark.parametrize(("degree", "culprit"), [(2, 1), (3, 1), (3, 2), (2, 0)])
+def test_one_bit_on_one_rank_is_caught(degree, culprit):
+    def case(tp_group):
+        y = base(tp_group)
+        if dist.get_world_size(tp_group) == degree and dist.get_rank(tp_group) == culprit:
+            y.view(torch.int32)[1, 0] ^= 1
+        return {"y": y}
+
+    text = rf"^rank {culprit} of TP={degree} differs from TP=1: .*'y'.*: 1 of 6 elements differ; .* at index \(1, 0\)"
+    with pytest.raises(AssertionError, match=text):
+        assert_tp_invariant(case, degrees=(1, 2, 3))
+
+
+def test_the_leaf_is_named_as_the_case_returned_it():
+    def case(tp_group):
+        return {"grads": [base(tp_group), base(tp_group) + dist.get_rank(tp_group)]}
+
+    with pytest.raises(AssertionError, match=r"^rank 1 of TP=2 differs from TP=1: \['grads'\]\[1\]: 6 of 6 elements"):
+        assert_tp_invariant(case, degrees=(1, 2))
+
+
+def test_negative_zero_on_one_rank_is_caught():
+    def case(tp_group):
+        zero = -0.0 if dist.get_rank(tp_group) == 1 else 0.0
+        return base(tp_group), torch.tensor([1.0, zero])
+
+    with pytest.raises(AssertionError, match=r"^rank 1 of TP=2 .* -0.0 \(0x80000000\) against 0.0 \(0x00000000\)$"):
+        assert_tp_invariant(case, degrees=(1, 2))
+
+
+@pytest.mark.parametrize("change", [lambda y: y.double(), lambda y: y.view(3, 2), lambda y: [y], lambda y: None])
+def test_another_dtype_shape_or_structure_on_one_rank_is_caught(change):
+    def case(tp_group):
+        y = base(tp_group)
+        return change(y) if dist.get_rank(tp_group) == 1 else y
+
+    with pytest.raises(AssertionError, match=r"^rank 1 of TP=2 differs from TP=1"):
+        assert_tp_invariant(case, degrees=(1, 2), negative_control=False)
+
+
+def test_a_difference_at_the_first_degree_is_caught_among_its_own_ranks():
+    def case(tp_group):
+        return base(tp_group) + dist.get_rank(tp_group)
+
+    with pytest.raises(AssertionError, match=r"^rank 1 of TP=2 differs from TP=2"):
+        assert_tp_invariant(case, degrees=(2,))
+
+
+def test_a_case_that_cannot_tell():
+    def case(tp_group):
+        return torch.ones(3)
+
+    text = (
+        "with the mode off, TP=1, 2 agree too: this case cannot tell invariant from stock; use a larger K or data with "
+        "a wider range of exponents"
+    )
+    with pytest.raises(AssertionError, match=f"^{re.escape(text)}$"):
+        assert_tp_invariant(case, degrees=(1, 2))
+    assert_tp_invariant(case, degrees=(1, 2), negative_control=False)
+
+
+def test_a_case_that_returns_nothing_proves_nothing():
+    with pytest.raises(AssertionError, match="this case cannot tell invariant from stock"):
+        assert_tp_invariant(lambda tp_group: [], degrees=(1, 2))
+
+
+def test_the_mode_is_on_and_then_off_whatever_the_ranks_had():
+    def case(tp_group, wanted):
+        return wanted if tpi.is_tp_invariant_mode_enabled() else dist.get_world_size(tp_group)
+
+    for mode in (True, False, None):
+        with tpi.set_tp_invariant_mode(mode):
+            assert_tp_invariant(case, 7, degrees=(1, 2))
+
+    def mode_now(tp_group):
+        return rank_pool.os.environ.get("TP_INVARIANT_MODE"), tpi.is_tp_invariant_mode_enabled()
+
+    assert {enabled for _, enabled in run_ranks(mode_now, 2)} == {os.environ.get("TP_INVARIANT_MODE") == "1"}
+
+
+def test_a_case_that_fails_names_its_rank():
+    def case(tp_group):
+        raise ValueError("boom")
+
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 1:\nTraceback.*ValueError: boom"):
+        assert_tp_invariant(case)
+
+
+def test_a_broken_layer_is_caught():
+    """A layer that adds on the wire in the mode: what this library exists to prevent."""
+
+    def case(tp_group):
+        torch.manual_seed(0)
+        layer = tpi.Linear(512, 64, bias=False, parallel_mode="row", tp_group=tp_group)
+        x = torch.randn(4, 512)
+        with tpi.set_tp_invariant_mode(False):
+            return layer(x.chunk(tp_group.size(), -1)[tp_group.rank()])
+
+    with pytest.raises(AssertionError, match=r"^rank 0 of TP=2 differs from TP=1"):
+        assert_tp_invariant(case, degrees=(1, 2))
+
+
+def test_the_example_in_the_docstring(monkeypatch):
+    monkeypatch.setattr(testing, "default_device", lambda: "cpu")
+    example = inspect.getdoc(testing).partition("\n\n")[2]
+    assert "def test_my_mlp" in example
+    namespace = {"tpi": tpi, "torch": torch, "__name__": "example"}
+    exec(compile(example, "<the example>", "exec"), namespace)
+    namespace["test_my_mlp"]()
+
+
+# --- assert_slice_invariant -----------------------------------------------------------------------------------------
+
+SHAPES = ((20, 24, 300),)
+
+
+def split_in_two(a, b, out_dtype):
+    half = a.shape[1] // 2
+    parts = [reference.matmul(a[:, k], b[k], out_dtype=torch.float32) for k in (slice(half), slice(half, None))]
+    return (parts[0] + parts[1]).to(out_dtype or a.dtype)
+
+
+def depends_on(condition):
+    """A gemm_fn that is the reference, but splits K in two where `condition` says so."""
+
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        if not condition(a, b, bias):
+            return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
+        c = split_in_two(a, b, torch.float32)
+        return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
+
+    return gemm_fn
+
+
+@pytest.mark.parametrize(
+    ("condition", "label"),
+    [
+        (lambda a, b, bias: a.shape[0] < 4, "the slice a[0:1, :]"),
+        (lambda a, b, bias: 4 < a.shape[0] < 8, "the slice a[0:5, :]"),
+        (lambda a, b, bias: b.shape[1] < 4, "the slice b[:, 0:1]"),
+        (lambda a, b, bias: bias is not None and a.shape[0] < 4, "the slice a[0:1, :] with bias"),
+        (lambda a, b, bias: bias is not None and b.shape[1] < 4, "the slice b[:, 0:1] with bias"),
+        (lambda a, b, bias: a.stride(1) != 1, "a transposed copy of a"),
+        (lambda a, b, bias: b.stride(0) == 1, "a transposed copy of b"),
+        (lambda a, b, bias: a.data_ptr() % 4 != 0 and a.shape[0] == 20, "an unaligned copy of a"),
+        (lambda a, b, bias: a.stride(0) == 2 * a.shape[1], "every second row of a copy of a"),
+    ],
+)
+def test_a_gemm_fn_that_depends_on_more_is_caught(condition, label):
+    text = (
+        f"not slice-invariant for a (20, 300) @ b (300, 24), torch.bfloat16, out_dtype torch.float32: {label} differs"
+    )
+    dtypes = (torch.bfloat16,)
+    only_fp32 = depends_on(condition)
+
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        same = out_dtype in (None, a.dtype)  # bfloat16 output may hide it
+        return (reference.matmul if same else only_fp32)(a, b, bias=bias, out_dtype=out_dtype)
+
+    with pytest.raises(AssertionError, match=f"^{re.escape(text)}"):
+        assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=dtypes, device="cpu")
+
+
+def test_the_message_says_which_element_differs():
+    gemm_fn = depends_on(lambda a, b, bias: a.shape[0] < 4)
+    text = (
+        r"differs from the whole product: c: \d+ of 24 elements differ; the first at index \(0, \d+\): .* \(0x\w{8}\)"
+    )
+    with pytest.raises(AssertionError, match=text):
+        assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=(torch.float32,), device="cpu")
+
+
+def test_a_gemm_fn_that_is_not_repeatable_is_caught():
+    calls = []
+
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        whole = a.shape[0] == 20 and b.shape[1] == 24 and bias is None
+        calls.append(whole)
+        c = reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
+        return c if calls.count(True) < 4 or not whole else -c
+
+    with pytest.raises(AssertionError, match="a repeat of the same call differs"):
+        assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=(torch.float32,), device="cpu")
+
+
+def test_a_gemm_fn_that_depends_on_threads_is_caught():
+    before = torch.get_num_threads()
+    gemm_fn = depends_on(lambda a, b, bias: torch.get_num_threads() == before + 1)
+    with pytest.raises(AssertionError, match=f"the same call on {before + 1} threads differs"):
+        assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=(torch.float32,), device="cpu")
+    assert torch.get_num_threads() == before
+
+
+def test_torchs_own_matmul_is_not_slice_invariant():
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        c = torch.matmul(a, b)
+        return (c if bias is None else c + bias).to(out_dtype or a.dtype)
+
+    with pytest.raises(
+        AssertionError, match=r"^not slice-invariant for a \(.*torch.float32: .* differs from the whole"
+    ):
+        assert_slice_invariant(gemm_fn, dtypes=(torch.float32,), device="cpu")
+
+
+def test_the_reference_passes():
+    assert_slice_invariant(reference.matmul, shapes=SHAPES, device="cpu")
+
+
+def test_a_gemm_fn_that_rounds_before_the_bias_keeps_its_slices():
+    """Slice invariance is not accuracy: this check is about bits alone."""
+
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        c = reference.matmul(a, b, out_dtype=out_dtype)
+        return c if bias is None else (c + bias.to(c.dtype))
+
+    assert_slice_invariant(gemm_fn, shapes=((9, 8, 40),), dtypes=(torch.bfloat16,), device="cpu")
