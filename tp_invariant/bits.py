@@ -20,7 +20,9 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
     """(name, leaf) for each leaf of nested mappings, sequences and dataclasses; names as in an expression: [0]['x']."""
-    if isinstance(obj, Mapping):
+    if isinstance(obj, (Mapping, list, tuple)) and not obj:
+        yield name or "value", obj  # an empty one is a leaf, so that it counts
+    elif isinstance(obj, Mapping):
         for key, value in obj.items():
             yield from leaves(value, f"{name}[{key!r}]")
     elif isinstance(obj, (list, tuple)):
@@ -57,12 +59,16 @@ def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
         AssertionError: names the first leaf that differs, how many of its elements do, the first one's index, both
             values and both bit patterns.
     """
-    got, want = dict(leaves(actual, name)), dict(leaves(expected, name))
+    assert_leaves_equal(dict(leaves(actual, name)), dict(leaves(expected, name)))
+
+
+def assert_leaves_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """`assert_bitwise_equal` for what `leaves` made of two nests."""
     if got.keys() != want.keys():
         only = sorted(got.keys() ^ want.keys())
         raise AssertionError(f"the structures differ: only one of the two has {', '.join(only[:5])}")
-    for leaf_name, left in got.items():
-        _assert_leaf_equal(left, want[leaf_name], leaf_name)
+    for name, left in got.items():
+        _assert_leaf_equal(left, want[name], name)
 
 
 def _assert_leaf_equal(left: Any, right: Any, name: str) -> None:

@@ -70,7 +70,10 @@ def bundled_gemm_fn(device: torch.device) -> GemmFn:
 
 def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:
     """Precedence: the module's own, then the process-wide default, then the bundled one for the device."""
-    return gemm_fn or _default or bundled_gemm_fn(device)
+    for fn in (gemm_fn, _default):
+        if fn is not None:
+            return fn
+    return bundled_gemm_fn(device)
 
 
 def gemm(

@@ -56,7 +56,8 @@ def clip_grad_norm_(
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
     group = resolve_group(tp_group)
-    with_grad = [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    everything = [parameters] if isinstance(parameters, Tensor) else parameters
+    with_grad = [p for p in everything if p.grad is not None and p.grad.numel()]
     if not with_grad:
         return torch.tensor(0.0)
     for p in with_grad:
@@ -106,5 +107,5 @@ def _folded_norm(params: list[Tensor], group: Group, gemm_fn: GemmFn | None) -> 
 
 def _largest(params: list[Tensor], group: Group) -> Tensor:
     """The largest absolute value: a maximum rounds nothing, so any order gives the same bits."""
-    local = torch.stack([p.grad.detach().float().abs().max() for p in params if p.grad is not None and p.grad.numel()])
+    local = torch.stack([p.grad.detach().float().abs().max() for p in params if p.grad is not None])
     return gather_major(local.max(), group).max()

@@ -60,14 +60,18 @@ class set_tp_invariant_mode:
         global _override
         if enabled is not None and not isinstance(enabled, bool):
             raise TypeError(f"enabled={enabled!r} is not understood: pass True, False or None")
-        self._previous = _override
+        self._enabled, self._restore, self._entered = enabled, [_override], False
         _override = enabled
 
     def __enter__(self) -> None:
-        return None
+        global _override
+        if self._entered:  # again; the first time, what to restore is what the call found
+            self._restore.append(_override)
+        self._entered = True
+        _override = self._enabled
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _override
-        _override = self._previous
+        _override = self._restore.pop()

@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.machinery import BuiltinImporter, PathFinder
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.connection import wait as wait_for
+from types import ModuleType
 from typing import Any
 
 _GRACE_SECONDS = 20.0  # how long the others get once one rank has failed
@@ -55,17 +56,25 @@ def _dumps(obj: Any) -> bytes:
             raise TypeError(
                 f"{obj!r} cannot be sent to other processes: define it at a module's top, or pip install cloudpickle"
             ) from error
-    function = obj[0] if isinstance(obj, tuple) else None
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
     # modules that the ranks cannot import by name (test files under importlib mode, scripts) travel by value
-    by_value = module is not None and not _is_importable(module.__name__)
-    if by_value:
+    by_value = [module for module in _modules_of(obj) if not _is_importable(module.__name__)]
+    for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(obj)
     finally:
-        if by_value:
+        for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _modules_of(obj: Any) -> set[ModuleType]:
+    """The modules of the functions and objects in nested tuples, lists and mappings."""
+    if isinstance(obj, (tuple, list)):
+        return set().union(*map(_modules_of, obj))
+    if isinstance(obj, Mapping):
+        return _modules_of(list(obj.values()))
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    return set() if module is None else {module}
 
 
 def _is_importable(name: str) -> bool:
@@ -137,11 +146,13 @@ class RankPool:
         work = _dumps((fn, args))
         # everybody hears of the group before anybody gets work: making a group takes all ranks, and work that is larger
         # than a socket's buffer waits for its rank to read it
-        for connection in self._connections:
-            connection.send_bytes(pickle.dumps(world_size))
-        for connection in self._connections[:world_size]:
-            connection.send_bytes(work)
         outcomes: list[Outcome | None] = [None] * world_size
+        for rank, message in [*enumerate([pickle.dumps(world_size)] * self.size), *enumerate([work] * world_size)]:
+            try:
+                self._connections[rank].send_bytes(message)
+            except OSError:
+                ended = EOFError(f"the process of rank {rank} ended before this call")
+                return [Outcome(error=ended)] * world_size
         waiting = {connection: rank for rank, connection in enumerate(self._connections[:world_size])}
         deadline = time.monotonic() + timeout
         while waiting:
@@ -151,10 +162,11 @@ class RankPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    outcomes[rank] = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    outcomes[rank] = Outcome(error=EOFError(f"the process of rank {rank} ended"))
-                if outcomes[rank].error is not None:  # type: ignore[union-attr]
+                    outcome = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    outcome = Outcome(error=EOFError(f"the process of rank {rank} ended"))
+                outcomes[rank] = outcome
+                if outcome.error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return outcomes
 
@@ -230,10 +242,18 @@ def serve(address: str, rank: int, size: int) -> None:
             outcome.value = fn(groups[world_size], *args)
         except BaseException as error:
             outcome.error, outcome.trace = error, traceback.format_exc()
-        try:
-            message = _dumps(outcome)
-        except Exception as error:
-            message = pickle.dumps(
-                Outcome(error=TypeError(f"the result cannot be sent back: {error}"), trace=outcome.trace)
-            )
-        connection.send_bytes(message)
+        connection.send_bytes(_dump_outcome(outcome))
+
+
+def _dump_outcome(outcome: Outcome) -> bytes:
+    """What the parent can surely load: exceptions of others may pickle and then fail to come back."""
+    try:
+        message = _dumps(outcome)
+        pickle.loads(message)
+        return message
+    except Exception as error:
+        if outcome.error is not None:
+            replacement: Exception = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
+        else:
+            replacement = TypeError(f"the result cannot be sent back: {error}")
+        return pickle.dumps(Outcome(error=replacement, trace=outcome.trace))

@@ -140,11 +140,9 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
 def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor:
     """The L2 norm of all gradients, fp32: sharded parameters summed over ranks, whole ones counted once."""
     squares = [torch.linalg.vector_norm(p.grad.float()).square() for p in params if p.grad is not None]
-    parallel = torch.stack(
-        [s for s, is_sharded in zip(squares, sharded, strict=True) if is_sharded] or [squares[0] * 0]
-    )
+    parallel = [s for s, is_sharded in zip(squares, sharded, strict=True) if is_sharded]
     whole = [s for s, is_sharded in zip(squares, sharded, strict=True) if not is_sharded]
-    total = parallel.sum()
+    total = torch.stack(parallel).sum() if parallel else squares[0].new_zeros(())
     if group.size > 1:
         total = _sum(total, group)
     return (total + sum(whole)).sqrt()

@@ -16,13 +16,13 @@ def test_my_mlp():
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .bits import assert_bitwise_equal, digest, leaves, raw_bytes
+from .bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves, raw_bytes
 from .gemm import GemmFn
 from .mode import set_tp_invariant_mode
 from .parameters import named_shard_specs
@@ -55,16 +55,24 @@ def run_ranks(
 
     The processes stay alive for later calls (one pool for a process, as large as the largest world_size so far), each
     with one thread; every call gets the group of the first world_size ranks. Tensors in args and results travel by
-    value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device.
+    value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device. fn must leave the ranks
+    in step: no dist.new_group inside, which needs every rank of the pool.
 
     Raises:
-        RankError: fn raised on some rank, or a rank did not answer within `timeout` seconds; names the ranks.
-        ValueError: more ranks than GPUs.
+        RankError: fn raised on some rank, a rank died, or did not answer within `timeout` seconds; names the ranks.
+        ValueError: no ranks, or more than GPUs.
     """
     device = device or default_device()
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
     if device == "cuda" and world_size > torch.cuda.device_count():
         raise ValueError(f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine")
-    outcomes = shared_pool(world_size, device).run(fn, world_size, args, timeout)
+    pool = shared_pool(world_size, device)
+    try:
+        outcomes = pool.run(fn, world_size, args, timeout)
+    except BaseException:  # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
+        discard_pool(device)
+        raise
     errors: dict[int, BaseException] = {}
     parts = []
     for rank, outcome in enumerate(outcomes):
@@ -124,16 +132,20 @@ def assert_tp_invariant(
         AssertionError: names the leaf, the degree and rank, and how it differs (see assert_bitwise_equal).
         RankError: the case failed on some rank.
     """
-    first, *others = degrees
+    if len(degrees) < 2:
+        raise ValueError(f"degrees={tuple(degrees)!r} leaves nothing to compare: give at least two")
+    first = degrees[0]
     reference: dict[str, Any] = {}
     for degree in degrees:
         for rank, result in enumerate(run_ranks(_run_case, degree, case, True, args, device=device, timeout=timeout)):
             reference = reference or dict(result)
             try:
-                assert_bitwise_equal(dict(result), reference)
+                assert_leaves_equal(dict(result), reference)
             except AssertionError as error:
                 raise AssertionError(f"rank {rank} of TP={degree} differs from TP={first}: {error}") from None
-    if negative_control and others:
+    if all(leaf is None or (isinstance(leaf, (Mapping, list, tuple)) and not leaf) for leaf in reference.values()):
+        raise AssertionError("the case returns nothing, so this cannot tell: return outputs, losses, full_grads(model)")
+    if negative_control:
         stock = [run_ranks(_run_case, degree, case, False, args, device=device, timeout=timeout) for degree in degrees]
         if len({digest(dict(result[0])) for result in stock}) == 1:
             raise AssertionError(
@@ -172,6 +184,8 @@ def assert_slice_invariant(
     Raises:
         AssertionError: names shape, dtype and the first slice that differs.
     """
+    if not shapes or not dtypes:
+        raise ValueError(f"shapes={shapes!r} and dtypes={dtypes!r} leave nothing to check: give at least one of each")
     device = torch.device(device or default_device())
     generator = torch.Generator().manual_seed(seed)
     for m, n, k in shapes:
