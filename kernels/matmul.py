@@ -7,19 +7,22 @@ How one call runs:
      of rows and columns nor the place of an element in its tile can reorder a sum.
   3. Bias is added to the fp32 accumulator, and one rounding makes the output.
 
+On Hopper, 16-bit operands that TMA can address go to matmul_tma.py: the same sums, so the same bits, faster.
+
 Under TRITON_INTERPRET=1 (no GPU) the same kernel runs on CPU tensors. That tests the logic, not the GPU's bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .matmul_configs import MatmulConfig, choose_config, choose_tma_config, fit, shared_memory_of
+from .matmul_tma import tma_layouts, tma_matmul
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,81 +53,8 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
     return torch.cuda.device(tensor.device)
 
 
-@dataclass(frozen=True)
-class MatmulConfig:
-    """Tile shape and launch parameters of the matmul kernel. No field can change a bit of the result.
-
-    block_m, block_n: the output tile of one program. Tensor cores reduce each element of a tile on its own, in the
-        same way for every tile shape and instruction (mma.sync or wgmma).
-    block_k: how much of K is loaded at a time. It must be a multiple of 16, the tensor core's own group of k, so that
-        every value cuts K into the same groups of 16, taken in the same order by the one accumulator. Past the end of
-        K zeros are added, which change no accumulator but a negative zero; the kernel maps that one to +0.0.
-    num_warps, num_stages: who computes a tile, and how far ahead loads run.
-    group_m: the order in which tiles start (L2 reuse).
-
-    Raises ValueError for a block that is not a power of two or is below 16, and for a count below 1.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"MatmulConfig: {name} is {value}; allowed: powers of two from 16 up")
-        if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
-            raise ValueError(f"MatmulConfig: num_warps is {self.num_warps}; allowed: powers of two from 1 up")
-        for name in ("num_stages", "group_m"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"MatmulConfig: {name} is {getattr(self, name)}; allowed: 1 or more")
-
-
-def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
-    """Tile shape for an [m, k] by [k, n] product of `dtype` operands: a guess about speed, never about bits."""
-    if dtype == torch.float32:
-        # IEEE fp32 runs on the FMA units out of registers, where larger tiles spill.
-        return MatmulConfig(16 if m <= 16 else 64, 64, 32, num_warps=4, num_stages=3)
-    if m <= 64:
-        # Reading B once is all the time there is: narrow tiles so that every SM reads a part of it, deep in K.
-        block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-        return MatmulConfig(block_m, 32 if n <= 4096 else 64, 128, num_warps=4, num_stages=4)
-    if triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 128:  # about one large tile for each SM of a Hopper chip
-        return MatmulConfig(128, 256, 64, num_warps=8, num_stages=3)
-    if triton.cdiv(m, 128) * triton.cdiv(n, 128) >= 64:
-        return MatmulConfig(128, 128, 64, num_warps=8, num_stages=4)
-    return MatmulConfig(64, 64, 64, num_warps=4, num_stages=4)
-
-
 # In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
 _INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
-
-
-@functools.cache
-def _shared_memory_of(index: int) -> int:
-    properties = torch.cuda.get_device_properties(index)
-    return getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-
-
-def _fit(config: MatmulConfig, itemsize: int, shared_memory: int) -> MatmulConfig:
-    """`config` with stages, then tile sides, reduced until its operand buffers fit into `shared_memory` bytes."""
-
-    def bytes_needed(c: MatmulConfig) -> int:
-        return (c.block_m + c.block_n) * c.block_k * itemsize * c.num_stages
-
-    while bytes_needed(config) > shared_memory:
-        if config.num_stages > 2:
-            config = replace(config, num_stages=config.num_stages - 1)
-        elif max(config.block_m, config.block_n) > 64:
-            side = "block_n" if config.block_n >= config.block_m else "block_m"
-            config = replace(config, **{side: getattr(config, side) // 2})
-        else:
-            break
-    return config
 
 
 # `steps` must stay a run-time value. With one step known at compile time the loop folds away, and Triton then rewrites
@@ -228,7 +158,8 @@ def matmul(
         b: [K, N], dtype and device of `a`, any strides.
         bias: [N] of any of these dtypes, or None; added in fp32 before the one final rounding.
         out_dtype: dtype of the result, any of the three; None means a's.
-        config: tile shape, for tests and tuning; None lets `choose_config` pick. It changes no bit.
+        config: tile shape for this module's kernel, for tests and tuning. None leaves the choice to `choose_config`,
+            and on Hopper takes the TMA kernel where it can. Neither changes a bit.
 
     Returns:
         Contiguous [M, N]. Accumulated in fp32; fp32 operands are multiplied in IEEE fp32, never TF32.
@@ -243,10 +174,13 @@ def matmul(
     m, k = a.shape
     n = b.shape[1]
     out_dtype = a.dtype if out_dtype is None else out_dtype
+    if config is None and (layouts := tma_layouts(a, b, out_dtype)) is not None:
+        with launch_on(a, "matmul"):
+            return tma_matmul(a, b, bias, out_dtype, layouts, choose_tma_config(m, n, out_dtype))
     if config is None:
         config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype)
         if a.is_cuda:
-            config = _fit(config, a.element_size(), _shared_memory_of(a.device.index))
+            config = fit(config, a.element_size(), shared_memory_of(a.device.index))
 
     with launch_on(a, "matmul"):
         if interpreting():

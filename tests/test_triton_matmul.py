@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant.kernels import matmul as matmul_module
-from tp_invariant.kernels.matmul import MatmulConfig, choose_config, interpreting, matmul
+from tp_invariant.kernels.matmul import interpreting, matmul
+from tp_invariant.kernels.matmul_configs import MatmulConfig, choose_config, fit
 from tp_invariant.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,7 +204,7 @@ def test_configs_fit_the_chips(dtype):
     for m, n in itertools.product((1, 16, 17, 64, 65, 1024, 8192), (1, 4096, 24576)):
         config = choose_config(m, n, 4096, dtype)
         for kilobytes in (227, 163, 99, 64):  # H200, A100, consumer chips, older ones
-            c = matmul_module._fit(config, dtype.itemsize, kilobytes * 1024)
+            c = fit(config, dtype.itemsize, kilobytes * 1024)
             assert (c.block_m + c.block_n) * c.block_k * dtype.itemsize * c.num_stages <= kilobytes * 1024
             assert kilobytes < 227 or c == config
 
