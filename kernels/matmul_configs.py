@@ -71,10 +71,16 @@ def choose_tma_config(m: int, n: int, out_dtype: torch.dtype) -> MatmulConfig:
         return MatmulConfig(16, 32, 256, 4, 5) if n <= 4096 else MatmulConfig(16, 64, 128, 4, 6)
     if m <= 128:
         return MatmulConfig(64, 64, 128, 4, 6)
-    if _cdiv(m, 128) * _cdiv(n, 256) >= 96:  # most of a Hopper chip's multiprocessors get a large tile
-        # a whole tile of fp32 would leave no shared memory for the loads
-        return MatmulConfig(128, 256, 64, 8, 3, group_m=4, halves=out_dtype == torch.float32)
-    return MatmulConfig(128, 128, 64, 4, 4)
+    # a whole tile of fp32 would leave no shared memory for the loads
+    large = MatmulConfig(128, 256, 64, 8, 3, group_m=4, halves=out_dtype == torch.float32)
+    medium = MatmulConfig(128, 128, 64, 4, 4)
+    # A large tile does more with what it loads, a smaller one leaves fewer multiprocessors idle in the last round.
+    return large if _rounds(m, n, large) * 2 * 0.9 <= _rounds(m, n, medium) else medium
+
+
+def _rounds(m: int, n: int, config: MatmulConfig) -> int:
+    """How many tiles the busiest of the 132 multiprocessors of an H100 or H200 computes."""
+    return _cdiv(_cdiv(m, config.block_m) * _cdiv(n, config.block_n), 132)
 
 
 @functools.cache
