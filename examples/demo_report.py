@@ -90,7 +90,7 @@ def rows(runs: Runs) -> list[tuple[str, ...]]:
     for degree, ranks in runs.items():
         first, last = ranks[0][0].loss, ranks[0][-1].loss
         apart = max(loss_differences(runs, degree))
-        same = "the reference" if degree == 1 else f"identical for all {steps} steps, {degree} ranks"
+        same = "the reference" if degree == reference else f"identical for all {steps} steps, {degree} ranks"
         result.append(
             (
                 str(degree),

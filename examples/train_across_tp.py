@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -95,8 +94,8 @@ def read_text(limit: int = 1_000_000) -> bytes:
 # --- running and watching -------------------------------------------------------------------------------------------
 
 
-def _prepare(tp_group: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the ranks
+def _start(tp_group: Any) -> None:
+    """Nothing: a first call, so that the pool starts."""
 
 
 def run(degrees: Sequence[int], config: TrainConfig, invariant: bool, watch: Watch) -> Runs:
@@ -121,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(None if argv is None else "tp-invariant demo")
     options = parser.parse_args(argv)
     degrees, config = check_options(options, parser.error)
+    if config.model.sequence >= len(read_text()):
+        parser.error(f"--sequence {config.model.sequence} is too long for the {len(read_text()):,} bytes of text")
     try:
         return _compare(degrees, config, options)
     except KeyboardInterrupt:
@@ -142,7 +143,7 @@ def _compare(degrees: list[int], config: TrainConfig, options: argparse.Namespac
         f"of Python's library.\nStarting {max(degrees)} rank processes ..",
         flush=True,
     )
-    run_ranks(_prepare, max(degrees), device=model.device)  # the most at once: a pool that grows starts anew
+    run_ranks(_start, max(degrees), device=model.device)  # the most at once: a pool that grows starts anew
     watch = Watch(config.steps)
     on = run(degrees, config, True, watch) if options.mode in ("on", "both") else None
     off = run(degrees, config, False, watch) if options.mode in ("off", "both") else None
@@ -151,10 +152,13 @@ def _compare(degrees: list[int], config: TrainConfig, options: argparse.Namespac
     if off is not None:
         print_table("mode off, the negative control: torch's matmul and all-reduce", off)
     if options.picture is not None:
-        if save_picture(options.picture, on, off):
-            print(f"Picture: {options.picture.resolve()}")
+        try:
+            saved = save_picture(options.picture, on, off)
+        except OSError as error:
+            print(f"No picture: {error}")
         else:
-            print("No picture: matplotlib is not installed (pip install matplotlib, or ask for --no-picture)")
+            missing = "No picture: matplotlib is not installed (pip install matplotlib, or ask for --no-picture)"
+            print(f"Picture: {options.picture.resolve()}" if saved else missing)
     line, good = verdict(on, off)
     print(line)
     return 0 if good else 1

@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm for a CPU: plain torch, the contract of norm.py.
 
-A row's sums go through the reference GEMM with a column of ones, whose order depends on the row's length alone:
-torch.sum splits a long row over threads when there are few rows. Everything else is one IEEE operation at a time
-(mul, add, sub, div, sqrt), because torch's vectorised and its tail code contract or approximate anything richer
-differently. Sums over rows are by leaves (see `norm_weight_leaves`).
+A row is summed by halves, elementwise, in an order that depends on its length alone: torch.sum splits a long row over
+threads when there are few rows. Everything is one IEEE operation at a time (mul, add, sub, div, sqrt), because torch's
+vectorised and its tail code contract or approximate anything richer differently. Sums over rows are by leaves (see
+`norm_weight_leaves`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import matmul
-
 
 def _row_mean(x: Tensor) -> Tensor:
-    """x [T, H] fp32 -> [T, 1] fp32."""
-    return matmul(x, x.new_ones((x.shape[1], 1))) / x.shape[1]
+    """x [T, H] fp32 -> [T, 1] fp32: the first half of the columns plus the second, until one is left."""
+    total = x
+    while (width := total.shape[1]) > 1:
+        half = width // 2
+        folded = total[:, :half] + total[:, half : 2 * half]
+        total = torch.cat([folded, total[:, -1:]], dim=1) if width % 2 else folded
+    return total / x.shape[1]
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:

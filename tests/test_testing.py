@@ -140,7 +140,7 @@ def test_work_that_cannot_travel_reaches_no_rank():
 
 def test_without_cloudpickle_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    text = "cannot be sent to other processes: define it at a module's top, or pip install cloudpickle"
+    text = "cannot be sent to other processes: define it at the top of an importable module, or pip install cloudpickle"
     with pytest.raises(TypeError, match=text):
         run_ranks(lambda tp_group: 1, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -10,10 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# leaves whose repr says all that they are; empty containers are leaves, see `leaves`
+_PLAIN = (bool, int, complex, str, bytes, list, tuple, dict, torch.dtype, torch.device)
+
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's elements in row-major order: uint8 [numel, itemsize], on the CPU."""
     # a clone, because contiguous() leaves a single element's odd stride, which view(dtype) refuses
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor has no bytes in row-major order: compare tensor.to_dense()")
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
@@ -38,17 +44,28 @@ def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
 def digest(obj: Any) -> str:
     """SHA-256, as 64 hex digits, of everything in `obj`: structure, dtypes, shapes and raw bytes of its tensors.
 
-    -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides and devices do not count.
+    -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides, devices and the order of a mapping's keys do
+    not count.
+
+    Raises:
+        TypeError: a leaf that is no tensor, number, string, bytes, dtype, device or None.
     """
     sha = hashlib.sha256()
-    for name, leaf in leaves(obj):
+    for name, leaf in sorted(leaves(obj), key=lambda named: named[0]):
+        sha.update(f"{name}|".encode())
         if isinstance(leaf, Tensor):
-            sha.update(f"{name}|{leaf.dtype}|{tuple(leaf.shape)}|".encode())
-            sha.update(raw_bytes(leaf).numpy().tobytes())
+            sha.update(f"{leaf.dtype}|{tuple(leaf.shape)}|".encode())
+            data = raw_bytes(leaf)
+            sha.update(ctypes.string_at(data.data_ptr(), data.numel()) if data.numel() else b"")
         elif isinstance(leaf, float):
-            sha.update(f"{name}|{leaf.hex()}|".encode())
+            sha.update(leaf.hex().encode())
+        elif leaf is None or isinstance(leaf, _PLAIN):
+            sha.update(f"{type(leaf).__name__} {leaf!r}".encode())
         else:
-            sha.update(f"{name}|{leaf!r}|".encode())
+            raise TypeError(
+                f"{name} is a {type(leaf).__name__}, whose bytes are not known here: make it a tensor, number or string"
+            )
+        sha.update(b"|")
     return sha.hexdigest()
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from .layout import check_divides, deinterleave, shard, split_sizes
+from .layout import check_divides, deinterleave, fresh_view, shard, split_sizes
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:
     if group.size == 1:
         return local
     major = gather_major(local, group)
-    return major.flatten(0, 1) if dim % local.dim() == 0 else torch.cat(major.unbind(0), dim=dim)
+    if dim % local.dim() == 0:
+        return fresh_view(major, [group.size * local.shape[0], *local.shape[1:]])
+    return torch.cat(major.unbind(0), dim=dim)
 
 
 def gather_uneven(local: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -177,6 +180,7 @@ class _GatherSequence(torch.autograd.Function):
         return gather_dim(x, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.chunk(ctx.group.size, ctx.dim)[ctx.group.rank].contiguous(), None, None
 
@@ -188,6 +192,7 @@ class _ScatterSequence(torch.autograd.Function):
         return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gather_dim(grad, ctx.dim, ctx.group), None, None
 
@@ -231,6 +236,7 @@ class _GatherFeatures(torch.autograd.Function):
         return deinterleave(gathered, dim=-1, world=group.size, stride=stride).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         group: Group = ctx.group
         return shard(grad, dim=-1, rank=group.rank, world=group.size, stride=ctx.stride), None, None
@@ -243,6 +249,7 @@ class _ScatterFeatures(torch.autograd.Function):
         return shard(x, dim=-1, rank=group.rank, world=group.size, stride=stride)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         gathered = gather_dim(grad, grad.dim() - 1, ctx.group)
         return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride), None, None

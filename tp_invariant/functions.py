@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .collectives import Group, gather_dim
 from .gemm import GemmFn, column_sums, gemm
+from .layout import fresh_view
 from .owners import ShardedWeight, sharded_product
 
 
@@ -53,8 +54,9 @@ class LinearCall:
             scatter_rows=scatter,
             owner_map=self.owner_map,
             gemm_fn=self.gemm_fn,
-        ).view(*lead, weight.shape[1 - k_dim])
-        return c.movedim(0, self.sequence_dim).contiguous() if scatter else c
+        )
+        c = fresh_view(c, [*lead, weight.shape[1 - k_dim]])
+        return c.movedim(0, self.sequence_dim).contiguous() if scatter and self.sequence_dim else c
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ def _count(shape: Sequence[int]) -> int:
 
 def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a [.., K] @ b [K, N] (+ bias), nothing sharded along K."""
-    return gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias).view(*a.shape[:-1], b.shape[1])
+    return fresh_view(gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), [*a.shape[:-1], b.shape[1]])
 
 
 def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -68,6 +68,18 @@ def bundled_gemm_fn(device: torch.device) -> GemmFn:
     )
 
 
+BUNDLED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(gemm_fn: GemmFn | None, x: Tensor, name: str) -> None:
+    """A TypeError that names x if the bundled gemm_fn would get a dtype that it does not take."""
+    if gemm_fn is None and _default is None and x.dtype not in BUNDLED_DTYPES:
+        raise TypeError(
+            f"{name} is {x.dtype}: the bundled kernels take {', '.join(map(str, BUNDLED_DTYPES))}; convert the layer "
+            "and its input, or pass a gemm_fn of your own"
+        )
+
+
 def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:
     """Precedence: the module's own, then the process-wide default, then the bundled one for the device."""
     for fn in (gemm_fn, _default):
@@ -94,9 +106,10 @@ def gemm(
     fn = resolve_gemm_fn(gemm_fn, a.device)
     with torch.autocast(a.device.type, enabled=False):
         c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    if c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
+    if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
+        got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
         raise RuntimeError(
-            f"gemm_fn {getattr(fn, '__qualname__', fn)!r} returned {tuple(c.shape)} {c.dtype} on {c.device}; for a "
+            f"gemm_fn {getattr(fn, '__qualname__', fn)!r} returned {got}; for a "
             f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
         )
     return c

@@ -60,9 +60,8 @@ def clip_grad_norm_(
     with_grad = [p for p in everything if p.grad is not None and p.grad.numel()]
     if not with_grad:
         return torch.tensor(0.0)
-    for p in with_grad:
-        if type(p.grad).__name__ == "DTensor":
-            raise TypeError("a gradient is a DTensor: only plain tensors are supported, pass grad.to_local() ones")
+    for index, p in enumerate(with_grad):
+        _check_grad(p, index, group)
     if norm_type == math.inf:
         total = _largest(with_grad, group)
     elif is_tp_invariant_mode_enabled():
@@ -76,6 +75,19 @@ def clip_grad_norm_(
         assert p.grad is not None
         p.grad.mul_(coefficient.to(p.grad.device))
     return total
+
+
+def _check_grad(p: Tensor, index: int, group: Group) -> None:
+    where = f"the gradient of parameter {index} with shape {tuple(p.shape)} on rank {group.rank}"
+    if type(p.grad).__name__ == "DTensor":
+        raise TypeError(f"{where} is a DTensor: only plain tensors are supported")
+    if p.grad is not None and (p.grad.layout != torch.strided or not p.grad.is_floating_point()):
+        raise TypeError(f"{where} is {p.grad.layout} {p.grad.dtype}: only dense floating point is supported")
+    if _is_sharded(p) and not 0 <= getattr(p, "partition_dim", -1) < p.dim():
+        raise ValueError(
+            f"parameter {index} with shape {tuple(p.shape)} on rank {group.rank} has tensor_model_parallel=True and "
+            f"partition_dim={getattr(p, 'partition_dim', None)}: it must be from 0 to {p.dim() - 1}"
+        )
 
 
 def _is_sharded(p: Tensor) -> bool:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import gather_sequence
+from .gemm import check_dtype
 from .layout import TokenSharding
-from .linear import Linear
+from .linear import Linear, autocast_dtype
 from .mode import is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, Norm, NormCall, stock_norm
 from .parameters import ShardSpec, mark_sharded
@@ -56,6 +57,10 @@ class LayerNormLinear(Linear):
             raise ValueError(
                 "parallel_mode='row' is impossible for LayerNormLinear (a norm needs whole rows): use 'column' or None"
             )
+        if in_features < 1:
+            raise ValueError(f"in_features={in_features} must be at least 1 for a norm")
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
+            raise ValueError(f"eps={eps!r} must be a number of at least 0 (the third argument is eps, not bias)")
         if return_layernorm_output_gathered and not return_layernorm_output:
             raise ValueError("return_layernorm_output_gathered=True needs return_layernorm_output=True")
         super().__init__(
@@ -109,11 +114,12 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple (y[, bias][, norm's output])."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-            self._check_input(x, x.dtype)
-        else:
-            self._check_input(x, self.weight.dtype)
+        dtype = autocast_dtype(x.device)
+        x = x if dtype is None else x.to(dtype)
+        self._check_input(x, self.weight.dtype if dtype is None else dtype)
+        invariant = is_tp_invariant_mode_enabled()
+        if invariant:
+            check_dtype(None, x, f"x on rank {self.group.rank}")  # of the norm's kernels, whatever the gemm_fn takes
         sharded = self.sequence_parallel and self.group.size > 1
         call = NormCall(
             self.group,
@@ -122,7 +128,7 @@ class LayerNormLinear(Linear):
             self.normalization == "RMSNorm",
             self.zero_centered_gamma,
         )
-        norm = Norm.apply if is_tp_invariant_mode_enabled() else stock_norm
+        norm = Norm.apply if invariant else stock_norm
         normed = norm(x, self.layer_norm_weight, self.layer_norm_bias, call)
         y = super().forward(normed)
         if not self.return_layernorm_output:

@@ -17,12 +17,19 @@ from einops import rearrange
 from torch import Tensor
 
 
+def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x with another shape, for an x that nothing else refers to: autograd does not count it as a view.
+
+    What an autograd function returns as a view cannot be changed in place, which users do (`y += residual`, ReLU).
+    """
+    return torch.ops.aten._unsafe_view(x, list(shape))
+
+
 def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
     """size // parts, or a ValueError that names both where parts does not divide size."""
     if parts < 1 or size % parts:
         raise ValueError(
-            f"{size_name}={size} is not divisible by {parts_name}={parts}: choose a {size_name} that is a multiple of "
-            f"{parts}, or another {parts_name}"
+            f"{size_name}={size} is not divisible by {parts_name}={parts}: it must be a multiple of {parts}"
         )
     return size // parts
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import functions, stock
 from .collectives import Group, gather_features, resolve_group, scatter_features
 from .functions import LinearCall
-from .gemm import GemmFn, check_callable
+from .gemm import GemmFn, check_callable, check_dtype
 from .layout import check_divides
 from .mode import is_tp_invariant_mode_enabled
 from .owners import ShardedWeight, check_owner_map
@@ -110,10 +110,10 @@ class Linear(ShardedModule, nn.Linear):
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
+        self._stride = _check_stride(partition_stride)
         shape = [out_features, in_features]
         if parallel_mode is not None:
             name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
-            _check_stride(partition_stride)
             parts_name = "TP degree" if partition_stride == 1 else f"TP degree {self.group.size} x partition_stride"
             check_divides(shape[dim], self.group.size * partition_stride, size_name=name, parts_name=parts_name)
             shape[dim] //= self.group.size
@@ -173,7 +173,8 @@ class Linear(ShardedModule, nn.Linear):
         Raises:
             ValueError: it is no positive integer, or does not divide this rank's part of the sharded dim.
         """
-        stride = _check_stride(getattr(self.weight, "partition_stride", 1))
+        # a tensor that stands in for the weight (torch.func.functional_call) has no attribute: as last seen, then
+        stride = self._stride = _check_stride(getattr(self.weight, "partition_stride", self._stride))
         if self.parallel_mode is not None and stride > 1:
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
@@ -211,6 +212,8 @@ class Linear(ShardedModule, nn.Linear):
         """
         if self.parallel_mode != "row" or self.group.size == 1 or not is_tp_invariant_mode_enabled():
             return
+        if autocast_dtype(self.weight.device) is not None:  # forward will use another tensor, made then
+            return
         weight = ShardedWeight(self.weight, 1, self.partition_stride, self.group)
         weight.prefetch("cols" if self.owner_map == "cols" else "rows")
 
@@ -233,7 +236,9 @@ class Linear(ShardedModule, nn.Linear):
         sharded = self.sequence_parallel and self.group.size > 1
         call = LinearCall(self.group, sharded, self.sequence_dim, stride, self.owner_map, self.gemm_fn)
         invariant = is_tp_invariant_mode_enabled()
-        if not invariant:
+        if invariant:
+            check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
+        else:
             stock.log_once(self.group)
         linear = (_INVARIANT if invariant else _STOCK)[self.parallel_mode]
         y = linear(x, weight, None if self.return_bias else bias, call)
@@ -242,10 +247,9 @@ class Linear(ShardedModule, nn.Linear):
         return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
 
     def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        device = x.device.type
-        if not torch.is_autocast_enabled(device):
+        dtype = autocast_dtype(x.device)
+        if dtype is None:
             return x, self.weight, self.bias
-        dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
@@ -293,3 +297,10 @@ def _check_stride(stride: Any) -> int:
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
         raise ValueError(f"partition_stride={stride!r} is not a positive integer")
     return stride
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast asks for on this device, None where it is off."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

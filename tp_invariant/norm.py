@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .collectives import Group, gather_dim, gather_major
 from .functions import flatten_tokens
-from .layout import TokenSharding
+from .layout import TokenSharding, fresh_view
 from .stock import complete_grad
 
 LEAF_ROWS = 32
@@ -64,7 +64,7 @@ class Norm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        return y.view(x.shape)
+        return fresh_view(y, x.shape)
 
     @staticmethod
     @once_differentiable

@@ -74,6 +74,8 @@ class WeightCache:
 
     def prefetch(self, weight: Tensor, layout: tuple, start: Callable[[], Pending]) -> None:
         """Starts the communication `start` unless its result is already here or on its way."""
+        for key in [key for key in self._entries if key[0]() is None]:  # of weights that are gone
+            del self._entries[key]
         if weight.is_inference() or self.holds(weight, layout):
             return
         self._entries[(WeakIdRef(weight), *layout)] = (self._state(weight), start())
@@ -177,7 +179,7 @@ class Product:
 
 def _replicate(p: Product) -> Tensor:
     c = p.gemm(p.a_whole(), p.weight.whole(), p.bias)
-    return c.split(p.row_sizes)[p.group.rank] if p.scatter_rows else c
+    return c.split(p.row_sizes)[p.group.rank].clone() if p.scatter_rows else c
 
 
 def _rows(p: Product) -> Tensor:

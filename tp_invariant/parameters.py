@@ -24,20 +24,32 @@ def mark_sharded(parameter: Tensor, partition_dim: int | None, stride: int) -> N
     parameter.partition_stride = stride  # type: ignore[attr-defined]
 
 
-def _copy_attributes(source: Tensor, target: Tensor) -> None:
-    for name in _ATTRIBUTES:
-        if hasattr(source, name):
-            setattr(target, name, getattr(source, name))
+def _attributes(parameter: Tensor) -> dict[str, Any]:
+    return {name: getattr(parameter, name) for name in _ATTRIBUTES if hasattr(parameter, name)}
+
+
+def _set_attributes(parameter: Tensor, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
 
 
 class KeepsAttributes(nn.Module):
-    """A module whose parameters keep their attributes where torch makes new ones: `to_empty()`, `copy.deepcopy`."""
+    """A module whose parameters keep their attributes where new ones take their place.
+
+    That is: `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(..)`.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        old = self._parameters.get(name)
+        super().register_parameter(name, param)  # what assignment comes down to, too
+        if old is not None and param is not None:
+            _set_attributes(param, {**_attributes(old), **_attributes(param)})
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        before = dict(self.named_parameters(recurse=False))
+        before = {name: _attributes(parameter) for name, parameter in self.named_parameters(recurse=False)}
         result = super()._apply(fn, recurse)
         for name, parameter in self.named_parameters(recurse=False):
-            _copy_attributes(before[name], parameter)
+            _set_attributes(parameter, before[name])
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -45,7 +57,7 @@ class KeepsAttributes(nn.Module):
         memo[id(self)] = twin
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         for name, parameter in self.named_parameters(recurse=False):
-            _copy_attributes(parameter, twin.get_parameter(name))
+            _set_attributes(twin.get_parameter(name), _attributes(parameter))
         return twin
 
 

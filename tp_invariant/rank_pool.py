@@ -1,8 +1,9 @@
 """A pool of rank processes that outlives many cases: starting eight takes many seconds, a case milliseconds.
 
-Each rank is a fresh interpreter that runs `serve` below, with a connection to the parent for work and results
-and a default process group among the ranks (gloo on CPUs, NCCL besides where there are GPUs). Groups of the first 1, 2,
-3, .. ranks are made when first asked for. Functions travel by cloudpickle where it is installed, so local ones work.
+Each rank is a fresh interpreter that runs rank_process.py's `serve`, with a connection to the parent for work and
+results and a default process group among the ranks (gloo on CPUs, NCCL besides where there are GPUs). Groups of the
+first 1, 2, 3, .. ranks are made when first asked for. Functions travel by cloudpickle where it is installed, so local
+ones work.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.machinery import BuiltinImporter, PathFinder
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
 from multiprocessing.connection import wait as wait_for
 from types import ModuleType
 from typing import Any
+
+from . import mode
 
 _GRACE_SECONDS = 20.0  # how long the others get once one rank has failed
 _START_SECONDS = 300.0  # starting is seconds on a free machine; a loaded one takes longer
@@ -46,24 +48,25 @@ class Outcome:
     trace: str = ""
 
 
-def _dumps(obj: Any) -> bytes:
+def dumps(obj: Any) -> bytes:
+    foreign = [module for module in _modules_of(obj) if not _is_importable(module.__name__)]
     try:
         import cloudpickle
     except ImportError:
+        hint = "define it at the top of an importable module, or pip install cloudpickle"
+        if foreign:
+            raise TypeError(f"{obj!r} cannot be sent to other processes: {hint}") from None
         try:
             return pickle.dumps(obj)
         except (pickle.PicklingError, AttributeError) as error:
-            raise TypeError(
-                f"{obj!r} cannot be sent to other processes: define it at a module's top, or pip install cloudpickle"
-            ) from error
+            raise TypeError(f"{obj!r} cannot be sent to other processes: {hint}") from error
     # modules that the ranks cannot import by name (test files under importlib mode, scripts) travel by value
-    by_value = [module for module in _modules_of(obj) if not _is_importable(module.__name__)]
-    for module in by_value:
+    for module in foreign:
         cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(obj)
     finally:
-        for module in by_value:
+        for module in foreign:
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -102,7 +105,7 @@ class RankPool:
             MASTER_PORT=str(_free_port()),
             PYTHONPATH=os.pathsep.join(sys.path),
         )
-        command = "import sys; from tp_invariant.rank_pool import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
+        command = "import sys; from tp_invariant.rank_process import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
         listener = Listener(address, "AF_UNIX", backlog=size)
         # a session of their own, so that Ctrl-C reaches the parent alone, which then ends them
         self._processes = [
@@ -143,7 +146,8 @@ class RankPool:
 
     def run(self, fn: Callable, world_size: int, args: tuple, timeout: float) -> list[Outcome | None]:
         """fn(tp_group, *args) on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
-        work = _dumps((fn, args))
+        # in two parts: functions are looked up on the parent's path, so that comes first
+        work = pickle.dumps((_parent_state(), dumps((fn, args))))
         # everybody hears of the group before anybody gets work: making a group takes all ranks, and work that is larger
         # than a socket's buffer waits for its rank to read it
         outcomes: list[Outcome | None] = [None] * world_size
@@ -178,6 +182,15 @@ class RankPool:
         self._folder.cleanup()
 
 
+def _parent_state() -> dict[str, Any]:
+    """What a case may count on finding as it is in the parent: the gate and the import path."""
+    return {
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "variables": {name: os.environ.get(name) for name in (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE)},
+        "override": mode._override,
+    }
+
+
 def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -185,6 +198,7 @@ def _free_port() -> int:
 
 
 _pools: dict[str, RankPool] = {}
+pool_lock = threading.RLock()  # one call at a time, whichever thread it comes from
 
 
 def shared_pool(size: int, device: str) -> RankPool:
@@ -207,53 +221,3 @@ def discard_pool(device: str) -> None:
 def _discard_all() -> None:
     for device in list(_pools):
         discard_pool(device)
-
-
-# --- the rank's side ------------------------------------------------------------------------------------------------
-
-
-def serve(address: str, rank: int, size: int) -> None:
-    """Takes work from the parent at `address` until it goes away."""
-    import torch
-    import torch.distributed as dist
-
-    device = os.environ["TP_INVARIANT_RANK_DEVICE"]
-    torch.set_num_threads(int(os.environ["TP_INVARIANT_RANK_THREADS"]))
-    backend = "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"
-    connection = Client(address, "AF_UNIX")
-    connection.send(rank)
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    groups: dict[int, Any] = {}
-    while True:
-        try:
-            world_size = pickle.loads(connection.recv_bytes())
-        except EOFError:  # the parent is gone
-            os._exit(0)
-        if world_size not in groups:  # every rank takes part in making a group
-            groups[world_size] = dist.new_group(list(range(world_size)))
-        if rank >= world_size:
-            continue
-        outcome = Outcome()
-        try:
-            fn, args = pickle.loads(connection.recv_bytes())
-            outcome.value = fn(groups[world_size], *args)
-        except BaseException as error:
-            outcome.error, outcome.trace = error, traceback.format_exc()
-        connection.send_bytes(_dump_outcome(outcome))
-
-
-def _dump_outcome(outcome: Outcome) -> bytes:
-    """What the parent can surely load: exceptions of others may pickle and then fail to come back."""
-    try:
-        message = _dumps(outcome)
-        pickle.loads(message)
-        return message
-    except Exception as error:
-        if outcome.error is not None:
-            replacement: Exception = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
-        else:
-            replacement = TypeError(f"the result cannot be sent back: {error}")
-        return pickle.dumps(Outcome(error=replacement, trace=outcome.trace))

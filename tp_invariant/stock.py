@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .collectives import Group, gather_dim
 from .functions import LinearCall
@@ -58,6 +59,7 @@ class _CopyToRegion(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _sum(grad, ctx.group), None
 
@@ -70,6 +72,7 @@ class _ReduceFromRegion(torch.autograd.Function):
         return _sum(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -83,6 +86,7 @@ class _GatherForRegion(torch.autograd.Function):
         return gather_dim(x, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _sum_scatter(grad, ctx.dim, ctx.group), None, None
 
@@ -96,6 +100,7 @@ class _ReduceScatterFromRegion(torch.autograd.Function):
         return _sum_scatter(x, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gather_dim(grad, ctx.dim, ctx.group), None, None
 

@@ -26,7 +26,7 @@ from .bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves, raw
 from .gemm import GemmFn
 from .mode import set_tp_invariant_mode
 from .parameters import named_shard_specs
-from .rank_pool import RankError, discard_pool, shared_pool
+from .rank_pool import RankError, discard_pool, pool_lock, shared_pool
 
 __all__ = [
     "RankError",
@@ -56,7 +56,8 @@ def run_ranks(
     The processes stay alive for later calls (one pool for a process, as large as the largest world_size so far), each
     with one thread; every call gets the group of the first world_size ranks. Tensors in args and results travel by
     value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device. fn must leave the ranks
-    in step: no dist.new_group inside, which needs every rank of the pool.
+    in step: no dist.new_group inside, which needs every rank of the pool. The mode and its variables are as they are
+    here; what fn sets (mode, default gemm_fn, default dtype) is gone for the next call.
 
     Raises:
         RankError: fn raised on some rank, a rank died, or did not answer within `timeout` seconds; names the ranks.
@@ -67,26 +68,36 @@ def run_ranks(
         raise ValueError(f"world_size={world_size} must be at least 1")
     if device == "cuda" and world_size > torch.cuda.device_count():
         raise ValueError(f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine")
-    pool = shared_pool(world_size, device)
-    try:
-        outcomes = pool.run(fn, world_size, args, timeout)
-    except BaseException:  # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
-        discard_pool(device)
-        raise
-    errors: dict[int, BaseException] = {}
-    parts = []
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None:
-            errors[rank] = TimeoutError(f"rank {rank} did not answer")
-            parts.append(f"rank {rank} of {world_size} did not answer; it may be waiting for others in a collective")
-        elif outcome.error is not None:
-            errors[rank] = outcome.error
-            parts.append(f"rank {rank} of {world_size}:\n{outcome.trace or outcome.error}")
-    if errors:
-        if len(errors) < world_size or any(isinstance(e, (TimeoutError, EOFError)) for e in errors.values()):
-            discard_pool(device)  # the ranks may be out of step with each other
-        raise RankError("\n".join(parts), errors)
-    return [outcome.value for outcome in outcomes if outcome is not None]
+    with pool_lock:
+        pool = shared_pool(world_size, device)
+        try:
+            outcomes = pool.run(fn, world_size, args, timeout)
+        except (
+            BaseException
+        ):  # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
+            discard_pool(device)
+            raise
+        errors: dict[int, BaseException] = {}
+        ranks_with: dict[str, list[int]] = {}  # ranks that say the same say it once
+        for rank, outcome in enumerate(outcomes):
+            if outcome is None:
+                errors[rank] = TimeoutError(f"rank {rank} did not answer")
+                text = "did not answer; it may be waiting for others in a collective"
+            elif outcome.error is not None:
+                errors[rank] = outcome.error
+                text = (outcome.trace or str(outcome.error)).rstrip()
+            else:
+                continue
+            ranks_with.setdefault(text, []).append(rank)
+        parts = []
+        for text, ranks in ranks_with.items():
+            named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            parts.append(f"{named} of {world_size}:\n{text}")
+        if errors:
+            if len(errors) < world_size or any(isinstance(e, (TimeoutError, EOFError)) for e in errors.values()):
+                discard_pool(device)  # the ranks may be out of step with each other
+            raise RankError("\n".join(parts), errors)
+        return [outcome.value for outcome in outcomes if outcome is not None]
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -132,8 +143,8 @@ def assert_tp_invariant(
         AssertionError: names the leaf, the degree and rank, and how it differs (see assert_bitwise_equal).
         RankError: the case failed on some rank.
     """
-    if not degrees:
-        raise ValueError("degrees is empty, which leaves nothing to compare: give two or more")
+    if len(set(degrees)) < 2:
+        raise ValueError(f"degrees={tuple(degrees)!r} leaves nothing to compare: give at least two different ones")
     first = degrees[0]
     reference: dict[str, Any] = {}
     for degree in degrees:
@@ -148,12 +159,12 @@ def assert_tp_invariant(
             "the case returns nothing, so this case cannot tell invariant from stock: return outputs, losses or "
             "full_grads(model)"
         )
-    if negative_control and len(degrees) > 1:
+    if negative_control:
         stock = [run_ranks(_run_case, degree, case, False, args, device=device, timeout=timeout) for degree in degrees]
         if len({digest(dict(result[0])) for result in stock}) == 1:
             raise AssertionError(
                 f"with the mode off, TP={', '.join(map(str, degrees))} agree too: this case cannot tell invariant from "
-                "stock; use a larger K or data with a wider range of exponents"
+                "stock; use a larger K or data with a wider range of exponents, and check that its layers get tp_group"
             )
     return reference
 
@@ -175,17 +186,18 @@ def assert_slice_invariant(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> None:
-    """Asserts that gemm_fn's c[i, j] depends on a[i, :] and b[:, j] alone, over slices, strides and thread counts.
+    """Asserts that gemm_fn is right and that its c[i, j] depends on a[i, :] and b[:, j] alone.
 
     Compares, byte for byte, products of row and column slices of many widths, of transposed, offset and strided copies
-    of the operands, and with other numbers of CPU threads, with the same elements of the whole product.
+    of the operands, and with other numbers of CPU threads, with the same elements of the whole product; and the whole
+    product, with and without bias, with float64. Passing is evidence, not proof: it tries some shapes and some data.
 
     Args:
         gemm_fn: gemm_fn(a, b, *, bias=None, out_dtype=None).
         shapes: (M, N, K) to try; dtypes: operand dtypes to try.
 
     Raises:
-        AssertionError: names shape, dtype and the first slice that differs.
+        AssertionError: names shape, dtype and the first slice that differs, or how wrong the product is.
     """
     if not shapes or not dtypes:
         raise ValueError(f"shapes={shapes!r} and dtypes={dtypes!r} leave nothing to check: give at least one of each")
@@ -210,6 +222,21 @@ def _slices(size: int) -> list[slice]:
     return [slice(*cut) for cut in sorted(cuts)]
 
 
+def _check_error(what: str, c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """At most twice the norm-wise error that torch's product has, both rounded to c's dtype."""
+    if c.shape != (a.shape[0], b.shape[1]):
+        raise AssertionError(f"wrong for {what}: c has shape {tuple(c.shape)}")
+    exact = a.double() @ b.double()
+    theirs = (a.float() @ b.float()).double()
+    if bias is not None:
+        exact, theirs = exact + bias.double(), theirs + bias.double()
+    ours_error, torch_error = ((x.double() - exact).norm() / exact.norm() for x in (c, theirs.to(c.dtype)))
+    # one fp32 accumulator on a tensor core truncates: up to sqrt(K) units in the last place
+    floor = a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
+    if not ours_error <= max(2 * float(torch_error), floor):
+        raise AssertionError(f"wrong for {what}: relative error {ours_error:.1e} against torch's {torch_error:.1e}")
+
+
 def _check_slices(gemm_fn: GemmFn, a: Tensor, b: Tensor, bias: Tensor, out_dtype: torch.dtype) -> None:
     what = f"a {tuple(a.shape)} @ b {tuple(b.shape)}, {a.dtype}, out_dtype {out_dtype}"
 
@@ -222,6 +249,8 @@ def _check_slices(gemm_fn: GemmFn, a: Tensor, b: Tensor, bias: Tensor, out_dtype
 
     whole = gemm_fn(a, b, out_dtype=out_dtype)
     biased = gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
+    _check_error(what, whole, a, b, None)
+    _check_error(f"{what}, with bias", biased, a, b, bias)
     for rows in _slices(a.shape[0]):
         check(f"the slice a[{rows.start}:{rows.stop}, :]", a[rows], b, whole[rows])
         check(f"the slice a[{rows.start}:{rows.stop}, :] with bias", a[rows], b, biased[rows], bias=bias)
