@@ -264,3 +264,16 @@ def test_empty_and_zero_dim_tensors_compare():
     assert_bitwise_equal(torch.zeros(0, 3), torch.ones(0, 3))
     assert_bitwise_equal(torch.tensor(2.0), torch.tensor(2.0))
     assert_bitwise_equal({"a": [torch.ones(2), 3, None, "x"]}, {"a": (torch.ones(2), 3, None, "x")})
+
+
+# --- what has no bytes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", (object(), {1, 2}, range(3), torch.eye(2).to_sparse()), ids=lambda x: type(x).__name__)
+def test_leaves_whose_bytes_are_not_known_are_refused(leaf):
+    with pytest.raises(TypeError):
+        digest({"x": leaf})
+
+
+def test_the_order_of_keys_does_not_count():
+    assert digest({"a": 1, "b": 2.0}) == digest({"b": 2.0, "a": 1})

@@ -281,7 +281,7 @@ def test_shards_from_a_gather_are_unsharded_by_layout():
 
 def test_scatter_of_a_sequence_that_does_not_divide():
     def case(group):
-        text = "size of sequence_dim 1=4 is not divisible by TP degree=3: choose a size of sequence_dim 1 that is a"
+        text = "size of sequence_dim 1=4 is not divisible by TP degree=3: it must be a multiple of 3"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
             scatter_sequence(torch.zeros(3, 4, 2), group, 1)
         return 1

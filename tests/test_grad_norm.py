@@ -354,6 +354,6 @@ def test_gradients_as_dtensors_are_refused(one_rank):
 
     p = torch.nn.Parameter(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()]))
     p.grad = torch.ones_like(p)
-    text = "a gradient is a DTensor: only plain tensors are supported, pass grad.to_local() ones"
+    text = "the gradient of parameter 0 with shape (2,) on rank 0 is a DTensor: only plain tensors are supported"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         tpi.clip_grad_norm_(p, 1.0, tp_group=None)

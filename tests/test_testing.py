@@ -166,7 +166,7 @@ def test_a_rank_that_waits_for_one_that_failed(own_pool):
     with pytest.raises(RankError) as caught:
         run_ranks(case, 2)
     text = str(caught.value)
-    assert "rank 0 of 2 did not answer; it may be waiting for others in a collective" in text or (
+    assert "rank 0 of 2:\ndid not answer; it may be waiting for others in a collective" in text or (
         "rank 0 of 2:\nTraceback" in text
     )
     assert "rank 1 of 2:\nTraceback" in text
@@ -184,7 +184,7 @@ def test_ranks_that_do_not_answer_in_time(own_pool):
     assert_ranks_answer()
     with pytest.raises(RankError) as caught:
         run_ranks(case, 2, timeout=0.5)
-    assert str(caught.value) == "rank 0 of 2 did not answer; it may be waiting for others in a collective"
+    assert str(caught.value) == "rank 0 of 2:\ndid not answer; it may be waiting for others in a collective"
     assert list(caught.value.errors) == [0]
     assert isinstance(caught.value.errors[0], TimeoutError)
     assert_ranks_answer()
@@ -227,7 +227,7 @@ def test_an_exception_that_does_not_come_back(own_pool):
     def case(tp_group):
         raise Peculiar("boom", 1)
 
-    with pytest.raises(RankError, match=r"(?s)rank 0 of 2:.*boom.*rank 1 of 2:.*boom"):
+    with pytest.raises(RankError, match=r"(?s)^ranks 0, 1 of 2:\nTraceback.*boom"):
         run_ranks(case, 2)
     assert_ranks_answer()
 
@@ -323,7 +323,13 @@ def test_a_difference_at_the_first_degree_is_caught_among_its_own_ranks():
         return base(tp_group) + dist.get_rank(tp_group)
 
     with pytest.raises(AssertionError, match=r"^rank 1 of TP=2 differs from TP=2"):
-        assert_tp_invariant(case, degrees=(2,))
+        assert_tp_invariant(case, degrees=(2, 1))
+
+
+@pytest.mark.parametrize("degrees", ((), (1,), (2, 2)))
+def test_degrees_that_leave_nothing_to_compare(degrees):
+    with pytest.raises(ValueError, match=r"leaves nothing to compare: give at least two different ones"):
+        assert_tp_invariant(base, degrees=degrees)
 
 
 def test_a_case_that_cannot_tell():
@@ -332,7 +338,7 @@ def test_a_case_that_cannot_tell():
 
     text = (
         "with the mode off, TP=1, 2 agree too: this case cannot tell invariant from stock; use a larger K or data with "
-        "a wider range of exponents"
+        "a wider range of exponents, and check that its layers get tp_group"
     )
     with pytest.raises(AssertionError, match=f"^{re.escape(text)}$"):
         assert_tp_invariant(case, degrees=(1, 2))
@@ -494,3 +500,51 @@ def test_a_gemm_fn_that_rounds_before_the_bias_keeps_its_slices():
         return c if bias is None else (c + bias.to(c.dtype))
 
     assert_slice_invariant(gemm_fn, shapes=((9, 8, 40),), dtypes=(torch.bfloat16,), device="cpu")
+
+
+# --- wrong and invariant must fail, too -----------------------------------------------------------------------------
+
+
+def _zeros(a, b, *, bias=None, out_dtype=None):
+    return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+
+
+def _without_bias(a, b, *, bias=None, out_dtype=None):
+    return reference.matmul(a, b, out_dtype=out_dtype)
+
+
+def _without_out_dtype(a, b, *, bias=None, out_dtype=None):
+    return reference.matmul(a, b, bias=bias)
+
+
+@pytest.mark.parametrize("gemm_fn", (_zeros, _without_bias, _without_out_dtype))
+def test_an_invariant_but_wrong_gemm_fn_is_refused(gemm_fn):
+    with pytest.raises(AssertionError, match=r"^wrong for a \(70, 300\) @ b \(300, 130\)"):
+        tpi.testing.assert_slice_invariant(gemm_fn, device="cpu")
+
+
+# --- the parent's state ---------------------------------------------------------------------------------------------
+
+
+def test_ranks_have_the_parents_mode_and_keep_nothing_of_a_case(own_pool, monkeypatch):
+    def case(tp_group):
+        seen = tpi.is_tp_invariant_mode_enabled(), torch.get_default_dtype()
+        tpi.set_tp_invariant_mode(False)
+        torch.set_default_dtype(torch.float64)
+        return seen
+
+    monkeypatch.delenv("NVTE_TP_INVARIANT_MODE", raising=False)
+    for value, enabled in (("1", True), ("0", False), ("1", True)):
+        monkeypatch.setenv("TP_INVARIANT_MODE", value)
+        assert run_ranks(case, 2, device="cpu") == [(enabled, torch.float32)] * 2
+    with tpi.set_tp_invariant_mode(True):
+        monkeypatch.setenv("TP_INVARIANT_MODE", "0")
+        assert run_ranks(case, 2, device="cpu") == [(True, torch.float32)] * 2
+
+
+def test_threads_take_turns(own_pool):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(run_ranks, lambda tp_group, i: i, 2, i, device="cpu") for i in range(8)]
+        assert [future.result() for future in futures] == [[i, i] for i in range(8)]

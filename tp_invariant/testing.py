@@ -222,10 +222,10 @@ def _slices(size: int) -> list[slice]:
     return [slice(*cut) for cut in sorted(cuts)]
 
 
-def _check_error(what: str, c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    """At most twice the norm-wise error that torch's product has, both rounded to c's dtype."""
-    if c.shape != (a.shape[0], b.shape[1]):
-        raise AssertionError(f"wrong for {what}: c has shape {tuple(c.shape)}")
+def _check_error(what: str, c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    """At most twice the norm-wise error that torch's product has, both rounded to out_dtype."""
+    if c.shape != (a.shape[0], b.shape[1]) or c.dtype != out_dtype:
+        raise AssertionError(f"wrong for {what}: c is {c.dtype} with shape {tuple(c.shape)}")
     exact = a.double() @ b.double()
     theirs = (a.float() @ b.float()).double()
     if bias is not None:
@@ -249,8 +249,8 @@ def _check_slices(gemm_fn: GemmFn, a: Tensor, b: Tensor, bias: Tensor, out_dtype
 
     whole = gemm_fn(a, b, out_dtype=out_dtype)
     biased = gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
-    _check_error(what, whole, a, b, None)
-    _check_error(f"{what}, with bias", biased, a, b, bias)
+    _check_error(what, whole, a, b, None, out_dtype)
+    _check_error(f"{what}, with bias", biased, a, b, bias, out_dtype)
     for rows in _slices(a.shape[0]):
         check(f"the slice a[{rows.start}:{rows.stop}, :]", a[rows], b, whole[rows])
         check(f"the slice a[{rows.start}:{rows.stop}, :] with bias", a[rows], b, biased[rows], bias=bias)
