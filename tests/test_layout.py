@@ -128,10 +128,7 @@ def test_deinterleave_of_a_size_that_does_not_divide(operation):
 
 
 def test_shard_of_a_size_that_does_not_divide():
-    text = (
-        "size of dim -1=10 is not divisible by world * stride=6: choose a size of dim -1 that is a multiple of 6, or "
-        "another world * stride"
-    )
+    text = "size of dim -1=10 is not divisible by world * stride=6: it must be a multiple of 6"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         shard(torch.zeros(3, 10), dim=-1, rank=0, world=3, stride=2)
 
@@ -152,7 +149,9 @@ def test_check_divides(size, parts, expected):
 
 @pytest.mark.parametrize("parts", [0, -1, 5])
 def test_check_divides_names_both(parts):
-    text = f"heads=12 is not divisible by TP degree={parts}: choose a heads that is a multiple of {parts}"
+    text = "heads=12 is not divisible by TP degree=5: it must be a multiple of 5"
+    if parts < 1:
+        text = f"TP degree={parts} must be at least 1"
     with pytest.raises(ValueError, match=re.escape(text)):
         check_divides(12, parts, size_name="heads", parts_name="TP degree")
 

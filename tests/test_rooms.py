@@ -34,7 +34,9 @@ ALLOWED = {
     "functions": {"collectives", "gemm", "layout", "owners"},
     "stock": {"collectives", "functions"},
     "norm": {"collectives", "functions", "layout", "stock", "kernels"},
+    "agreement": {"collectives"},
     "linear": {
+        "agreement",
         "collectives",
         "functions",
         "gemm",
@@ -44,7 +46,7 @@ ALLOWED = {
         "parameters",
         "stock",
     },
-    "layernorm_linear": {"collectives", "gemm", "layout", "linear", "mode", "norm", "parameters"},
+    "layernorm_linear": {"collectives", "functions", "gemm", "layout", "linear", "mode", "norm", "parameters"},
     "grad_norm": {"collectives", "gemm", "layout", "mode", "stock"},
     "rank_process": {"gemm", "mode", "owners", "rank_pool"},
     "testing": {"bits", "gemm", "mode", "parameters", "rank_pool"},

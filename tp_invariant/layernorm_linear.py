@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import gather_sequence
+from .functions import LinearCall
 from .gemm import check_dtype
 from .layout import TokenSharding
 from .linear import Linear, autocast_dtype
@@ -111,6 +112,11 @@ class LayerNormLinear(Linear):
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
+
+    def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
+        norm = self.normalization, self.eps, self.zero_centered_gamma
+        returned = self.return_layernorm_output, self.return_layernorm_output_gathered
+        return {**super()._facts(x, call, invariant), "the norm": norm, "return_layernorm_output": returned}
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple (y[, bias][, norm's output])."""

@@ -27,7 +27,9 @@ def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
     """size // parts, or a ValueError that names both where parts does not divide size."""
-    if parts < 1 or size % parts:
+    if parts < 1:
+        raise ValueError(f"{parts_name}={parts} must be at least 1")
+    if size % parts:
         raise ValueError(
             f"{size_name}={size} is not divisible by {parts_name}={parts}: it must be a multiple of {parts}"
         )

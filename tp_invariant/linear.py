@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import functions, stock
+from .agreement import check_agreement
 from .collectives import Group, gather_features, resolve_group, scatter_features
 from .functions import LinearCall
 from .gemm import GemmFn, check_callable, check_dtype
@@ -107,6 +108,7 @@ class Linear(ShardedModule, nn.Linear):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
         self.init_method = init_method
+        self._agreed: set[int] = set()  # see agreement.py
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
@@ -236,6 +238,8 @@ class Linear(ShardedModule, nn.Linear):
         sharded = self.sequence_parallel and self.group.size > 1
         call = LinearCall(self.group, sharded, self.sequence_dim, stride, self.owner_map, self.gemm_fn)
         invariant = is_tp_invariant_mode_enabled()
+        if self.group.size > 1 and (sharded or self.parallel_mode is not None):
+            check_agreement(self._facts(x, call, invariant), self.group, x.device, self._agreed)
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
@@ -245,6 +249,25 @@ class Linear(ShardedModule, nn.Linear):
         if self.gather_output:
             y = gather_features(y, self.group, stride)
         return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+
+    def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
+        """What every rank must have alike: it decides which collectives run, and on what."""
+        return {
+            "the TP-invariant mode": invariant,
+            "the layer": f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})",
+            "bias": self.bias is not None,
+            "partition_stride": call.stride,
+            "sequence_parallel": call.sequence_parallel,
+            "sequence_dim": call.sequence_dim,
+            "owner_map": call.owner_map,
+            "gemm_fn": getattr(call.gemm_fn, "__qualname__", type(call.gemm_fn).__name__),
+            "gather_output": self.gather_output,
+            "return_bias": self.return_bias,
+            "the shape of x": tuple(x.shape),
+            "the dtype of x": str(x.dtype),
+            "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
+            "whether the weight needs one": torch.is_grad_enabled() and self.weight.requires_grad,
+        }
 
     def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = autocast_dtype(x.device)
