@@ -72,9 +72,8 @@ def run_ranks(
         pool = shared_pool(world_size, device)
         try:
             outcomes = pool.run(fn, world_size, args, timeout)
-        except (
-            BaseException
-        ):  # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
+        except BaseException:
+            # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
             discard_pool(device)
             raise
         errors: dict[int, BaseException] = {}
