@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 SCRIPT = """
+import pathlib, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import tp_invariant as tpi
@@ -30,22 +32,24 @@ for _ in range(3):
     tpi.clip_grad_norm_(mlp.parameters(), 0.5, tp_group=mesh["tp"])
     optimizer.step()
 digest = tpi.testing.digest((loss, tpi.testing.full_grads(mlp), tpi.testing.full_parameters(mlp)))
-print("digest", dist.get_rank(), digest, flush=True)
+pathlib.Path(sys.argv[1], str(dist.get_rank())).write_text(digest)  # ranks' prints may run into each other
 dist.destroy_process_group()
 """
 
 
 def digests(script: Path, degree: int, **variables: str) -> set[str]:
-    """The digests that the ranks of one torchrun print; a set, as they should all be one."""
+    """The digests that the ranks of one torchrun write; a set, as they should all be one."""
+    folder = script.parent / f"digests_{uuid.uuid4().hex}"
+    folder.mkdir()
     environment = {k: v for k, v in os.environ.items() if "TP_INVARIANT_MODE" not in k} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={degree}", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={degree}"]
     done = subprocess.run(
         command, env=environment | variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("digest")]
-    assert sorted(int(rank) for _, rank, _ in lines) == list(range(degree))
-    return {digest for _, _, digest in lines}
+    written = {path.name: path.read_text() for path in folder.iterdir()}
+    assert written.keys() == {str(rank) for rank in range(degree)}
+    return set(written.values())
 
 
 @pytest.fixture
