@@ -43,6 +43,7 @@ def digests(script: Path, degree: int, **variables: str) -> set[str]:
     folder.mkdir()
     environment = {k: v for k, v in os.environ.items() if "TP_INVARIANT_MODE" not in k} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={degree}"]
+    command += [str(script), str(folder)]
     done = subprocess.run(
         command, env=environment | variables, capture_output=True, text=True, timeout=300, check=False
     )
