@@ -1,9 +1,8 @@
-"""Times every tile configuration of the TMA kernel on the shapes of Qwen3-8B's layers and prints the best ones.
+"""Times the TMA kernel's configurations on the shapes of Qwen3-8B's layers and writes kernels/matmul_table.py.
 
-    python benchmarks/tune_gemm.py --out tune.json
+    python benchmarks/tune_gemm.py --out tune.json --table kernels/matmul_table.py
 
-The rule in kernels/matmul_configs.py was read off its output. Needs a Hopper GPU. Configurations are compiled by
-several processes first, since compiling takes longer than timing.
+Needs a Hopper GPU. Configurations are compiled by several processes first, since compiling takes longer than timing.
 """
 
 from __future__ import annotations
@@ -13,37 +12,42 @@ import json
 import multiprocessing
 import time
 from dataclasses import astuple
+from pathlib import Path
 
 import torch
 import triton
 
-from tp_invariant.kernels.matmul_configs import MatmulConfig
-from tp_invariant.kernels.matmul_tma import tma_layouts, tma_matmul
+from tp_invariant.kernels.matmul_configs import MatmulConfig, fits_tma
+from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
 
+FEW_ROWS = 128
 LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "fc1": (4096, 24576), "fc2": (12288, 4096)}  # name: (K, N)
 LARGE = [
     *(MatmulConfig(128, 256, 64, 8, stages, group, halves)
-      for stages, halves in ((3, False), (3, True), (4, True)) for group in (4, 8, 16)),
-    *(MatmulConfig(256, 128, 64, 8, stages, group, halves)
       for stages, halves in ((3, False), (4, True)) for group in (4, 8, 16)),
-    *(MatmulConfig(128, 128, block_k, warps, stages, 8)
-      for block_k, warps, stages in ((64, 8, 4), (64, 4, 4), (128, 8, 3))),
+    *(MatmulConfig(256, 128, 64, 8, stages, group, halves) for stages, halves, group in ((3, False, 8), (4, True, 16))),
+    *(MatmulConfig(128, 192, 64, 8, stages, group, True) for stages, group in ((4, 4), (4, 8), (5, 8), (4, 16))),
+    MatmulConfig(128, 128, 64, 4, 4, 8),
+    MatmulConfig(128, 128, 64, 4, 4, 16),
+    MatmulConfig(128, 128, 64, 8, 5, 8),
+    MatmulConfig(128, 128, 128, 4, 3, 8, True),
+    MatmulConfig(128, 96, 128, 4, 3, 8, True),
     MatmulConfig(64, 256, 64, 4, 4, 8, True),
-    MatmulConfig(128, 64, 64, 4, 5, 8),
+    MatmulConfig(64, 256, 64, 4, 5, 8, True),
 ]  # fmt: skip
 SMALL = [
-    MatmulConfig(m, n, k, 4, stages, 8)
-    for m in (16, 64, 128)
-    for n, k, stages in (
-        (16, 256, 6),
-        (32, 128, 8),
-        (32, 256, 5),
-        (64, 128, 6),
-        (64, 64, 8),
-        (128, 64, 6),
-        (128, 128, 3),
+    config
+    for m, n, k, warps, stages in (
+        (16, 16, 256, 4, 6), (16, 32, 128, 4, 8), (16, 32, 256, 4, 5), (16, 64, 128, 4, 6), (16, 64, 256, 4, 3),
+        (16, 128, 64, 4, 6), (16, 192, 128, 4, 3),
+        (32, 16, 256, 4, 6), (32, 32, 256, 4, 5), (32, 64, 128, 4, 6), (32, 64, 256, 4, 4), (32, 192, 128, 4, 3),
+        (64, 32, 128, 4, 8), (64, 32, 256, 4, 4), (64, 48, 128, 4, 6), (64, 64, 128, 4, 6), (64, 64, 256, 4, 3),
+        (64, 128, 64, 4, 6), (64, 192, 128, 4, 3),
+        (128, 32, 128, 4, 5), (128, 48, 128, 4, 4), (128, 48, 128, 8, 4), (128, 64, 128, 4, 4), (128, 64, 128, 8, 4),
+        (128, 128, 64, 4, 6), (128, 128, 128, 8, 3), (128, 192, 64, 8, 5), (128, 192, 64, 8, 4),
     )
-]
+    if fits_tma(config := MatmulConfig(m, n, k, warps, stages, 8, n % 3 == 0), 2)
+]  # fmt: skip
 
 
 def operands(layout: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,9 +77,9 @@ def small_shapes() -> list[tuple[str, int, int, int]]:
 
 
 def _run(config: MatmulConfig, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    layouts = tma_layouts(a, b, a.dtype)
-    assert layouts is not None
-    return tma_matmul(a, b, None, a.dtype, layouts, config)
+    accepted = tma_operands(a, b, a.dtype)
+    assert accepted is not None
+    return tma_matmul(accepted, None, a.dtype, config)
 
 
 def _compile(job: tuple[str, MatmulConfig]) -> str | None:
@@ -88,22 +92,68 @@ def _compile(job: tuple[str, MatmulConfig]) -> str | None:
     return None
 
 
+def fit(rows: list[dict], layout: str) -> list[tuple[tuple, float, float]]:
+    """(configuration, fixed_us, us_per_k) of a round of tiles, by least squares of the relative error."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    points: dict[tuple, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        row_layout, m, n, k = row["shape"]
+        if layout == ("few rows" if m <= FEW_ROWS else row_layout):
+            for us, config in row["times"]:
+                tiles = triton.cdiv(m, config[0]) * triton.cdiv(n, config[1])
+                points.setdefault(tuple(config), []).append((triton.cdiv(tiles, multiprocessors), k, us))
+    entries = []
+    for config, seen in points.items():
+        rounds, ks, us = (torch.tensor(column, dtype=torch.float64) for column in zip(*seen, strict=True))
+        design = torch.stack([rounds / us, rounds * ks / us], dim=1)
+        fixed, per_k = torch.linalg.lstsq(design, torch.ones(len(seen), 1, dtype=torch.float64)).solution.flatten()
+        entries.append((config, round(max(fixed.item(), 0.0), 3), round(per_k.item(), 6)))
+    return sorted(entries)
+
+
+def write_table(rows: list[dict], path: Path) -> None:
+    """kernels/matmul_table.py: the best configuration of each shape, and for other shapes what a round takes."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    lines = [
+        f'"""What benchmarks/tune_gemm.py measured on {torch.cuda.get_device_name()} (sm90), bf16, torch',
+        f"{torch.__version__}, triton {triton.__version__}: generated, do not edit. Sets speed, never bits.",
+        "",
+        "A configuration is (block_m, block_n, block_k, num_warps, num_stages, group_m, halves).",
+        '"""',
+        "",
+        "Fields = tuple[int, int, int, int, int, int, bool]",
+        f"MEASURED_MULTIPROCESSORS = {multiprocessors}",
+        f"FEW_ROWS = {FEW_ROWS}  # up to so many rows a product is bound by reading b",
+        'LAYOUTS = {(False, True): "fwd", (False, False): "dgrad", (True, False): "wgrad", (True, True): "wgrad"}',
+        "",
+        "# layout: (configuration, microseconds of a round of tiles, microseconds more for each k)",
+        "ROUNDS: dict[str, tuple[tuple[Fields, float, float], ...]] = {",
+    ]
+    for layout in ("few rows", "fwd", "dgrad", "wgrad"):
+        lines += [f'    "{layout}": (', *(f"        {entry}," for entry in fit(rows, layout)), "    ),"]
+    lines += ["}", "", "# (layout, M, N, K): the fastest configuration", "MEASURED: dict[tuple, Fields] = {"]
+    lines += [f"    {tuple(row['shape'])}: {tuple(row['times'][0][1])},".replace("'", '"') for row in rows]
+    path.write_text("\n".join([*lines, "}"]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="JSON file for all timings")
-    parser.add_argument("--milliseconds", type=int, default=25, help="how long to time each (default 25)")
+    parser.add_argument("--table", type=Path, required=True, help="the table to write")
+    parser.add_argument("--milliseconds", type=int, default=20, help="how long to time each (default 20)")
     parser.add_argument("--seconds", type=float, default=480, help="stop after this long (default 480)")
-    parser.add_argument("--workers", type=int, default=12, help="compiling processes (default 12)")
+    parser.add_argument("--workers", type=int, default=14, help="compiling processes (default 14)")
     options = parser.parse_args()
     start = time.monotonic()
     print(f"torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    jobs = [(layout, config) for layout in ("fwd", "dgrad", "wgrad") for config in LARGE]
+    large = [config for config in LARGE if fits_tma(config, 2)]
+    jobs = [(layout, config) for layout in ("fwd", "dgrad", "wgrad") for config in large]
     jobs += [("fwd", config) for config in SMALL]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         failed = [message for message in pool.map(_compile, jobs, chunksize=1) if message]
     print(f"compiled in {time.monotonic() - start:.0f} s; failed: {len(failed)}", *failed, sep="\n", flush=True)
     bad = {message.split(":")[0] for message in failed}
-    rows = []
+    rows: list[dict] = []
     for layout, m, n, k in small_shapes() + large_shapes():
         if time.monotonic() - start > options.seconds:
             print("out of time", flush=True)
@@ -111,20 +161,21 @@ def main() -> None:
         a, b = operands(layout, m, n, k)
 
         def median_us(fn) -> float:
-            return 1e3 * triton.testing.do_bench(fn, warmup=5, rep=options.milliseconds, return_mode="median")
+            return 1e3 * triton.testing.do_bench(fn, warmup=4, rep=options.milliseconds, return_mode="median")
 
-        stock = median_us(lambda a=a, b=b: torch.matmul(a, b))
         times = []
-        for config in SMALL + LARGE[-5:] if m <= 128 else LARGE:
-            if f"{layout} {config}" not in bad and (m > 128 or config.block_m <= max(16, 2 * m)):
+        for config in SMALL if m <= FEW_ROWS else large:
+            if f"{layout} {config}" not in bad and (m > FEW_ROWS or config.block_m <= max(16, 2 * m)):
                 times.append((median_us(lambda a=a, b=b, c=config: _run(c, a, b)), astuple(config)))
         times.sort()
+        stock = median_us(lambda a=a, b=b: torch.matmul(a, b))
         rows.append({"shape": (layout, m, n, k), "cublas_us": stock, "times": times})
         best = times[0]
         print(f"{layout:5} {m:6} {n:6} {k:6} cublas {stock:8.1f} best {best[0]:8.1f} {stock / best[0]:.3f} {best[1]}",
               flush=True)  # fmt: skip
         with open(options.out, "w") as file:
             json.dump(rows, file)
+        write_table(rows, options.table)
 
 
 if __name__ == "__main__":

@@ -14,44 +14,16 @@ Under TRITON_INTERPRET=1 (no GPU) the same kernel runs on CPU tensors. That test
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .matmul_configs import MatmulConfig, choose_config, choose_tma_config, fit, shared_memory_of
-from .matmul_tma import tma_layouts, tma_matmul
+from .launch import interpreting, launch_on
+from .matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
+from .matmul_tma import rank_major_operands, tma_matmul, tma_operands
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-# @triton.jit looks at TRITON_INTERPRET when it decorates, that is, when this module is imported. Setting the variable
-# later changes nothing about the kernels, so what counts is its value here.
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-def interpreting() -> bool:
-    """True if the kernels of this package run in Triton's interpreter, as decided when they were imported."""
-    return _INTERPRETED
-
-
-def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManager:
-    """Context in which a kernel launch goes to `tensor`'s own device.
-
-    Raises ValueError if that device cannot run Triton kernels; `operation` names the caller in the message.
-    """
-    if tensor.device.type != "cuda":
-        if interpreting():
-            return contextlib.nullcontext()
-        raise ValueError(
-            f"{operation}: the Triton kernel needs CUDA tensors, got device {tensor.device}; allowed: a CUDA device, "
-            f"or use {operation} of tp_invariant.kernels.reference, which runs anywhere"
-        )
-    if tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
 
 # In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
 _INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
@@ -114,33 +86,35 @@ def _matmul_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=row_mask & col_mask)
 
 
+def _allowed_dtypes() -> str:
+    return ", ".join(map(str, DTYPES))
+
+
 def _check(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-    allowed = ", ".join(str(dtype) for dtype in DTYPES)
-    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
+    for name, tensor in (("a", a), ("b", b)) if bias is None else (("a", a), ("b", b), ("bias", bias)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"matmul: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"matmul: {name} has dtype {tensor.dtype}; allowed: {allowed}")
+            raise TypeError(f"matmul: {name} has dtype {tensor.dtype}; allowed: {_allowed_dtypes()}")
         if tensor.device != a.device:
             raise ValueError(f"matmul: {name} is on {tensor.device}; allowed: the device of a, {a.device}")
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"matmul: out_dtype is {out_dtype}; allowed: {allowed}, or None for a's dtype")
+        raise TypeError(f"matmul: out_dtype is {out_dtype}; allowed: {_allowed_dtypes()}, or None for a's dtype")
     if b.dtype != a.dtype:
         raise TypeError(f"matmul: b has dtype {b.dtype}; allowed: the dtype of a, {a.dtype}")
-    for name, tensor, shape in (("a", a, "[M, K]"), ("b", b, "[K, N]")):
-        if tensor.dim() != 2:
-            raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: two dimensions, {shape}")
-    if a.shape[1] != b.shape[0]:
+    if a.dim() != 2 or b.dim() != 2:
+        name, tensor, shape = ("a", a, "[M, K]") if a.dim() != 2 else ("b", b, "[K, N]")
+        raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: two dimensions, {shape}")
+    (m, k), (b_k, n) = a.shape, b.shape
+    if k != b_k:
         raise ValueError(
             f"matmul: b has shape {tuple(b.shape)}; allowed: [K, N] with the K of a, whose shape is {tuple(a.shape)}"
         )
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor.numel() == 0:
-            raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: every dimension at least 1")
-    if bias is not None and bias.shape != b.shape[1:]:
-        raise ValueError(f"matmul: bias has shape {tuple(bias.shape)}; allowed: [N], here ({b.shape[1]},)")
+    if not (m and n and k):
+        name, tensor = ("a", a) if not (m and k) else ("b", b)
+        raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: every dimension at least 1")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"matmul: bias has shape {tuple(bias.shape)}; allowed: [N], here ({n},)")
 
 
 def matmul(
@@ -174,9 +148,9 @@ def matmul(
     m, k = a.shape
     n = b.shape[1]
     out_dtype = a.dtype if out_dtype is None else out_dtype
-    if config is None and (layouts := tma_layouts(a, b, out_dtype)) is not None:
+    if config is None and (operands := tma_operands(a, b, out_dtype)) is not None:
         with launch_on(a, "matmul"):
-            return tma_matmul(a, b, bias, out_dtype, layouts, choose_tma_config(m, n, out_dtype))
+            return tma_matmul(operands, bias, out_dtype)
     if config is None:
         config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype)
         if a.is_cuda:
@@ -199,3 +173,36 @@ def matmul(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         return c.to(out_dtype)
+
+
+def matmul_rank_major(
+    a: Tensor,
+    b: Tensor,
+    *,
+    b_k_dim: int,
+    stride: int = 1,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """The product of operands gathered from P ranks, read where they lie, or None where that is not possible.
+
+    TP=1's order of K is (stride, rank, local): the bytes are those of `matmul` of the operands laid out in that order.
+
+    Args:
+        a: [P, M, K/P], contiguous.
+        b: [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0), contiguous, of a's dtype and device.
+        stride: the partition_stride of K, which divides K/P.
+        bias, out_dtype: as for `matmul`.
+
+    Returns:
+        Contiguous [M, N], or None: not a Hopper GPU, not a 16-bit dtype, K/P/stride not a multiple of 16, or rows that
+        TMA cannot address. The caller then lays the operands out and calls `matmul`.
+    """
+    out_dtype = a.dtype if out_dtype is None else out_dtype
+    if a.dtype != b.dtype or a.device != b.device or not (a.numel() and b.numel()):
+        return None  # matmul says what is wrong
+    operands = rank_major_operands(a, b, b_k_dim=b_k_dim, stride=stride, out_dtype=out_dtype)
+    if operands is None:
+        return None
+    with launch_on(a, "matmul"):
+        return tma_matmul(operands, bias, out_dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .matmul_table import FEW_ROWS, LAYOUTS, MEASURED, MEASURED_MULTIPROCESSORS, ROUNDS
+
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
@@ -25,7 +27,10 @@ class MatmulConfig:
     group_m: the order in which tiles start (L2 reuse).
     halves: whether the TMA kernel stores a tile in two halves, which takes less shared memory.
 
-    Raises ValueError for a block that is not a power of two or is below 16, and for a count below 1.
+    The TMA kernel also takes a block_n of 3 * 2**n (with halves): two products side by side, `narrow` columns wide the
+    second. It fills a chip whose multiprocessors are not a power of two: 128 tiles of 128 x 192 cover 2048 x 1536.
+
+    Raises ValueError for a block that is neither and for one below 16, and for a count below 1.
     """
 
     block_m: int
@@ -39,13 +44,19 @@ class MatmulConfig:
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
-            if value < 16 or value & (value - 1):
+            if value < 16 or (value & (value - 1) and not (name == "block_n" and self.narrow >= 16 and self.halves)):
                 raise ValueError(f"MatmulConfig: {name} is {value}; allowed: powers of two from 16 up")
         if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
             raise ValueError(f"MatmulConfig: num_warps is {self.num_warps}; allowed: powers of two from 1 up")
         for name in ("num_stages", "group_m"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulConfig: {name} is {getattr(self, name)}; allowed: 1 or more")
+
+    @property
+    def narrow(self) -> int:
+        """A third of a block_n of 3 * 2**n; 0 for a power of two."""
+        third, left_over = divmod(self.block_n, 3)
+        return third if not left_over and third & (third - 1) == 0 else 0
 
 
 def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
@@ -64,23 +75,38 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
     return MatmulConfig(64, 64, 64, num_warps=4, num_stages=4)
 
 
-def choose_tma_config(m: int, n: int, out_dtype: torch.dtype) -> MatmulConfig:
-    """The same for the TMA kernel: what benchmarks/tune_gemm.py found on an H200, as a rule. Never about bits."""
-    if m <= 16:
-        # bound by reading B: narrow tiles, so that all multiprocessors read
-        return MatmulConfig(16, 32, 256, 4, 5) if n <= 4096 else MatmulConfig(16, 64, 128, 4, 6)
-    if m <= 128:
-        return MatmulConfig(64, 64, 128, 4, 6)
-    # a whole tile of fp32 would leave no shared memory for the loads
-    large = MatmulConfig(128, 256, 64, 8, 3, group_m=4, halves=out_dtype == torch.float32)
-    medium = MatmulConfig(128, 128, 64, 4, 4)
-    # A large tile does more with what it loads, a smaller one leaves fewer multiprocessors idle in the last round.
-    return large if _rounds(m, n, large) * 2 * 0.9 <= _rounds(m, n, medium) else medium
+# Of the shared memory of a Hopper multiprocessor, what the operands' stages and the output tile may take.
+_TMA_SHARED_MEMORY = 226 * 1024
 
 
-def _rounds(m: int, n: int, config: MatmulConfig) -> int:
-    """How many tiles the busiest of the 132 multiprocessors of an H100 or H200 computes."""
-    return _cdiv(_cdiv(m, config.block_m) * _cdiv(n, config.block_n), 132)
+def fits_tma(config: MatmulConfig, out_itemsize: int) -> bool:
+    """Whether the TMA kernel has the shared memory for `config` with 16-bit operands."""
+    stages = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
+    c_cols = (config.block_n - config.narrow) // (2 if config.halves else 1)
+    return stages + config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
+
+
+def choose_tma_config(
+    m: int, n: int, k: int, a_transposed: bool, b_transposed: bool, out_itemsize: int, multiprocessors: int
+) -> MatmulConfig:
+    """The TMA kernel's tile shape for a shape: the table's where it was measured, else the one with the least estimate.
+
+    A chip computes as many tiles at a time as it has multiprocessors, so an estimate is the number of such rounds times
+    what the table says a round takes. Never about bits.
+    """
+    layout = LAYOUTS[a_transposed, b_transposed]
+    measured = MEASURED.get((layout, m, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
+    if measured is not None and fits_tma(config := MatmulConfig(*measured), out_itemsize):
+        return config
+
+    def estimate(entry: tuple[tuple, float, float]) -> float:
+        config, fixed_us, us_per_k = MatmulConfig(*entry[0]), *entry[1:]
+        tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
+        return _cdiv(tiles, multiprocessors) * (fixed_us + k * us_per_k)
+
+    entries = ROUNDS["few rows"] if m <= FEW_ROWS else ROUNDS[layout]
+    usable = [entry for entry in entries if fits_tma(MatmulConfig(*entry[0]), out_itemsize)]
+    return MatmulConfig(*min(usable, key=estimate)[0])
 
 
 @functools.cache

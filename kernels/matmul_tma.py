@@ -4,79 +4,147 @@ A persistent grid, one program for each multiprocessor, walks the output tiles; 
 accumulator, exactly as in matmul.py, so the bits are the same and this is a choice of speed alone. An operand stands in
 memory either as its name says ([M, K], [K, N]) or transposed; TMA loads the tile as it stands and the tensor core reads
 it the other way round, so all three of a linear layer's products (X Wᵀ, dY W, dYᵀ X) run without a copy.
+
+Operands gathered from P ranks are read where they lie. Rank r's shard holds K/P of K in S pieces (S is the
+partition_stride), and TP=1's order of K is piece by piece, within a piece rank by rank. So the kernel walks K as
+(piece, rank, local) in steps that never cross a piece, and the shards stand one below the other in one descriptor:
+A [P * M, K/P], B [P * N, K/P] or [P * K/P, N]. A tile at the lower edge of a shard also loads rows of the next shard;
+they end in rows of C past M, which are not stored.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .matmul_configs import MatmulConfig
+from .launch import Launch
+from .matmul_configs import MatmulConfig, choose_tma_config
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
+_MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 
 
-@triton.jit(do_not_specialize=["steps"])
+# Nothing is specialised on a value, so that one compiled kernel serves all shapes; for `steps` that is needed for the
+# bits too, as in matmul.py.
+@triton.jit(do_not_specialize=["bias_ptr", "M", "N", "steps", "stride_bias", "ranks", "piece_k"])
 def _persistent_matmul_kernel(
-    a_desc, b_desc, c_desc, bias_ptr,
-    M, N, steps, stride_bias,
+    a_desc, b_desc, b_narrow_desc, c_desc, bias_ptr,
+    M, N, steps, stride_bias, ranks, piece_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HALVES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
+    # A tile of 3 * 2**n columns is two products side by side, of two thirds and of one third of them.
+    NARROW: tl.constexpr = 0 if (BLOCK_N & (BLOCK_N - 1)) == 0 else BLOCK_N // 3
+    WIDE: tl.constexpr = BLOCK_N - NARROW
+    PART: tl.constexpr = WIDE // 2 if HALVES else WIDE
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_in_group = GROUP_M * tiles_n
-    # flattened with the K loop, so that the loads of the next tile start while this one is being stored
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    # Flattened with the K loop, so that the loads of the next tile start while this one is being stored. With two
+    # products side by side that takes longer (128 x 192 at 2048 x 1536 x 4096: 59 us against 41).
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=NARROW == 0):
         group = tile // tiles_in_group
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         in_group = tile % tiles_in_group
         row = (group * GROUP_M + in_group % group_rows) * BLOCK_M
         col = (in_group // group_rows) * BLOCK_N
 
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
+        if NARROW:
+            acc_narrow = tl.zeros((BLOCK_M, NARROW), dtype=tl.float32)
+        rank = tl.full((), 0, tl.int32)
+        start = tl.full((), 0, tl.int32)  # of the piece, within the shard
+        local = tl.full((), 0, tl.int32)  # within the piece
         for step in range(0, steps):
-            k = step * BLOCK_K
+            if RANK_MAJOR:
+                k_a = start + local
+                row_a = rank * M + row
+                k_b = k_a if B_TRANSPOSED else rank * (steps * BLOCK_K // ranks) + k_a
+                col_b = rank * N + col if B_TRANSPOSED else col
+            else:
+                k_a = step * BLOCK_K
+                row_a = row
+                k_b = k_a
+                col_b = col
             # what lies past the edges of M, N and K arrives as zeros
             if A_TRANSPOSED:
-                a = a_desc.load([k, row]).T
+                a = a_desc.load([k_a, row_a]).T
             else:
-                a = a_desc.load([row, k])
+                a = a_desc.load([row_a, k_a])
             if B_TRANSPOSED:
-                b = b_desc.load([col, k]).T
+                b = b_desc.load([col_b, k_b]).T
             else:
-                b = b_desc.load([k, col])
+                b = b_desc.load([k_b, col_b])
             acc = tl.dot(a, b, acc)
+            if NARROW:
+                if B_TRANSPOSED:
+                    b_narrow = b_narrow_desc.load([col_b + WIDE, k_b]).T
+                else:
+                    b_narrow = b_narrow_desc.load([k_b, col_b + WIDE])
+                acc_narrow = tl.dot(a, b_narrow, acc_narrow)
+            if RANK_MAJOR:
+                local += BLOCK_K
+                rank += (local == piece_k).to(tl.int32)
+                local = tl.where(local == piece_k, 0, local)
+                start += tl.where(rank == ranks, piece_k, 0)
+                rank = tl.where(rank == ranks, 0, rank)
 
         acc += 0.0  # no negative zero, as in matmul.py
         if HAS_BIAS:
-            cols = col + tl.arange(0, BLOCK_N)
+            cols = col + tl.arange(0, WIDE)
             acc += tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         if HALVES:
             # half a tile at a time takes half the shared memory, which buys the loads another stage
-            split = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            left, right = tl.split(split)
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART)), (0, 2, 1)))
             c_desc.store([row, col], left.to(c_desc.dtype))
-            c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
+            c_desc.store([row, col + PART], right.to(c_desc.dtype))
         else:
             c_desc.store([row, col], acc.to(c_desc.dtype))
+        if NARROW:
+            acc_narrow += 0.0
+            if HAS_BIAS:
+                cols_narrow = col + WIDE + tl.arange(0, NARROW)
+                bias = tl.load(bias_ptr + cols_narrow * stride_bias, mask=cols_narrow < N, other=0.0)
+                acc_narrow += bias.to(tl.float32)[None, :]
+            c_desc.store([row, col + WIDE], acc_narrow.to(c_desc.dtype))
 
 
-def _tma_layout(x: Tensor) -> bool | None:
-    """Whether TMA can address the matrix x: False as it stands, True as its transpose, None not at all."""
+class TmaOperands(NamedTuple):
+    """Two matrices that TMA can address, as the kernel wants them.
+
+    a, b          as they stand in memory: [M, K] or [K, M]; [K, N] or [N, K]; rank-major: shards one below the other
+    a_transposed  a stands as [K, M]; b_transposed: b stands as [N, K]
+    ranks         P of rank-major operands; 1 otherwise
+    piece_k       K / (P * S), how much of K stands together; K where ranks is 1
+    """
+
+    a: Tensor
+    b: Tensor
+    a_transposed: bool
+    b_transposed: bool
+    m: int
+    n: int
+    k: int
+    ranks: int = 1
+    piece_k: int = 0
+
+
+def _as_it_stands(x: Tensor) -> tuple[Tensor, bool] | None:
+    """x or its transpose, whichever has contiguous rows that TMA can address, and whether it is the transpose."""
     if x.data_ptr() % _ALIGNMENT:
         return None
-    unit = x.element_size()
-    for transposed, (outer, inner) in ((False, (0, 1)), (True, (1, 0))):
-        stride = x.stride(outer)
-        if x.stride(inner) == 1 and stride >= x.shape[inner] and stride * unit % _ALIGNMENT == 0:
-            return transposed
+    (rows, cols), (outer, inner) = x.shape, x.stride()
+    unit = _ALIGNMENT // x.element_size()
+    if inner == 1 and outer >= cols and outer % unit == 0:
+        return x, False
+    if outer == 1 and inner >= rows and inner % unit == 0:
+        return x.t(), True
     return None
 
 
@@ -90,44 +158,111 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def tma_layouts(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> tuple[bool, bool] | None:
-    """(a stands transposed, b stands transposed) where this kernel can take a @ b, else None."""
-    if a.dtype not in (torch.bfloat16, torch.float16) or not a.is_cuda or not _is_hopper(a.device.index):
+def _takes(a: Tensor, n: int, out_dtype: torch.dtype) -> bool:
+    """Whether the device, the dtypes and the row stride of C are right."""
+    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(a.device.index):
+        return False
+    return n * out_dtype.itemsize % _ALIGNMENT == 0
+
+
+def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> TmaOperands | None:
+    """What the kernel needs to compute a [M, K] @ b [K, N], or None where it cannot take them."""
+    (m, k), n = a.shape, b.shape[1]
+    if not _takes(a, n, out_dtype) or max(m, n, k) > _MAX_SIDE:
         return None
-    if b.shape[1] * out_dtype.itemsize % _ALIGNMENT:  # c's row stride
+    a_stands, b_stands = _as_it_stands(a), _as_it_stands(b)
+    if a_stands is None or b_stands is None:
         return None
-    layouts = _tma_layout(a), _tma_layout(b)
-    return None if layouts[0] is None or layouts[1] is None else (layouts[0], layouts[1])
+    return TmaOperands(a_stands[0], b_stands[0], a_stands[1], b_stands[1], m, n, k)
+
+
+def rank_major_operands(
+    a: Tensor, b: Tensor, *, b_k_dim: int, stride: int, out_dtype: torch.dtype
+) -> TmaOperands | None:
+    """The same for rank-major a [P, M, K/P] and b [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0).
+
+    None where the kernel cannot read them in place: then lay them out first (gemm.RankMajor.matrix).
+    """
+    ranks, m, k_local = a.shape
+    n = b.shape[2 - b_k_dim]
+    if not _takes(a, n, out_dtype) or not a.is_contiguous() or not b.is_contiguous():
+        return None
+    piece_k, left_over = divmod(k_local, stride)
+    if left_over or piece_k % 16 or ranks * max(m, n, k_local) > _MAX_SIDE:
+        return None
+    a_stands, b_stands = _as_it_stands(a.view(-1, k_local)), _as_it_stands(b.view(-1, b.shape[2]))
+    if a_stands is None or b_stands is None:
+        return None
+    return TmaOperands(a_stands[0], b_stands[0], False, b_k_dim == 1, m, n, ranks * k_local, ranks, piece_k)
+
+
+class _Plan(NamedTuple):
+    """All of a call that does not depend on its data: for the host, most of the work."""
+
+    launch: Launch
+    a_block: tuple[int, int]
+    b_block: tuple[int, int]
+    narrow_block: tuple[int, int] | None
+    c_block: tuple[int, int]
+    steps: int
+    constants: tuple
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
+    dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, index: int, config: MatmulConfig | None,
+) -> _Plan:  # fmt: skip
+    multiprocessors = _multiprocessors(index)
+    if config is None:
+        config = choose_tma_config(m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors)
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    while ranks > 1 and piece_k % block_k:
+        block_k //= 2  # a step stays within a piece
+    programs = min(multiprocessors, triton.cdiv(m, block_m) * triton.cdiv(n, block_n))
+    wide = block_n - config.narrow
+
+    def b_block(cols: int) -> tuple[int, int]:
+        return (cols, block_k) if b_transposed else (block_k, cols)
+
+    return _Plan(
+        launch=Launch(
+            _persistent_matmul_kernel, programs, num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        a_block=(block_k, block_m) if a_transposed else (block_m, block_k),
+        b_block=b_block(wide),
+        narrow_block=b_block(config.narrow) if config.narrow else None,
+        c_block=(block_m, wide // 2 if config.halves else wide),
+        steps=triton.cdiv(k, block_k),
+        constants=(
+            block_m, block_n, block_k, config.group_m, a_transposed, b_transposed, ranks > 1,
+            bias_dtype is not None, config.halves,
+        ),
+    )  # fmt: skip
 
 
 def tma_matmul(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    layouts: tuple[bool, bool],
-    config: MatmulConfig,
+    x: TmaOperands, bias: Tensor | None, out_dtype: torch.dtype, config: MatmulConfig | None = None
 ) -> Tensor:
-    """c = a @ b (+ bias) for operands that `tma_layouts` accepts; arguments checked by matmul.matmul."""
-    (m, k), n = a.shape, b.shape[1]
+    """c [M, N] = a @ b (+ bias), on the current device; arguments checked by matmul.matmul.
+
+    config: for tests and tuning; None takes the table's.
+    """
+    a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
     c = torch.empty((m, n), device=a.device, dtype=out_dtype)
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    a_transposed, b_transposed = layouts
-
-    def descriptor(x: Tensor, transposed: bool, block: list[int]) -> TensorDescriptor:
-        if transposed:
-            x, block = x.t(), block[::-1]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-
-    programs = min(_multiprocessors(a.device.index), triton.cdiv(m, block_m) * triton.cdiv(n, block_n))
-    _persistent_matmul_kernel[(programs,)](
-        descriptor(a, a_transposed, [block_m, block_k]),
-        descriptor(b, b_transposed, [block_k, block_n]),
-        descriptor(c, False, [block_m, block_n // 2 if config.halves else block_n]),
+    index = c.get_device()
+    launch, a_block, b_block, narrow_block, c_block, steps, constants = _plan(
+        m, n, k, ranks, piece_k, a_transposed, b_transposed,
+        a.dtype, out_dtype, None if bias is None else bias.dtype, index, config,
+    )  # fmt: skip
+    launch(
+        index,
+        launch.descriptor(a, a_block),
+        launch.descriptor(b, b_block),
+        None if narrow_block is None else launch.descriptor(b, narrow_block),
+        launch.descriptor(c, c_block),
         c if bias is None else bias,
-        m, n, triton.cdiv(k, block_k), 0 if bias is None else bias.stride(0),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, HAS_BIAS=bias is not None, HALVES=config.halves,
-        PROGRAMS=programs, num_warps=config.num_warps, num_stages=config.num_stages,
+        m, n, steps, 0 if bias is None else bias.stride(0), ranks, piece_k,
+        *constants,
     )  # fmt: skip
     return c

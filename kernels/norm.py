@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .matmul import DTYPES, interpreting, launch_on
+from .launch import interpreting, launch_on
+from .matmul import DTYPES
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
 LOOP_CHUNK = 8192

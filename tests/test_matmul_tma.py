@@ -1,4 +1,7 @@
-"""The TMA kernel gives the bytes of the generic one, for every configuration and layout, and takes only what it can."""
+"""The TMA kernel gives the bytes of the generic one, for every configuration and layout, and takes only what it can.
+
+On a machine without a GPU its logic runs in Triton's interpreter; bytes are compared on a Hopper GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ import itertools
 
 import pytest
 import torch
+from einops import rearrange
 
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def on_hopper(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+
+
 DTYPES = (torch.bfloat16, torch.float16)
 CONFIGS = [  # block_m, block_n, block_k, num_warps, num_stages, group_m, halves
     (128, 256, 64, 8, 3, 4, False),
@@ -25,6 +30,9 @@ CONFIGS = [  # block_m, block_n, block_k, num_warps, num_stages, group_m, halves
     (16, 32, 256, 4, 5, 8, False),
     (16, 64, 128, 4, 6, 8, False),
     (64, 128, 16, 4, 4, 1, True),
+    (128, 192, 64, 8, 4, 4, True),
+    (64, 48, 128, 4, 6, 8, True),
+    (128, 96, 64, 4, 4, 8, True),
 ]
 SHAPES = [(8, 8, 8), (1, 64, 136), (136, 264, 1032), (304, 520, 72), (512, 768, 4096), (1000, 512, 12288)]
 
@@ -42,56 +50,159 @@ def operands(shape, layout, dtype):
     return matrix(m, k, layout[0]), matrix(k, n, layout[1])
 
 
-def fits(config, out_dtype):
-    """Whether a Hopper chip's 227 KiB of shared memory hold the operands' stages and the output tile."""
-    stages = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
-    tile = config.block_m * config.block_n * out_dtype.itemsize // (2 if config.halves else 1)
-    return stages + tile < 226 * 1024
+def every_config():
+    """Those above and all of the table."""
+    from tp_invariant.kernels.matmul_configs import MatmulConfig
+    from tp_invariant.kernels.matmul_table import MEASURED, ROUNDS
+
+    fields = {*CONFIGS, *MEASURED.values(), *(entry[0] for entries in ROUNDS.values() for entry in entries)}
+    return [MatmulConfig(*each) for each in sorted(fields)]
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", list(itertools.product((False, True), repeat=2)), ids=str)
 def test_bytes_of_every_configuration(layout, dtype):
     from tp_invariant.kernels.matmul import matmul
-    from tp_invariant.kernels.matmul_configs import MatmulConfig
-    from tp_invariant.kernels.matmul_tma import tma_layouts, tma_matmul
+    from tp_invariant.kernels.matmul_configs import MatmulConfig, fits_tma
+    from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
 
     taken = 0
     for shape, out_dtype in itertools.product(SHAPES, (dtype, torch.float32)):
         a, b = operands(shape, layout, dtype)
         bias = wide_randn(shape[1], generator=torch.Generator().manual_seed(0), spread=2).cuda()
-        layouts = tma_layouts(a, b, out_dtype)
-        if layouts is None:  # a stride of one row that is no multiple of 16 bytes
+        accepted = tma_operands(a, b, out_dtype)
+        if accepted is None:  # a stride of one row that is no multiple of 16 bytes
             continue
         taken += 1
         for with_bias in (None, bias):
             generic = matmul(a, b, bias=with_bias, out_dtype=out_dtype, config=MatmulConfig(64, 64, 64, 4, 3))
             assert_bitwise_equal(matmul(a, b, bias=with_bias, out_dtype=out_dtype), generic, f"{shape}")
-            for fields in CONFIGS:
-                config = MatmulConfig(*fields)
-                if not fits(config, out_dtype):
-                    continue
-                got = tma_matmul(a, b, with_bias, out_dtype, layouts, config)
-                assert_bitwise_equal(got, generic, f"{shape} {config}")
+            for config in every_config():
+                if fits_tma(config, out_dtype.itemsize):
+                    got = tma_matmul(accepted, with_bias, out_dtype, config)
+                    assert_bitwise_equal(got, generic, f"{shape} {config}")
     assert taken >= 8
 
 
+@on_hopper
+def test_a_slice_of_rows_or_columns_has_the_same_bytes():
+    from tp_invariant.kernels.matmul_configs import fits_tma
+    from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
+
+    a, b = operands((1000, 1536, 4096), (False, True), torch.bfloat16)
+    whole = torch.nan  # set by the first configuration: all of them must give it
+    for config in every_config():
+        if not fits_tma(config, 2):
+            continue
+        got = tma_matmul(tma_operands(a, b, a.dtype), None, a.dtype, config)
+        whole = got if not isinstance(whole, torch.Tensor) else whole
+        assert_bitwise_equal(got, whole, f"{config}")
+        for rows, cols in (
+            (slice(7, 8), slice(None)),
+            (slice(100, 621), slice(8, 1000)),
+            (slice(None), slice(1480, 1536)),
+        ):
+            part = tma_matmul(tma_operands(a[rows], b[:, cols], a.dtype), None, a.dtype, config)
+            assert_bitwise_equal(part, whole[rows, cols].contiguous(), f"{config} {rows} {cols}")
+
+
+def shards(x, ranks, stride):
+    """[rows, K] -> [P, rows, K/P], as gathered from ranks whose K stands in `stride` pieces."""
+    return rearrange(x, "row (stride rank k) -> rank row (stride k)", rank=ranks, stride=stride).contiguous()
+
+
+RANK_MAJOR = [  # ranks, stride, M, N, K
+    (2, 1, 64, 64, 64),
+    (4, 1, 136, 264, 4096),
+    (4, 2, 300, 520, 4096),
+    (8, 1, 1, 64, 1024),
+    (3, 1, 200, 136, 48 * 7),
+    (4, 3, 64, 72, 16 * 12),
+    (4, 2, 128, 6144, 12288),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("case", RANK_MAJOR, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rank_major_buffers_in_place_give_the_bytes_of_the_laid_out_form(case, dtype):
+    from tp_invariant.kernels.matmul import matmul, matmul_rank_major
+
+    ranks, stride, m, n, k = case
+    a, b = operands((m, n, k), (False, True), dtype)
+    bias = wide_randn(n, generator=torch.Generator().manual_seed(0), spread=2).cuda()
+    a_shards, b_shards = shards(a, ranks, stride), shards(b.t(), ranks, stride)
+    for out_dtype in (dtype, torch.float32):
+        laid_out = matmul(a, b, bias=bias, out_dtype=out_dtype)
+        for b_k_dim, buffer in ((1, b_shards), (0, b_shards.transpose(1, 2).contiguous())):
+            got = matmul_rank_major(a_shards, buffer, b_k_dim=b_k_dim, stride=stride, bias=bias, out_dtype=out_dtype)
+            assert got is not None
+            assert_bitwise_equal(got, laid_out, f"b_k_dim={b_k_dim} {out_dtype}")
+    if ranks * stride > 1 and k >= 1024:  # the negative control: another order of K gives other bytes
+        wrong = rearrange(a_shards, "rank row k -> row (rank k)")[:, torch.randperm(k)]
+        assert not torch.equal(matmul(wrong, b, out_dtype=torch.float32), laid_out)
+
+
+@on_hopper
+def test_rank_major_buffers_that_are_not_read_in_place():
+    from tp_invariant.kernels.matmul import matmul_rank_major
+
+    a, b = (torch.randn(4, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert matmul_rank_major(a, b, b_k_dim=1) is not None
+    assert matmul_rank_major(a, b, b_k_dim=1, stride=8) is None  # pieces of 8
+    assert matmul_rank_major(a[:, :, :40].contiguous(), b[:, :, :40].contiguous(), b_k_dim=1) is None
+    assert matmul_rank_major(a.float(), b.float(), b_k_dim=1) is None
+    assert matmul_rank_major(a[:, ::2], b, b_k_dim=1) is None
+    assert matmul_rank_major(a, b[:, :60].contiguous(), b_k_dim=1) is None  # rows of c of 120 bytes
+
+
+@pytest.mark.skipif(HOPPER, reason="the interpreter runs on machines without a GPU")
+@pytest.mark.parametrize(
+    "case", [(1, 1, 40, 96, 80), (2, 1, 33, 48, 64), (4, 2, 20, 104, 16 * 16), (3, 1, 16, 16, 144)], ids=str
+)
+@pytest.mark.parametrize("b_k_dim", (0, 1))
+def test_the_walk_in_the_interpreter(case, b_k_dim, monkeypatch):
+    """Each element of K meets its own: with integers any other walk gives another sum. fp32 stands for 16 bits here."""
+    from tp_invariant.kernels import matmul_tma
+    from tp_invariant.kernels.matmul_configs import MatmulConfig
+
+    monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
+    monkeypatch.setattr(matmul_tma, "_takes", lambda a, n, out_dtype: True)
+    ranks, stride, m, n, k = case
+    a, b, bias = (torch.randint(-8, 9, shape).float() for shape in ((m, k), (n, k), (n,)))
+    a_shards, b_shards = shards(a, ranks, stride), shards(b, ranks, stride)
+    if b_k_dim == 0:
+        b_shards = b_shards.transpose(1, 2).contiguous()
+    x = matmul_tma.rank_major_operands(a_shards, b_shards, b_k_dim=b_k_dim, stride=stride, out_dtype=torch.float32)
+    assert x is not None and x.ranks == ranks
+    for config in (MatmulConfig(16, 32, 16, 4, 2), MatmulConfig(32, 48, 64, 4, 2, halves=True)):
+        got = matmul_tma.tma_matmul(x, bias, torch.float32, config)
+        torch.testing.assert_close(got, a @ b.t() + bias, rtol=0, atol=0)
+
+
+@on_hopper
 def test_what_it_takes():
-    from tp_invariant.kernels.matmul_tma import tma_layouts
+    from tp_invariant.kernels.matmul_tma import tma_operands
+
+    def layouts(a, b, out_dtype):
+        x = tma_operands(a, b, out_dtype)
+        return None if x is None else (x.a_transposed, x.b_transposed)
 
     a, b = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    assert tma_layouts(a, b, torch.bfloat16) == (False, False)
-    assert tma_layouts(a.t(), b.t(), torch.bfloat16) == (True, True)
-    assert tma_layouts(a[:, 1:], b[1:], torch.bfloat16) is None  # base not aligned
-    assert tma_layouts(a[:, :60], b[:60], torch.bfloat16) == (False, False)
-    assert tma_layouts(a, b[:, :60], torch.bfloat16) is None  # c's rows would not be aligned
-    assert tma_layouts(a[:, ::2], b[::2], torch.bfloat16) is None  # no dim of a has stride 1
-    assert tma_layouts(a[:1].expand(64, 64), b, torch.bfloat16) is None  # stride 0
-    assert tma_layouts(a.float(), b.float(), torch.float32) is None
+    assert layouts(a, b, torch.bfloat16) == (False, False)
+    assert layouts(a.t(), b.t(), torch.bfloat16) == (True, True)
+    assert layouts(a[:, 1:], b[1:], torch.bfloat16) is None  # base not aligned
+    assert layouts(a[:, :60], b[:60], torch.bfloat16) == (False, False)
+    assert layouts(a, b[:, :60], torch.bfloat16) is None  # c's rows would not be aligned
+    assert layouts(a[:, ::2], b[::2], torch.bfloat16) is None  # no dim of a has stride 1
+    assert layouts(a[:1].expand(64, 64), b, torch.bfloat16) is None  # stride 0
+    assert layouts(a.float(), b.float(), torch.float32) is None
     odd = torch.randn(64, 63, device="cuda", dtype=torch.bfloat16)
-    assert tma_layouts(odd, odd.t(), torch.bfloat16) is None
+    assert layouts(odd, odd.t(), torch.bfloat16) is None
 
 
+@on_hopper
 def test_error_is_no_worse_than_torch():
     from tp_invariant.kernels.matmul import matmul
 
@@ -100,3 +211,22 @@ def test_error_is_no_worse_than_torch():
         exact = a.double() @ b.double()
         ours, theirs = ((c.double() - exact).norm() / exact.norm() for c in (matmul(a, b), a @ b))
         assert ours <= 1.1 * theirs
+
+
+@on_hopper
+def test_a_captured_graph_gives_the_same_bytes():
+    from tp_invariant.kernels.matmul import matmul
+
+    a, b = operands((64, 768, 4096), (False, True), torch.bfloat16)
+    expected = matmul(a, b)
+    static_a = torch.zeros_like(a)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        matmul(static_a, b)  # compiled and tuned before the capture, as torch asks for everything
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        c = matmul(static_a, b)
+    static_a.copy_(a)
+    graph.replay()
+    assert_bitwise_equal(c, expected)

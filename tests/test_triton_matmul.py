@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp_invariant.kernels import matmul as matmul_module
+from tp_invariant.kernels import launch
 from tp_invariant.kernels.matmul import interpreting, matmul
 from tp_invariant.kernels.matmul_configs import MatmulConfig, choose_config, fit
 from tp_invariant.testing import assert_bitwise_equal
@@ -246,7 +246,7 @@ def test_errors(error, message, args, kwargs):
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
-    monkeypatch.setattr(matmul_module, "_INTERPRETED", False)
+    monkeypatch.setattr(launch, "_INTERPRETED", False)
     with pytest.raises(ValueError, match=r"needs CUDA tensors, got device cpu; allowed: .*kernels\.reference"):
         matmul(A, B)
 

@@ -147,8 +147,19 @@ def gemm_rank_major(
 ) -> Tensor:
     """c = a @ b for operands gathered rank-major: a over [rows, K], b over [N, K] (k_dim 1) or [K, N] (k_dim 0).
 
-    The one place that decides whether a kernel reads the buffers in place; today both are laid out first.
+    The bundled Triton kernel reads the buffers in place where it can; otherwise both are laid out first.
     """
+    out_dtype = out_dtype or a.buffer.dtype
+    if (
+        a.buffer.is_cuda
+        and a.stride == b.stride
+        and resolve_gemm_fn(gemm_fn, a.buffer.device) is bundled_gemm_fn(a.buffer.device)
+    ):
+        from .kernels.matmul import matmul_rank_major
+
+        c = matmul_rank_major(a.buffer, b.buffer, b_k_dim=b.k_dim, stride=a.stride, bias=bias, out_dtype=out_dtype)
+        if c is not None:
+            return c
     b_matrix = b.matrix()
     return gemm(gemm_fn, a.matrix(), b_matrix if b.k_dim == 0 else b_matrix.t(), bias=bias, out_dtype=out_dtype)
 
