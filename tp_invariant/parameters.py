@@ -63,22 +63,34 @@ class KeepsAttributes(nn.Module):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a parameter is sharded: `dim` None means whole on every rank."""
+    """Where a parameter is sharded: `dim` None means whole on every rank.
+
+    `padding`: how many slices of zeros follow the full tensor along `dim`, so that the degree divides it.
+    """
 
     group: Group
     dim: int | None
     stride: int
+    padding: int = 0
 
     def full(self, local: Tensor) -> Tensor:
         """The full tensor, on every rank, from this rank's part. A collective."""
         if self.dim is None or self.group.size == 1:
-            return local.detach().clone()
-        return unshard(gather_major(local.detach(), self.group), dim=self.dim, stride=self.stride)
+            full = local.detach().clone()
+        else:
+            full = unshard(gather_major(local.detach(), self.group), dim=self.dim, stride=self.stride)
+        if self.dim is None or not self.padding:
+            return full
+        return full.narrow(self.dim, 0, full.shape[self.dim] - self.padding).clone()
 
     def local(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor."""
         if self.dim is None:
             return full.detach().clone()
+        if self.padding:
+            zeros = list(full.shape)
+            zeros[self.dim] = self.padding
+            full = torch.cat([full, full.new_zeros(zeros)], dim=self.dim)
         return shard(full.detach(), dim=self.dim, rank=self.group.rank, world=self.group.size, stride=self.stride)
 
 

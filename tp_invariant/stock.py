@@ -105,6 +105,23 @@ class _ReduceScatterFromRegion(torch.autograd.Function):
         return gather_dim(grad, ctx.dim, ctx.group), None, None
 
 
+def sum_over_ranks(x: Tensor, group: Group, scatter_dim: int | None = None) -> Tensor:
+    """The sum, whole on every rank or scattered along a dim; its gradient is complete on every rank already."""
+    if group.size == 1:
+        return x
+    if scatter_dim is None:
+        return _ReduceFromRegion.apply(x, group)
+    return _ReduceScatterFromRegion.apply(x, scatter_dim, group)
+
+
+def max_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """The largest of each element; no gradient."""
+    largest = x.detach().clone(memory_format=torch.contiguous_format)
+    if group.size > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group)
+    return largest
+
+
 def complete_grad(parameter: Tensor | None, group: Group, tokens_sharded: bool) -> Tensor | None:
     """A replicated parameter whose gradient is a sum over all ranks' tokens."""
     if parameter is None or group.size == 1 or not tokens_sharded:

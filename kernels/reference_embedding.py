@@ -1,0 +1,37 @@
+"""The gradient of an embedding's table for a CPU: plain torch, the contract of embedding.py, and its bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEAF_OCCURRENCES = 32
+
+
+def _sum_in_order(rows: Tensor, which: Tensor, place: Tensor, count: int) -> Tensor:
+    """sums[s] of rows with which == s, one after another by their `place` 0, 1, 2, ..; from +0.0. fp32 [count, D]."""
+    sums = torch.zeros(count, rows.shape[1])
+    by_place = torch.argsort(place, stable=True)
+    for at in by_place.split(torch.bincount(place).tolist()):
+        sums[which[at]] += rows[at].float()  # no sum appears twice at one place
+    return sums
+
+
+def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """See embedding.embedding_grad."""
+    grad = torch.zeros(rows, dy.shape[1], dtype=dtype)
+    tokens = torch.nonzero(ids < rows).squeeze(1)
+    if not len(tokens):
+        return grad
+    seen, which, counts = torch.unique(ids[tokens], return_inverse=True, return_counts=True)
+    order = torch.argsort(which, stable=True)
+    starts = counts.cumsum(0) - counts
+    which = which[order]
+    place = torch.arange(len(order)) - starts[which]
+    leaves_each = (counts + LEAF_OCCURRENCES - 1) // LEAF_OCCURRENCES
+    first_leaf = leaves_each.cumsum(0) - leaves_each
+    leaf = first_leaf[which] + place // LEAF_OCCURRENCES
+    leaves = _sum_in_order(dy[tokens[order]], leaf, place % LEAF_OCCURRENCES, int(leaves_each.sum()))
+    owner = torch.repeat_interleave(leaves_each)
+    grad[seen] = _sum_in_order(leaves, owner, torch.arange(len(owner)) - first_leaf[owner], len(seen)).to(dtype)
+    return grad
