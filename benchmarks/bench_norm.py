@@ -1,0 +1,123 @@
+"""The bundled norm kernels against torch's and against a copy, in one run on one GPU.
+
+    python benchmarks/bench_norm.py --out benchmarks/results/norm_h200
+
+bf16, random data. A kernel's rate is the bytes that it must read and write over its time; `share` is that over the rate
+of a device-to-device copy in the same run. dw stands for the weight gradients with their fold. Writes OUT.csv and
+OUT.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
+from tp_invariant.norm import LEAF_ROWS
+
+ROWS = 8192
+HIDDEN = (1024, 4096, 8192, 16384)
+EPS = 1e-6
+
+
+def microseconds(fn: Callable[[], object], milliseconds: int) -> list[float]:
+    """20th, 50th and 80th percentile."""
+    times = triton.testing.do_bench(fn, warmup=5, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
+    return [1e3 * t for t in times]
+
+
+def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]:
+    """name -> (call, bytes that it must move)."""
+    place = dict(device="cuda", dtype=torch.bfloat16)
+    x, dy = (torch.randn(ROWS, hidden, **place) for _ in range(2))
+    w = torch.randn(hidden, **place).requires_grad_()
+    b = None if rms else torch.randn(hidden, **place).requires_grad_()
+    size = x.numel() * x.element_size()
+    _, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
+    options = dict(rms=rms, zero_centered=False)
+
+    def weight_grads() -> None:
+        for leaves in norm_weight_leaves(dy, x, mean, rstd, leaf_rows=LEAF_ROWS, rms=rms, with_bias=not rms):
+            if leaves is not None:
+                fold_leaves(leaves)
+
+    def torch_forward(x: torch.Tensor = x) -> torch.Tensor:
+        return F.rms_norm(x, (hidden,), w, EPS) if rms else F.layer_norm(x, (hidden,), w, b, EPS)
+
+    x_grad = x.clone().requires_grad_()
+    y = torch_forward(x_grad)
+    wanted = [t for t in (x_grad, w, b) if t is not None]
+
+    def ours_backward() -> None:
+        norm_backward_input(dy, x, w, mean, rstd, **options)
+        weight_grads()
+
+    return {
+        "forward": (lambda: norm_forward(x, w, b, eps=EPS, **options), 2 * size),
+        "forward, torch": (torch_forward, 2 * size),
+        "dx": (lambda: norm_backward_input(dy, x, w, mean, rstd, **options), 3 * size),
+        "dw": (weight_grads, 2 * size),
+        "backward": (ours_backward, 3 * size),
+        "backward, torch": (lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True), 3 * size),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="path without an ending; .csv and .md are written")
+    parser.add_argument("--milliseconds", type=int, default=20, help="for each timing (default 20)")
+    parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    options = parser.parse_args()
+    rows = []
+    for hidden in HIDDEN:
+        source = torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16)
+        target = torch.empty_like(source)
+        moved = 2 * source.numel() * source.element_size()
+        copy = statistics.median(
+            microseconds(lambda s=source, t=target: t.copy_(s), options.milliseconds)[1] for _ in range(options.rounds)
+        )
+        for name, rms in (("RMSNorm", True), ("LayerNorm", False)):
+            runs = cases(hidden, rms)
+            timed: dict[str, list[list[float]]] = {key: [] for key in runs}
+            for _ in range(options.rounds):
+                for key, (fn, _) in runs.items():
+                    timed[key].append(microseconds(fn, options.milliseconds))
+            for key, (_, size) in runs.items():
+                p20, us, p80 = (statistics.median(column) for column in zip(*timed[key], strict=True))
+                rate = size / us / 1e6
+                rows.append(
+                    {
+                        "norm": name, "rows": ROWS, "hidden": hidden, "pass": key, "p20": round(p20, 1),
+                        "us": round(us, 1), "p80": round(p80, 1), "TB/s": round(rate, 2),
+                        "share": round(rate / (moved / copy / 1e6), 3),
+                    }
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"{datetime.date.today()}; bf16, random data, median of medians; `python {' '.join(sys.argv)}`",
+        "",
+        "| " + " | ".join(rows[0]) + " |",
+        "|" + " --- |" * len(rows[0]),
+        *("| " + " | ".join(map(str, row.values())) + " |" for row in rows),
+    ]
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

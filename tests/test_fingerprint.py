@@ -1,0 +1,209 @@
+"""The fingerprint: the same lines every time and for any number of threads, other lines for any other bit."""
+
+import re
+import zlib
+
+import pytest
+import torch
+
+from tp_invariant import fingerprint as room
+from tp_invariant.cli import main
+from tp_invariant.fingerprint import fingerprint, hashed, hashed_floats, tensor_core_fingerprint
+from tp_invariant.gemm import bundled_gemm_fn
+from tp_invariant.kernels import reference, tensor_core
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SMALL_GEMMS, SMALL_ROWS = ((7, 9, 100), (3, 5, 257)), ((5, 70),)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Fewer and smaller shapes, where their size does not matter."""
+    monkeypatch.setattr(room, "GEMM_SHAPES", SMALL_GEMMS)
+    monkeypatch.setattr(room, "ROW_SHAPES", SMALL_ROWS)
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def hash_of(name_hash, index):
+    """`hashed` of one place, in Python's integers."""
+    x = (index * 0x1E3779B9 + name_hash) & 0xFFFFFFFF
+    x = ((x ^ x >> 16) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ x >> 15) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ x >> 15
+
+
+def test_hashes_are_those_of_exact_integers():
+    want = [hash_of(zlib.crc32(b"x"), i) for i in range(5000)]
+    assert hashed("x", 5000).tolist() == want
+    assert len(set(want)) == 5000
+    assert hashed("x", 10).tolist() != hashed("y", 10).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_floats_cover_their_exponents_evenly(dtype):
+    x = hashed_floats("x", (100, 256), dtype, (-4, 4)).double()
+    assert x.dtype == torch.float64 and x.shape == (100, 256)
+    mantissa, exponent = torch.frexp(x.abs())
+    assert exponent.unique().tolist() == list(range(-3, 5))  # frexp's are one higher
+    assert torch.bincount(exponent.flatten() + 3).min() > 0.1 * x.numel()
+    assert 0.48 < (x < 0).double().mean() < 0.52
+    assert 0.74 < mantissa.mean() < 0.76  # even over [0.5, 1)
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_twice_and_for_any_number_of_threads(monkeypatch):
+    monkeypatch.setattr(room, "GEMM_SHAPES", ((160, 256, 100),))  # large enough that torch splits them over threads
+    monkeypatch.setattr(room, "ROW_SHAPES", ((96, 1000),))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 1, 3):
+            torch.set_num_threads(count)
+            found.append([*fingerprint("cpu"), *tensor_core_fingerprint()])
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
+
+
+def test_lines_are_in_order_and_told_apart(small):
+    lines = fingerprint("cpu")
+    keys = [line.key for line in lines]
+    assert len(set(keys)) == len(keys)
+    assert len({line.digest for line in lines}) == len(lines)
+    assert keys[:2] == ["gemm.forward bfloat16 7x9x100", "gemm.forward+bias bfloat16 7x9x100"]
+    assert keys[-1] == "cross_entropy.dlogits float32 5x70"
+    assert {line.name for line in lines} == {
+        *(f"gemm.{what}" for what in ("forward", "forward+bias", "dgrad", "wgrad", "wgrad.float32")),
+        *(f"layernorm.{what}" for what in ("y", "dx", "dweight", "dbias")),
+        *(f"rmsnorm.{what}" for what in ("y", "dx", "dweight")),
+        *(f"cross_entropy.{what}" for what in ("loss", "dlogits")),
+    }
+    assert {line.dtype for line in lines} == set(DTYPES)
+
+
+def test_every_result_is_finite(monkeypatch):
+    """A NaN would hide what led to it."""
+    seen = []
+
+    def checking(value):
+        assert value.isfinite().all() and (value != 0).any()
+        seen.append(value)
+        return "0" * 64
+
+    monkeypatch.setattr(room, "digest", checking)
+    assert len(fingerprint("cpu")) == len(seen)
+
+
+def test_one_bit_of_the_input_changes_every_line(small, monkeypatch):
+    before = fingerprint("cpu")
+    original = room.hashed_floats
+
+    def flipped(name, shape, dtype, exponents):
+        x = original(name, shape, dtype, exponents)
+        if name.split(" ")[-1] in ("x", "w", "xt", "dy", "logits"):
+            bits = x.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)
+            bits[x.float().abs().argmax()] ^= torch.iinfo(bits.dtype).min  # the sign of the largest
+        return x
+
+    monkeypatch.setattr(room, "hashed_floats", flipped)
+    after = fingerprint("cpu")
+    assert [line.key for line in after] == [line.key for line in before]
+    assert [a.key for a, b in zip(after, before, strict=True) if a.digest == b.digest] == []
+
+
+def test_one_bit_of_a_result_changes_its_line(small):
+    def nudged(a, b, *, bias=None, out_dtype=None):
+        c = reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
+        c.view(torch.int32 if c.dtype == torch.float32 else torch.int16)[-1, -1] ^= 1
+        return c
+
+    gemm_fns = bundled_gemm_fn(torch.device("cpu")), nudged
+    right, wrong = (list(room.gemm_lines(gemm_fn, DTYPES, "cpu")) for gemm_fn in gemm_fns)
+    assert all(a.key == b.key and a.digest != b.digest for a, b in zip(right, wrong, strict=True))
+
+
+def test_the_model_has_lines_of_its_own(small):
+    """Those of 16-bit GEMMs alone; in fp32 none has the CPU kernels' bits, so a comparison with them can fail."""
+    model, cpu = tensor_core_fingerprint(), {line.key: line.digest for line in fingerprint("cpu")}
+    keys = [line.key for line in model]
+    assert keys == [key for key in cpu if key.startswith("gemm") and key.split(" ")[1] in ("bfloat16", "float16")]
+    in_fp32 = [line for line in model if line.name == "gemm.wgrad.float32"]
+    assert in_fp32 and all(line.digest != cpu[line.key] for line in in_fp32)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_printed_and_written_alike(small, capsys, tmp_path):
+    assert main(["fingerprint", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["fingerprint", "--device", "cpu", "--output", str(tmp_path / "f.txt")]) == 0
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "f.txt").read_text() == printed
+    head, lines = printed.splitlines()[:4], printed.splitlines()[4:]
+    assert all(line.startswith("# ") for line in head) and f"# torch {torch.__version__}" in head
+    assert all(re.fullmatch(r"[a-z_0-9.+]+ (bfloat16|float16|float32) [0-9x]+ [0-9a-f]{64}", line) for line in lines)
+
+
+def test_compare(small, capsys, tmp_path):
+    path = tmp_path / "f.txt"
+    assert main(["fingerprint", "--model", "tensor-core", "--output", str(path)]) == 0
+    assert "# the CPU model of Hopper's tensor core" in path.read_text()
+    assert main(["fingerprint", "--model", "tensor-core", "--compare", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("20 of 20 results are the same bits as in ")
+    assert main(["fingerprint", "--device", "cpu", "--compare", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "differs: gemm.wgrad.float32 bfloat16 7x9x100: " in out
+    assert out.splitlines()[-1].endswith("35 are only here and 0 only there")
+    path.write_text("# nothing to compare\n")
+    assert main(["fingerprint", "--model", "tensor-core", "--compare", str(path)]) == 1
+    assert capsys.readouterr().out.startswith("0 of 0 results")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "cuda", "--model", "tensor-core"], "--model runs on the CPU: leave --device out"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--model", "volta"], "invalid choice: 'volta'"),
+        (["--compare", "no-such-file"], "No such file or directory: 'no-such-file'"),
+        (["--compare", __file__], 'line 1: \'"""The fingerprint: '),
+        (["--model", "tensor-core", "--output", "no-such-folder/file"], "No such file or directory"),
+    ],
+)
+def test_usage_errors(small, capsys, arguments, text):
+    with pytest.raises(SystemExit) as caught:
+        main(["fingerprint", *arguments])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
+def test_no_gpu(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["fingerprint", "--device", "cuda"])
+    assert caught.value.code == 2 and "torch sees no GPU here" in capsys.readouterr().err
+
+
+# --- a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_the_same_twice():
+    assert fingerprint("cuda") == fingerprint("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("dtype", tensor_core.DTYPES, ids=str)
+def test_a_gpu_has_the_models_bits(dtype):
+    gpu = {line.key: line.digest for line in fingerprint("cuda")}
+    predicted = [line for line in tensor_core_fingerprint() if line.dtype == dtype]
+    assert len(predicted) == 15
+    assert [line.key for line in predicted if line.digest != gpu[line.key]] == []
