@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .matmul import DTYPES, interpreting, launch_on
+from .launch import interpreting, launch_on
+from .matmul import DTYPES
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only
 

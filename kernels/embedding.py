@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .matmul import DTYPES, interpreting, launch_on
+from .launch import interpreting, launch_on
+from .matmul import DTYPES
 
 LEAF_OCCURRENCES = 32  # part of the order of summation
 MAX_BLOCK = 1024  # columns per program; sets the speed only

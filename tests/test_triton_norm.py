@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp_invariant.kernels import matmul as matmul_module
+from tp_invariant.kernels import launch
 from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -239,7 +239,7 @@ def test_errors(error, message, call):
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
-    monkeypatch.setattr(matmul_module, "_INTERPRETED", False)
+    monkeypatch.setattr(launch, "_INTERPRETED", False)
     calls = {"norm_forward": lambda: forward(X, W, W), "fold_leaves": lambda: fold_leaves(X)}
     calls |= {"norm_backward_input": lambda: backward(X, X, W, STAT, STAT)}
     calls |= {"norm_weight_leaves": lambda: to_leaves(X, X, STAT, STAT)}

@@ -104,7 +104,10 @@ def gemm(
         zeros = a.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias.to(out_dtype)
     fn = resolve_gemm_fn(gemm_fn, a.device)
-    with torch.autocast(a.device.type, enabled=False):
+    if torch.is_autocast_enabled(a.device.type):  # entering the context costs as much as a launch
+        with torch.autocast(a.device.type, enabled=False):
+            c = fn(a, b, bias=bias, out_dtype=out_dtype)
+    else:
         c = fn(a, b, bias=bias, out_dtype=out_dtype)
     if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
         got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
