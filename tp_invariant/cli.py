@@ -5,8 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from .version import __version__
+
+# subcommand: (module whose main(argv) it is, imported when it runs, and what it does)
+COMMANDS = {
+    "demo": ("examples.train_across_tp", "train a small transformer at several degrees and compare bits"),
+    "diff": ("diff", "compare the digest logs of two runs, step by step"),
+    "fingerprint": ("fingerprint", "digests of what the kernels compute on fixed inputs, to compare machines"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tp-invariant {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("demo", help="train a small transformer at several degrees and compare bits", add_help=False)
-    options, rest = parser.parse_known_args(arguments[:1])
-    assert options.command == "demo" and not rest
-    from .examples.train_across_tp import main as demo  # heavy, and only this command needs it
-
-    return demo(arguments[1:])
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    command = parser.parse_args(arguments[:1]).command
+    return import_module(f".{COMMANDS[command][0]}", __package__).main(arguments[1:])

@@ -1,0 +1,226 @@
+"""Trains a Qwen3 or Llama model of Hugging Face's on real text, at any tensor-parallel degree, with the same bits.
+
+    TP_INVARIANT_MODE=1 torchrun --nproc-per-node 2 examples/train_hf.py --steps 20 --save ckpt --digest-log a.log
+    TP_INVARIANT_MODE=1 torchrun --nproc-per-node 4 examples/train_hf.py --steps 20 --resume ckpt --digest-log a.log
+    TP_INVARIANT_MODE=1 python examples/train_hf.py --steps 40 --digest-log b.log
+    tp-invariant diff a.log b.log
+
+The last line says "identical for 40 steps". With TP_INVARIANT_MODE=0 it names the first step and tensor that differ.
+Weights come from the seed, batches from the seed and the step's number, so a resumed run goes on where the other
+stopped. Needs transformers and safetensors: pip install 'tp_invariant[hf]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tp_invariant as tpi
+from tp_invariant.examples.train_across_tp import read_text
+from tp_invariant.plans import own_plan
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    vocab_size=256,
+)
+# preset: (model type, what of its configuration differs from transformers' defaults)
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-tiny": ("qwen3", dict(TINY, tie_word_embeddings=True)),
+    "llama-tiny": ("llama", TINY),
+    "qwen3-0.6b": (
+        "qwen3",
+        dict(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-3.2-1b": (
+        "llama",
+        dict(
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            vocab_size=128256,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
+
+
+def build_model(options: argparse.Namespace, tp_group: Any, device: torch.device) -> nn.Module:
+    """The full model from the seed, the same on every rank, then this rank's part of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, sizes = PRESETS[options.preset]
+    config = AutoConfig.for_model(kind, **sizes, use_cache=False)
+    torch.manual_seed(options.seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.dtype])
+    # its own plan gathers the logits; left sharded, no rank ever holds them for the whole vocabulary
+    plan = {**own_plan(model), "lm_head": "colwise"}
+    return tpi.parallelize(model, tp_group, plan, sequence_parallel=options.sequence_parallel).train()
+
+
+class Batches:
+    """Random windows of the sources of Python's library, as bytes; a step's depend on the seed and its number alone."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.text = torch.frombuffer(bytearray(read_text()), dtype=torch.uint8).long()
+        self.options, self.device = options, device
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), both [B, S]; the targets are the bytes that follow."""
+        batch, length = self.options.batch, self.options.sequence_length
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + step)
+        starts = torch.randint(len(self.text) - length, (batch, 1), generator=generator)
+        windows = self.text[starts + torch.arange(length + 1)].to(self.device)
+        return windows[:, :-1], windows[:, 1:].contiguous()
+
+
+def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> tuple[int, list[float]]:
+    """Takes options.steps steps; returns the number of the step after the last, and each step's seconds."""
+    rank = 0 if tp_group is None else dist.get_rank(tp_group)
+    model = build_model(options, tp_group, device)
+    # one tensor at a time: elementwise steps whose bits do not depend on how tensors are grouped or cut
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, foreach=False)
+    first = 0
+    if options.resume is not None:
+        extra = tpi.checkpoint.load(options.resume, model, optimizer)
+        first = extra["step"]
+        torch.set_rng_state(extra["rng"])
+    log = None if options.digest_log is None else tpi.DigestLog(options.digest_log, model, tp_group=tp_group)
+    batches = Batches(options, device)
+    seconds = []
+    for step in range(first, first + options.steps):
+        start = time.perf_counter()
+        tokens, targets = batches.at(step)
+        loss = tpi.vocab_parallel_cross_entropy(model(tokens).logits, targets, tp_group=tp_group)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = tpi.clip_grad_norm_(model.parameters(), options.clip, tp_group=tp_group)
+        optimizer.step()
+        shown = f"step {step:5}  loss {loss.item():.6f}  gradient norm {norm.item():.6f}"  # waits for the device
+        seconds.append(time.perf_counter() - start)
+        if rank == 0:
+            print(f"{shown}  {1000 * seconds[-1]:.1f} ms", flush=True)
+        if log is not None:
+            log.write(step, loss=loss, gradient_norm=norm)
+        done = step + 1
+        if options.save is not None and (done == first + options.steps or (done - first) % options.save_every == 0):
+            extra = {"step": done, "rng": torch.get_rng_state()}
+            tpi.checkpoint.save(options.save, model, optimizer, extra=extra)
+    if log is not None:
+        log.close()
+    return first + options.steps, seconds
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_hf.py",
+        description="Train a Hugging Face model; the same bits at every degree with TP_INVARIANT_MODE=1.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="qwen3-tiny", help="model and sizes, with random weights")
+    add("--steps", type=_positive, default=10, metavar="N", help="steps of this run")
+    add("--batch", type=_positive, default=2, metavar="N", help="windows of text in a step")
+    add("--sequence-length", type=_positive, default=64, metavar="N", help="bytes in a window")
+    add("--lr", type=float, default=1e-3, metavar="X", help="AdamW's learning rate")
+    add("--clip", type=float, default=1.0, metavar="X", help="the largest gradient norm")
+    add("--seed", type=int, default=0, metavar="N", help="of the weights and the batches")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and activations")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes cuda where there is a GPU")
+    add("--sequence-parallel", action="store_true", help="shard activations along the sequence between the layers")
+    add("--save", metavar="DIR", help="write checkpoints here: the last one stays")
+    add("--save-every", type=_positive, default=1000, metavar="N", help="steps between checkpoints, besides the end")
+    add("--resume", metavar="DIR", help="go on from this checkpoint, of any degree")
+    add("--digest-log", metavar="FILE", help="append a line of digests a step, for tp-invariant diff")
+    return parser
+
+
+def _peak_memory(device: torch.device) -> float:
+    """MiB: of the GPU what torch had allocated at most, of a CPU the process's largest size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def run(tp_group: Any, options: argparse.Namespace, device: torch.device) -> None:
+    """Trains, and prints what it took on rank 0."""
+    rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+    mode = "on" if tpi.is_tp_invariant_mode_enabled() else "off"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if rank == 0:
+        print(f"{options.preset}, {options.dtype}, TP={world} on {name}, TP-invariant mode {mode}", flush=True)
+    _, seconds = train(tp_group, options, device)
+    peaks: list[Any] = [_peak_memory(device)]
+    if world > 1:
+        peaks = [None] * world
+        dist.all_gather_object(peaks, _peak_memory(device), group=tp_group)
+    if rank == 0:
+        import transformers
+
+        versions = f"tp_invariant {tpi.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+        print(f"{versions}, Python {sys.version.split()[0]}")
+        print(f"peak memory of each rank, MiB: {', '.join(f'{peak:,.0f}' for peak in peaks)}")
+        steady = seconds[1:] or seconds  # the first step compiles and warms up
+        print(f"median step {1000 * statistics.median(steady):.1f} ms, without checkpoints and digests")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains as one rank of torchrun's, or alone."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        run(None, options, device)
+        return 0
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        run(dist.group.WORLD, options, device)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

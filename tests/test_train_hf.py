@@ -1,0 +1,138 @@
+"""The Hugging Face training example: stopped and resumed at other degrees, its run is the same to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tp_invariant as tpi
+from tp_invariant.diff import compare, read_log
+from tp_invariant.examples.train_hf import PRESETS, Batches, build_model, make_parser, run
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_hf.py"
+SMALL = ["--device", "cpu", "--batch", "1", "--sequence-length", "32"]
+
+
+def run_ranks(fn, world, *args):
+    return tpi.testing.run_ranks(fn, world, *args, device="cpu")
+
+
+def train(tp_group, arguments):
+    """One rank's part of a run."""
+    run(tp_group, make_parser().parse_args([*SMALL, *arguments]), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(_nothing, 4)
+
+
+def _nothing(tp_group):
+    """Starts the pool at its full size."""
+
+
+def resumed_and_straight(folder, mode, steps, *extra):
+    """The logs of `steps` steps at TP=2, then TP=4, then TP=1, each from the other's checkpoint; and of TP=1 alone."""
+    resumed, straight, checkpoint = (str(folder / name) for name in ("resumed.log", "straight.log", "checkpoint"))
+    with tpi.set_tp_invariant_mode(mode):
+        common = ["--steps", str(steps), "--save", checkpoint, "--digest-log", resumed, *extra]
+        run_ranks(train, 2, common)
+        run_ranks(train, 4, [*common, "--resume", checkpoint])
+        run_ranks(train, 1, [*common, "--resume", checkpoint])
+        run_ranks(train, 1, ["--steps", str(3 * steps), "--digest-log", straight, *extra])
+    return read_log(resumed), read_log(straight)
+
+
+def test_thirty_steps_through_three_degrees_are_thirty_straight_ones(tmp_path):
+    resumed, straight = resumed_and_straight(tmp_path, True, 10)
+    text, same = compare(resumed, straight)
+    assert same, text
+    assert text.endswith("identical for 30 steps, 0 to 29")
+    assert "TP=2, mode on; then TP=4, mode on; then TP=1, mode on; 30 steps" in text
+    losses = [step["loss"] for _, step in sorted(straight.steps.items())]
+    assert losses[0] > 5.0 and sum(losses[-5:]) / 5 < 4.5, "it trains"
+    for log in (resumed, straight):
+        names = log.steps[29]["tensors"]
+        assert all(digest is not None for digest in names.values())
+        assert sum(name.startswith("gradient model.layers.") for name in names) == 2 * 11
+
+
+def hugging_faces_own(preset="qwen3-tiny"):
+    """transformers' model, before anything is made parallel."""
+    kind, sizes = PRESETS[preset]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
+
+
+def test_the_loss_is_that_of_hugging_faces_own_model(tmp_path):
+    run_ranks(train, 2, ["--steps", "1", "--digest-log", str(tmp_path / "a.log")])
+    model = hugging_faces_own().double()
+    tokens, targets = Batches(make_parser().parse_args(SMALL), torch.device("cpu")).at(0)
+    loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+    assert abs(read_log(tmp_path / "a.log").steps[0]["loss"] - loss.item()) < 1e-6 * loss.item()
+
+
+def full_state(tp_group, arguments):
+    return tpi.full_state_dict(build_model(make_parser().parse_args(arguments), tp_group, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("preset", ["qwen3-tiny", "llama-tiny"])
+def test_hugging_face_loads_the_full_state(tmp_path, preset):
+    model = hugging_faces_own(preset)
+    full = run_ranks(full_state, 4, ["--preset", preset])[0]
+    tpi.testing.assert_bitwise_equal(full, dict(model.state_dict()))
+    save_file(full, tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tpi.testing.assert_bitwise_equal(dict(loaded.state_dict()), full)
+
+
+def test_with_the_mode_off_they_differ(tmp_path):
+    text, same = compare(*resumed_and_straight(tmp_path, False, 2))
+    assert not same
+    assert "step 0 differs" in text
+
+
+def test_llama_with_sequence_parallelism(tmp_path):
+    text, same = compare(*resumed_and_straight(tmp_path, True, 2, "--preset", "llama-tiny", "--sequence-parallel"))
+    assert same, text
+
+
+def test_batches_depend_on_the_seed_and_the_step_alone():
+    options = make_parser().parse_args(SMALL)
+    one, other = (Batches(options, torch.device("cpu")) for _ in range(2))
+    other.at(0)
+    tokens, targets = one.at(5)
+    assert torch.equal(tokens, other.at(5)[0])
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not torch.equal(tokens, one.at(6)[0])
+
+
+def test_torchrun(tmp_path):
+    """The commands at the top of the example; short, since each starts interpreters."""
+    log = tmp_path / "a.log"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    environment = {**os.environ, "TP_INVARIANT_MODE": "1", "OMP_NUM_THREADS": "1"}
+    arguments = [*SMALL, "--steps", "1", "--digest-log", str(log)]
+    # a session of its own, so that a run that hangs can be ended with its ranks
+    process = subprocess.Popen(
+        [*command, *arguments], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        printed, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0
+    assert "qwen3-tiny, float32, TP=2 on cpu, TP-invariant mode on" in printed
+    assert "peak memory of each rank" in printed and "median step" in printed
+    header, line = map(json.loads, log.read_text().splitlines())
+    assert header["degree"] == 2 and line["step"] == 0
