@@ -64,6 +64,10 @@ def leaf_hashes(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat([_mix(block.long() ^ places).sum(dim=1) for block in blocks])
 
 
+def _number(value: Tensor | float) -> float:
+    return value.detach().item() if isinstance(value, Tensor) else float(value)
+
+
 class DigestLog:
     """Appends a line of JSON to a file after each step: loss, gradient norm, every gradient and every parameter.
 
@@ -138,7 +142,7 @@ class DigestLog:
         tensors, differ = self._digests({**entries, **gradients, **parameters})
         digest = bits.digest(tensors)[:32]
         record: dict[str, Any] = {"step": step}
-        record |= {name.replace(" ", "_"): None if value is None else float(value) for name, value in scalars.items()}
+        record |= {name.replace(" ", "_"): None if value is None else _number(value) for name, value in scalars.items()}
         record |= {"digest": digest, "tensors": tensors}
         self._append(record | ({"ranks_differ": differ} if differ else {}))
         return digest
