@@ -1,20 +1,37 @@
 """Tensor-parallel layers whose bits do not depend on the tensor-parallel degree."""
 
-from . import testing
+from . import checkpoint, testing
+from .convert import parallelize
+from .cross_entropy import vocab_parallel_cross_entropy
+from .digest_log import DigestLog
+from .full_optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .full_state import full_state_dict, load_full_state_dict
 from .gemm import set_default_gemm_fn
 from .grad_norm import clip_grad_norm_
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
+from .parallel_norm import ParallelNorm
 from .version import __version__
+from .vocab_embedding import VocabParallelEmbedding
 
 __all__ = [
+    "DigestLog",
     "LayerNormLinear",
     "Linear",
+    "ParallelNorm",
+    "VocabParallelEmbedding",
     "__version__",
+    "checkpoint",
     "clip_grad_norm_",
+    "full_optimizer_state_dict",
+    "full_state_dict",
     "is_tp_invariant_mode_enabled",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "parallelize",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",
     "testing",
+    "vocab_parallel_cross_entropy",
 ]

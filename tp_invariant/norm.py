@@ -2,7 +2,8 @@
 
 The gradients of gamma and beta are sums over tokens. They are split into leaves of LEAF_ROWS consecutive tokens of the
 full activation, wherever its tokens live; each rank sums the leaves that it holds, the leaves are gathered and folded
-in token order on every rank. Where a shard boundary would cut a leaf, the operands are gathered instead.
+in token order on every rank. Where a shard boundary would cut a leaf, the operands are gathered instead. A norm of each
+head of q or k has its heads spread over ranks instead of its tokens: there a head's sum is one leaf.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,13 +30,17 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 @dataclass(frozen=True)
 class NormCall:
-    """What one call of a norm is told besides its tensors. `sharding.world` is 1 unless the tokens are sharded."""
+    """What one call of a norm is told besides its tensors. `sharding.world` is 1 unless the tokens are sharded.
+
+    `heads_dim`: the dim of x that holds this rank's heads, for a norm over what each head has; None for others.
+    """
 
     group: Group
     sharding: TokenSharding
     eps: float
     rms: bool
     zero_centered: bool
+    heads_dim: int | None = None
 
 
 def _kernels(device: torch.device) -> ModuleType:
@@ -85,7 +91,8 @@ class Norm(torch.autograd.Function):
                 zero_centered=call.zero_centered,
             ).view(x.shape)
         if need_weight or need_bias:
-            leaves, bias_leaves = _all_leaves(kernels, call, dy, x, mean, rstd, need_bias)
+            all_leaves = _all_leaves if call.heads_dim is None else _head_leaves
+            leaves, bias_leaves = all_leaves(kernels, call, dy, x, mean, rstd, need_bias)
             if need_weight:
                 dweight = kernels.fold_leaves(leaves).to(weight.dtype)
             if bias_leaves is not None:
@@ -118,9 +125,43 @@ def _all_leaves(
     return weight_part, bias_part
 
 
+def _head_leaves(
+    kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One leaf for each head of all ranks, in head order: the sum over its tokens, taken by blocks of LEAF_ROWS."""
+    dim, lead = call.heads_dim, x.shape[:-1]
+    assert dim is not None
+    heads = x.shape[dim]
+    padding = -(lead.numel() // max(heads, 1)) % LEAF_ROWS  # rows of zeros, so that no block crosses into a next head
+
+    def by_head(t: Tensor) -> Tensor:
+        rows = t.reshape(*lead, -1).movedim(dim, 0).flatten(1, -2)
+        return F.pad(rows, (0, 0, 0, padding)).flatten(0, 1)
+
+    leaves = kernels.norm_weight_leaves(
+        by_head(dy),
+        by_head(x),
+        None if mean is None else by_head(mean).squeeze(1),
+        by_head(rstd).squeeze(1),
+        leaf_rows=LEAF_ROWS,
+        rms=call.rms,
+        with_bias=with_bias,
+    )
+
+    def of_all_ranks(blocks: Tensor | None) -> Tensor | None:
+        if blocks is None:
+            return None
+        folded = kernels.fold_leaves(rearrange(blocks, "(head block) d -> block (head d)", head=heads))
+        return gather_major(folded.view(heads, -1), call.group).flatten(0, 1)
+
+    weight_leaves = of_all_ranks(leaves[0])
+    assert weight_leaves is not None
+    return weight_leaves, of_all_ranks(leaves[1])
+
+
 def stock_norm(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
-    """The mode off: torch's norm; under SP the gradients of gamma and beta are all-reduced."""
-    sharded = call.sharding.world > 1
+    """The mode off: torch's norm; where tokens or heads are sharded the gradients of gamma and beta are all-reduced."""
+    sharded = call.sharding.world > 1 or call.heads_dim is not None
     gamma, beta = complete_grad(weight, call.group, sharded), complete_grad(bias, call.group, sharded)
     assert gamma is not None
     if call.zero_centered:

@@ -1,0 +1,72 @@
+"""Tiny Hugging Face decoders with random weights, and what a few training steps of them give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tp_invariant as tpi
+
+VOCABULARY, BATCH, SEQUENCE = 96, 2, 24
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+# family: (config class, model class, options of its own)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(tie_word_embeddings=True)),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True)),
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=7)),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),  # ties its embeddings by default, scales them
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(sliding_window=9, query_pre_attn_scalar=8)),  # softcaps
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(sliding_window=9, query_pre_attn_scalar=8)),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),  # gathers q, k and v and normalises them whole
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The full model, the same on every rank; weights spread over magnitudes, so that sums show their order."""
+    import transformers
+
+    config_name, model_name, own = FAMILIES[family]
+    config = getattr(transformers, config_name)(**{**SIZES, **own, **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(config)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            scale = torch.exp2(torch.randint(-2, 3, parameter.shape).float())
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            else:
+                parameter.copy_(torch.randn(parameter.shape) * scale * 0.06)
+    return model.to(dtype).train()
+
+
+def batch(step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    padding = torch.ones_like(ids)
+    if step % 2:
+        padding[1, -5:] = 0
+    return dict(input_ids=ids, attention_mask=padding, labels=ids.masked_fill(padding == 0, -100))
+
+
+def train(model: Any, tp_group: Any, steps: int) -> dict[str, Any]:
+    """Logits and gradients of the first step, losses and norms of all, and the parameters in the end; all whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results: dict[str, Any] = {}
+    for step in range(steps):
+        output = model(**batch(step))
+        optimizer.zero_grad()
+        output.loss.backward()
+        if step == 0:
+            results["logits"], results["grads"] = output.logits.detach(), tpi.testing.full_grads(model)
+        norm = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
+        optimizer.step()
+        results[f"loss {step}"], results[f"norm {step}"] = output.loss.detach(), norm
+    results["parameters"] = tpi.testing.full_parameters(model)
+    return results

@@ -1,0 +1,305 @@
+"""parallelize: Hugging Face decoders and plain modules, the same bits at every degree; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.convert import parallelize
+from tp_invariant.examples import swap_linear
+from tp_invariant.kernels import reference
+from tp_invariant.plans import Part
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+STEPS = {"qwen3": 10, "llama": 10, "mistral": 10, "gemma": 10, "phi3": 10}  # of others 2
+# (family, degree, sequence_parallel)
+CASES = [
+    *((family, 4, sp) for family in hf_models.FAMILIES for sp in (False, True)),
+    *((family, 2, False) for family in ("qwen3", "phi3")),
+    ("qwen3", 2, True),
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+def train_on_rank(tp_group, family, dtype, sequence_parallel, mode, steps):
+    model = parallelize(hf_models.build(family, dtype), tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(mode):
+        return hf_models.train(model, tp_group, steps)
+
+
+@functools.cache
+def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, steps: int | None = None) -> Any:
+    """At TP=1, once for all degrees."""
+    steps = steps or STEPS.get(family, 2)
+    return run_ranks(train_on_rank, 1, family, dtype, False, mode, steps)[0]
+
+
+# --- bits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family, degree, sp", CASES, ids=str)
+def test_training_has_the_same_bits_at_every_degree(family, degree, sp):
+    expected = trained(family)
+    results = run_ranks(train_on_rank, degree, family, torch.float32, sp, True, STEPS.get(family, 2))
+    assert len(results) == degree
+    for rank, got in enumerate(results):
+        assert_bitwise_equal(got, expected, f"{family} on rank {rank} of {degree}, SP {sp}")
+    assert all(g is not None and g.abs().max() > 0 for g in expected["grads"].values())
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_training_in_bfloat16(sp):
+    expected = trained("qwen3", torch.bfloat16, steps=2)
+    for got in run_ranks(train_on_rank, 4, "qwen3", torch.bfloat16, sp, True, 2):
+        assert_bitwise_equal(got, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2"])
+def test_with_the_mode_off_the_bits_depend_on_the_degree(family):
+    """The control; and the stock path is right: it is near the mode's result."""
+    one = trained(family, mode=False, steps=1)
+    on = trained(family)
+    for sp in (False, True):
+        for got in run_ranks(train_on_rank, 4, family, torch.float32, sp, False, 1):
+            assert not torch.equal(got["logits"], one["logits"])
+            for name in one["grads"]:
+                torch.testing.assert_close(got["grads"][name], on["grads"][name], rtol=1e-3, atol=1e-5)
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(one["logits"], on["logits"])
+
+
+@pytest.mark.parametrize("family", sorted(hf_models.FAMILIES))
+def test_near_the_model_itself(family):
+    """The error against the model in float64 is at most twice that of the model in float32."""
+    ours = trained(family)
+    exact, theirs = (untouched(family, dtype) for dtype in (torch.float64, torch.float32))
+    floor = 16 * torch.finfo(torch.float32).eps
+    for name, value in exact.items():
+        got = ours["logits"] if name == "logits" else ours["grads"][name]
+        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
+        assert errors[0] <= max(2 * errors[1], floor), (name, errors)
+
+
+def untouched(family: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = hf_models.build(family, dtype)
+    output = model(**hf_models.batch(0))
+    output.loss.backward()
+    return {"logits": output.logits.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+def test_threads_do_not_count():
+    """A whole step on two threads, here, against ranks with one each."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        here = train_on_rank(None, "gemma2", torch.float32, False, True, 2)
+    finally:
+        torch.set_num_threads(threads)
+    assert_bitwise_equal(here, trained("gemma2"))
+
+
+@pytest.mark.parametrize("family", sorted(hf_models.FAMILIES))
+def test_with_the_mode_off_attention_and_loss_are_the_models_own(family):
+    """All but norms and the order of stock layers is the untouched model's: the same function gets the same numbers."""
+    full, seen = hf_models.build(family), []
+    model = parallelize(copy.deepcopy(full), None)
+    with tpi.set_tp_invariant_mode(False):
+        for m in (full, model):
+            seen.append(m(**hf_models.batch(1), num_items_in_batch=torch.tensor(40)))
+    torch.testing.assert_close(seen[1].logits, seen[0].logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen[1].loss, seen[0].loss, rtol=1e-5, atol=0)
+    with tpi.set_tp_invariant_mode(True):
+        on = model(**hf_models.batch(1), num_items_in_batch=torch.tensor(40))
+    torch.testing.assert_close(on.loss, seen[0].loss, rtol=1e-5, atol=0)
+    assert not torch.equal(on.logits, seen[1].logits)
+
+
+# --- the model afterwards -------------------------------------------------------------------------------------------
+
+
+def generate_on_rank(tp_group, mode):
+    model = parallelize(hf_models.build("qwen3"), tp_group).eval()
+    with tpi.set_tp_invariant_mode(mode):
+        out = model.generate(
+            hf_models.batch()["input_ids"][:, :6], max_new_tokens=8, min_new_tokens=8, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+def test_generate_with_a_cache():
+    ((ids, logits),) = run_ranks(generate_on_rank, 1, True)
+    assert ids.shape == (2, 14)
+    for degree in (2, 4):
+        for other_ids, other_logits in run_ranks(generate_on_rank, degree, True):
+            assert_bitwise_equal(other_ids, ids)
+            assert_bitwise_equal(other_logits, logits)
+    assert not torch.equal(run_ranks(generate_on_rank, 4, False)[0][1], logits)
+    model = hf_models.build("qwen3").eval()
+    whole = model(input_ids=ids[:, :-1]).logits[:, 5:]
+    torch.testing.assert_close(logits.transpose(0, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def look_on_rank(tp_group, family):
+    full = hf_models.build(family)
+    model = parallelize(copy.deepcopy(full), tp_group, sequence_parallel=True)
+    assert list(model.state_dict()) == list(full.state_dict())
+    assert_bitwise_equal(tpi.testing.full_parameters(model), dict(full.named_parameters(remove_duplicate=False)))
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == (full.lm_head.weight is full.model.embed_tokens.weight)
+    twin = copy.deepcopy(model)  # hooks and groups come along
+    with tpi.set_tp_invariant_mode(True):
+        assert_bitwise_equal(twin(**hf_models.batch()).logits, model(**hf_models.batch()).logits)
+    return {n: tuple(p.shape) for n, p in model.named_parameters()}, tied
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_weights_names_and_ties_are_kept(family):
+    for shapes, tied in run_ranks(look_on_rank, 4, family):
+        assert tied == (family == "qwen3")
+        assert shapes["model.embed_tokens.weight"] == (24, 64)
+        assert shapes["model.layers.1.mlp.down_proj.weight"] == (64, 32)
+        if family == "phi3":
+            assert shapes["lm_head.weight"] == (24, 64)
+            assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (64, 64)
+            assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (32, 64)
+
+
+def test_fused_gate_and_up_are_not_gathered():
+    model = parallelize(hf_models.build("phi3"), None)
+    mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
+    assert (mlp.gate_up_proj.partition_stride, mlp.gate_up_proj.gather_output) == (2, False)
+    assert mlp.down_proj.input_is_parallel
+    assert attention.qkv_proj.gather_output
+    assert not attention.o_proj.input_is_parallel
+
+
+def checkpointed_on_rank(tp_group, on):
+    model = parallelize(hf_models.build("mistral"), tp_group, sequence_parallel=True)
+    if on:
+        model.gradient_checkpointing_enable()
+    with tpi.set_tp_invariant_mode(True):
+        return hf_models.train(model, tp_group, 1)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    (expected,) = run_ranks(checkpointed_on_rank, 1, False)
+    for got in run_ranks(checkpointed_on_rank, 2, True):
+        assert_bitwise_equal(got, expected)
+
+
+# --- plain modules, plans of one's own ------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Calls F.scaled_dot_product_attention as anybody would; four heads of its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    return nn.Sequential(nn.Embedding(96, 64), Attention(), mlp, nn.Linear(64, 10))
+
+
+PLAIN_PLAN = {
+    "0": "embedding_rowwise",
+    "1.qkv": Part("colwise", partition_stride=3),
+    "1.out": "rowwise",
+    "*.1": "colwise",
+    "2.3": "rowwise",
+}
+
+
+def plain_case(tp_group):
+    model = parallelize(plain(), tp_group, PLAIN_PLAN)
+    y = model(torch.arange(90).view(2, 45))
+    y.square().sum().backward()
+    return y, testing.full_grads(model)
+
+
+def test_plain_modules():
+    results = testing.assert_tp_invariant(plain_case, degrees=(1, 2, 4), device="cpu")
+    model = plain()
+    y = model(torch.arange(90).view(2, 45))
+    y.square().sum().backward()
+    torch.testing.assert_close(next(iter(results.values())), y.detach(), rtol=1e-4, atol=1e-5)
+    for (name, parameter), value in zip(model.named_parameters(), list(results.values())[1:], strict=True):
+        torch.testing.assert_close(value, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_what_no_pattern_covers_stays_whole_on_invariant_kernels():
+    calls = []
+
+    def spy(a, b, *, bias=None, out_dtype=None):
+        calls.append(tuple(b.shape))
+        return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+    model = parallelize(plain(), None, PLAIN_PLAN, gemm_fn=spy)
+    with tpi.set_tp_invariant_mode(True):
+        model(torch.arange(6).view(2, 3))
+    assert calls == [(64, 192), (64, 64), (64, 256), (256, 64), (64, 10)]
+    assert [type(m).__name__ for m in model[2]] == ["ParallelNorm", "Linear", "WholeVectors", "Linear"]
+
+
+def base_on_rank(tp_group, sequence_parallel):
+    model = parallelize(hf_models.build("llama").model, tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(True):
+        return model(input_ids=hf_models.batch()["input_ids"]).last_hidden_state.detach()
+
+
+def test_a_base_model_without_head():
+    (expected,) = run_ranks(base_on_rank, 1, False)
+    for got in run_ranks(base_on_rank, 4, True):
+        assert_bitwise_equal(got, expected)
+
+
+# --- the example ----------------------------------------------------------------------------------------------------
+
+
+def example_on_rank(tp_group, mode):
+    digests = []
+    for make in (swap_linear.constructed, swap_linear.swapped):
+        torch.manual_seed(0)
+        with tpi.set_tp_invariant_mode(mode):
+            digests.append(swap_linear.train(make(tp_group, "cpu"), tp_group, "cpu"))
+    return digests
+
+
+def test_the_example():
+    """Under torchrun, and on ranks here."""
+    (expected,) = run_ranks(example_on_rank, 1, True)
+    assert expected[0] == expected[1]
+    assert run_ranks(example_on_rank, 4, True) == [expected] * 4
+    assert run_ranks(example_on_rank, 4, False)[0] != run_ranks(example_on_rank, 1, False)[0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "TP_INVARIANT_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*torchrun, swap_linear.__file__], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["constructed", expected[0], "swapped", expected[0]]

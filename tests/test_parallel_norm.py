@@ -1,0 +1,192 @@
+"""ParallelNorm: the same bits with whole, token-sharded and head-sharded x; and whose norms it can stand for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.collectives import gather_dim, resolve_group
+from tp_invariant.parallel_norm import recognise_norm
+from tp_invariant.testing import assert_bitwise_equal, wide_randn
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+SHAPE = (2, 24, 8, 40)  # [B, S, heads, D]; for heads_dim 1, [B, heads, S, D]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+def data(heads_dim: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (wide_randn(*SHAPE, generator=generator, spread=4).to(dtype) for _ in range(2))
+    gamma, beta = (wide_randn(SHAPE[-1], generator=generator, spread=2).to(dtype) for _ in range(2))
+    if heads_dim == 1:
+        x, dy = (t.transpose(1, 2) for t in (x, dy))
+    return x, dy, gamma, beta
+
+
+def norm_on_rank(tp_group, sharded: str | None, heads_dim: int, options: dict[str, Any], dtype, mode) -> Any:
+    """y, dx, dgamma, dbeta, whole; `sharded` is "tokens", "heads" or None."""
+    group = resolve_group(tp_group)
+    x, dy, gamma, beta = data(heads_dim, dtype)
+    dim = {"tokens": 1, "heads": heads_dim, None: None}[sharded]
+    if sharded == "heads":
+        options = dict(options, heads=SHAPE[2], heads_dim=heads_dim)
+    elif sharded == "tokens":
+        options = dict(options, sequence_parallel=True, sequence_dim=1)
+    norm = tpi.ParallelNorm(
+        SHAPE[-1], 1e-5, bias="LayerNorm" in options.values(), tp_group=tp_group, dtype=dtype, **options
+    )
+    with torch.no_grad():
+        norm.weight.copy_(gamma)
+        if norm.bias is not None:
+            norm.bias.copy_(beta)
+    if dim is not None:
+        x, dy = (t.chunk(group.size, dim)[group.rank] for t in (x, dy))
+    x = x.clone().requires_grad_()
+    with tpi.set_tp_invariant_mode(mode):
+        y = norm(x)
+        y.backward(dy)
+    whole = [t if dim is None else gather_dim(t.contiguous(), dim, group) for t in (y.detach(), x.grad)]
+    return *whole, norm.weight.grad, None if norm.bias is None else norm.bias.grad
+
+
+OPTIONS = [dict(normalization=n, zero_centered_gamma=z) for n, z in itertools.product(("LayerNorm", "RMSNorm"), (0, 1))]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("sharded, heads_dim", [("tokens", 2), ("heads", 2), ("heads", 1)])
+def test_same_bits_at_every_degree(sharded, heads_dim, options, dtype):
+    expected = norm_on_rank(None, sharded, heads_dim, options, dtype, True)
+    if sharded == "tokens":
+        assert_bitwise_equal(norm_on_rank(None, None, heads_dim, options, dtype, True), expected)
+    for degree in (2, 4):
+        for rank, got in enumerate(run_ranks(norm_on_rank, degree, sharded, heads_dim, options, dtype, True)):
+            assert_bitwise_equal(got, expected, f"rank {rank} of {degree}")
+
+
+@pytest.mark.parametrize("sharded", ("tokens", "heads"))
+def test_with_the_mode_off_the_bits_depend_on_the_degree(sharded):
+    """The control, and the stock path's correctness."""
+    args = sharded, 2, OPTIONS[2], torch.float32
+    on = norm_on_rank(None, *args, True)
+    results = [run_ranks(norm_on_rank, degree, *args, False)[0] for degree in (1, 2, 4)]
+    assert len({testing.digest(got[2]) for got in results}) > 1
+    for got in results:
+        for value, expected in zip(got[:3], on[:3], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_against_float64(options, dtype):
+    def torchs(dtype):
+        x, dy, gamma, beta = (t.to(dtype).requires_grad_() for t in data(2, given))
+        scale = gamma + 1 if options["zero_centered_gamma"] else gamma
+        rms = options["normalization"] == "RMSNorm"
+        y = F.rms_norm(x, x.shape[-1:], scale, 1e-5) if rms else F.layer_norm(x, x.shape[-1:], scale, beta, 1e-5)
+        y.backward(dy)
+        return y.detach(), x.grad, gamma.grad, None if rms else beta.grad
+
+    given = dtype
+    exact, theirs = torchs(torch.float64), torchs(dtype)
+    ours = norm_on_rank(None, "heads", 2, options, dtype, True)
+    for got, torchs_own, value in zip(ours, theirs, exact, strict=True):
+        if value is not None:
+            errors = [float((t.double() - value).norm() / value.norm()) for t in (got, torchs_own)]
+            assert errors[0] <= max(1.1 * errors[1], 8 * torch.finfo(torch.float32).eps), errors
+
+
+# --- other libraries' norms -----------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    def __init__(self, compute, size=16) -> None:
+        super().__init__()
+        self.weight, self.eps, self.compute = nn.Parameter(torch.rand(size)), 1e-6, compute
+
+    def forward(self, x):
+        return self.compute(x, self.weight)
+
+
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+KNOWN = {
+    "LayerNorm": (nn.LayerNorm(16, eps=1e-6), ("LayerNorm", False, 1e-6)),
+    "LayerNorm without bias": (nn.LayerNorm(16, bias=False), ("LayerNorm", False, 1e-5)),
+    "RMSNorm": (nn.RMSNorm(16, eps=1e-4), ("RMSNorm", False, 1e-4)),
+    "RMSNorm of the dtype's eps": (nn.RMSNorm(16), ("RMSNorm", False, None)),
+    "Llama's": (Own(lambda x, w: w * rms(x, 1e-6)), ("RMSNorm", False, 1e-6)),
+    "Gemma's": (Own(lambda x, w: rms(x, 1e-6) * (1 + w)), ("RMSNorm", True, 1e-6)),
+    "Cohere's": (Own(lambda x, w: w * F.layer_norm(x, (16,), None, None, 1e-6)), ("LayerNorm", False, 1e-6)),
+}
+UNKNOWN = {
+    "another eps": Own(lambda x, w: w * rms(x, 1e-5)),
+    "no norm": Own(lambda x, w: w * x),
+    "gated": Own(lambda x, w: w * rms(x, 1e-6) * x.sigmoid()),
+    "squared weight": Own(lambda x, w: w * w * rms(x, 1e-6)),
+    "BatchNorm": nn.BatchNorm1d(16),
+    "several dims": nn.LayerNorm((4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_norms_that_are_recognised(name):
+    norm, (normalization, zero_centered, eps) = KNOWN[name]
+    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    found = recognise_norm(norm)
+    assert found == dict(normalization=normalization, zero_centered_gamma=zero_centered, eps=eps)
+    assert_bitwise_equal(dict(norm.state_dict()), before)
+    ours = tpi.ParallelNorm.from_norm(norm, tp_group=None)
+    assert list(ours.state_dict()) == list(norm.state_dict())
+    x = torch.randn(5, 16)
+    with tpi.set_tp_invariant_mode(True):
+        torch.testing.assert_close(ours(x), norm(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_norms_that_are_not(name):
+    assert recognise_norm(UNKNOWN[name]) is None
+    with pytest.raises(ValueError, match="computes no LayerNorm or RMSNorm over its last dim"):
+        tpi.ParallelNorm.from_norm(UNKNOWN[name], tp_group=None)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="normalization='BatchNorm' is unknown"):
+        tpi.ParallelNorm(8, normalization="BatchNorm")
+    with pytest.raises(ValueError, match="heads=4 and heads_dim=None go together"):
+        tpi.ParallelNorm(8, heads=4)
+    with pytest.raises(ValueError, match="exclude each other"):
+        tpi.ParallelNorm(8, heads=4, heads_dim=2, sequence_parallel=True)
+    norm = tpi.ParallelNorm(8, heads=4, heads_dim=2)
+    with pytest.raises(ValueError, match=r"its dim 2 \(heads_dim\) must hold 4 heads"):
+        norm(torch.ones(2, 4, 3, 8))
+    with pytest.raises(ValueError, match="its last dim must be features=8"):
+        norm(torch.ones(2, 3, 4, 7))
+    with tpi.set_tp_invariant_mode(True), pytest.raises(TypeError, match=r"x on rank 0 is torch\.float64"):
+        norm.double()(torch.ones(2, 3, 4, 8, dtype=torch.float64))
+
+
+def many_heads_on_rank(tp_group):
+    with pytest.raises(ValueError, match="heads=3 is not divisible by TP degree=2"):
+        tpi.ParallelNorm(8, heads=3, heads_dim=2, tp_group=tp_group)
+
+
+def test_heads_that_the_degree_does_not_divide():
+    run_ranks(many_heads_on_rank, 2)

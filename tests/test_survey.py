@@ -1,0 +1,202 @@
+"""Plans and the survey: which module a pattern speaks of, and what parallelize refuses before it changes anything."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import hf_models
+import pytest
+from torch import nn
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.convert import parallelize
+from tp_invariant.plans import STYLES, Part, own_plan, resolve
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_names_one_component():
+    modules = dict(nn.ModuleDict({"a": nn.ModuleDict({"0": nn.Identity()}), "b10": nn.Identity()}).named_modules())
+    parts, unused = resolve({"*.0": "replicate", "b*": Part("replicate"), "*.*.0": "colwise"}, modules)
+    assert parts == {"a.0": Part("replicate"), "b10": Part("replicate")}
+    assert unused == ["*.*.0"]
+
+
+def test_own_plans_name_the_base_model():
+    model = hf_models.build("llama")
+    plan = own_plan(model)
+    assert plan["lm_head"] == "colwise_gather_output"
+    assert plan["model.layers.*.mlp.down_proj"] == "rowwise"
+    assert own_plan(model.model)["layers.*.mlp.down_proj"] == "rowwise"
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.up, self.drop = nn.Linear(8, 8), nn.Linear(8, 9), nn.Dropout(0.1)
+        self.conv, self.hooked = nn.Conv1d(8, 8, 1), nn.Linear(8, 8)
+        self.hooked.register_forward_hook(lambda *args: None)
+
+
+def refused_on_rank(tp_group):
+    model = Mixture()
+    before = list(model.modules())
+    with pytest.raises(ValueError) as caught:
+        plan = {"experts": "moe_tp_experts", "up": "colwise", "conv": "rowwise", "hooked": "rowwise", "down": "rowwise"}
+        parallelize(model, tp_group, plan)
+    assert list(model.modules()) == before
+    return str(caught.value)
+
+
+def test_all_that_cannot_be_honoured_in_one_error():
+    for text in run_ranks(refused_on_rank, 2):
+        assert text.splitlines() == [
+            "Mixture cannot be made tensor-parallel over 2 ranks; nothing was changed:",
+            "  plan['down']: no module has such a name",
+            "  experts: style 'moe_tp_experts' is not supported; supported are " + ", ".join(STYLES),
+            "  up: out_features=9 is not divisible by TP degree=2",
+            "  drop: dropout p=0.1: its mask would depend on the degree; set p to 0",
+            "  conv: style 'rowwise' needs an nn.Linear, not a Conv1d",
+            "  hooked: has hooks, which the module in its place would not have: register them afterwards",
+        ]
+
+
+def test_a_mixture_of_experts():
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(**{**hf_models.SIZES, "num_experts": 4, "moe_intermediate_size": 32})
+    text = refusal(transformers.Qwen3MoeForCausalLM(config))
+    assert "  model.layers.0.mlp.experts: style 'moe_tp_experts' is not supported; supported are colwise," in text
+
+
+def refusal(model: nn.Module, *args: Any, **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        parallelize(model, None, *args, **options)
+    return str(caught.value)
+
+
+def heads_on_rank(tp_group):
+    with pytest.raises(ValueError) as caught:
+        parallelize(hf_models.build("llama", num_key_value_heads=1), tp_group)
+    return str(caught.value)
+
+
+def test_fewer_key_heads_than_ranks():
+    for text in run_ranks(heads_on_rank, 2):
+        assert "  config: num_key_value_heads=1 is not divisible by TP degree=2" in text
+
+
+def test_dropout_in_a_config():
+    text = refusal(hf_models.build("llama", attention_dropout=0.1))
+    assert "  config.attention_dropout=0.1: dropout's mask would depend on the degree; set it to 0" in text
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2"])
+def test_an_unsafe_attention(name):
+    model = hf_models.build("llama")
+    model.config._attn_implementation = name
+    text = refusal(model)
+    assert f"attn_implementation={name!r} may give a head other bits" in text
+    assert "choose one of 'sdpa', 'eager'" in text
+
+
+def test_an_unsafe_attention_set_later():
+    model = parallelize(hf_models.build("llama"), None)
+    model.config._attn_implementation = "flex_attention"
+    with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match="flex_attention"):
+        model(input_ids=hf_models.batch()["input_ids"])
+
+
+def test_twice():
+    model = parallelize(hf_models.build("llama"), None)
+    assert "  lm_head: is a Linear already" in refusal(model)
+
+
+def test_no_plan():
+    assert "brings no tensor-parallel plan" in refusal(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_the_model_itself():
+    assert "the model itself cannot be swapped in place" in refusal(nn.Linear(2, 2), {"": "colwise"})
+
+
+def test_conflicting_patterns():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=re.escape("plan asks 'colwise' and 'rowwise' of 0: leave one")):
+        parallelize(model, None, {"*": "colwise", "0": "rowwise"})
+
+
+def test_a_norm_over_sharded_heads_needs_its_style():
+    model = hf_models.build("qwen3")
+    plan = {k: v for k, v in own_plan(model).items() if not k.endswith("k_norm")}
+    text = refusal(model, plan)
+    wanted = "needs the style 'replicated_with_grad_allreduce'"
+    assert f"k_norm: normalises what model.layers.0.self_attn.k_proj has sharded: it {wanted}" in text
+
+
+def test_heads_that_the_models_own_plan_leaves_out():
+    """A model's own plan may leave them out, as older ones did: the class tells."""
+    model = hf_models.build("qwen3")
+    model._tp_plan = {k: v for k, v in own_plan(model).items() if "_norm" not in k}
+    model.config.base_model_tp_plan = {}
+    norm = parallelize(model, None).model.layers[1].self_attn.k_norm
+    assert (norm.heads, norm.heads_dim) == (4, 2)
+
+
+def test_an_unknown_norm_stays_where_all_is_whole():
+    class OddNorm(nn.BatchNorm1d):
+        pass
+
+    model = hf_models.build("llama")
+    model.model.layers[0].odd = OddNorm(64)
+    assert type(parallelize(copy.deepcopy(model), None).model.layers[0].odd) is OddNorm
+    assert "layers.0.odd: OddNorm is no LayerNorm or RMSNorm that this library knows" in refusal(
+        model, sequence_parallel=True
+    )
+
+
+def test_parameters_beside_sharded_features():
+    """Their gradient would be a part of a sum: a learned activation, attention sinks."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8))
+    plan = {"0": "colwise", "2": "rowwise"}
+    assert "1: PReLU has parameters beside column-parallel layers, and may see this rank's features" in refusal(
+        model, plan
+    )
+    assert type(parallelize(model, None, {**plan, "1": "replicate"})[1]) is nn.PReLU
+
+
+def test_a_tie_with_what_is_not_swapped():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 4))
+    model[1].bias = model[0].bias
+    assert "0 and 1 share a parameter, and not all of them can be swapped" in refusal(model, {"0": "replicate"})
+
+
+def test_ties_that_are_sharded_in_two_ways():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    assert "0 and 1 share a parameter but not the way it is sharded" in refusal(model, {"0": "colwise", "1": "rowwise"})
+
+
+def test_what_sequence_parallel_cannot_place():
+    model = hf_models.build("llama")
+    model.model.layers[1].extra = nn.Linear(64, 64)
+    model.model.layers[1].inner = nn.Sequential(nn.LayerNorm(64), nn.Conv1d(4, 4, 1))
+    assert isinstance(parallelize(copy.deepcopy(model), None).model.layers[1].extra, tpi.Linear)
+    assert refusal(model, sequence_parallel=True).splitlines()[1:] == [
+        "  model.layers.1.extra: is in no pattern of the plan, and under sequence_parallel sees this rank's tokens",
+        "  model.layers.1.inner.0: is a norm neither of a decoder layer itself nor in a block: which tokens it "
+        "sees is unknown",
+        "  model.layers.1.inner.1: Conv1d has parameters and would see this rank's tokens only",
+    ]
+    assert "no decoder layers, or several" in refusal(
+        nn.Sequential(nn.Linear(2, 2)), {"0": "colwise"}, sequence_parallel=True
+    )

@@ -1,0 +1,136 @@
+"""parallelize: the modules of a model swapped, by a plan, for this library's; a Hugging Face model brings its own.
+
+First a survey (survey.py): what will take each module's place, and a list of all that cannot be honoured. Only if that
+list is empty is anything changed. What keeps a whole model invariant:
+
+    linear        nn.Linear -> tpi.Linear by its style; without one it stays whole, on invariant kernels
+    embedding     nn.Embedding -> tpi.VocabParallelEmbedding, by rows or whole
+    norm          -> ParallelNorm, which knows whether this rank has some of the tokens, or some of the heads
+    activation    -> WholeVectors, see elementwise.py
+    attention     -> safe_attention, see attention_choice.py; a Hugging Face model's loss: hugging_face.py
+
+With sequence_parallel the hidden states [B, S, H] are sharded along S from the first decoder layer to the last one.
+Hooks scatter what the first layer gets, gather what a block gets (a module with column-parallel layers: attention,
+MLP), since models take the sequence's length from that, and gather what the final norm returns; row-parallel layers
+scatter. Positions, masks and logits see the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import hugging_face
+from .attention_choice import SafeSdpa
+from .collectives import Group, gather_sequence, resolve_group, scatter_sequence
+from .gemm import GemmFn, check_callable
+from .plans import Part, own_plan
+from .survey import SEQUENCE_DIM, Survey
+
+
+def parallelize(
+    model: nn.Module,
+    tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+    plan: Mapping[str, str | Part] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    gemm_fn: GemmFn | None = None,
+) -> nn.Module:
+    """Swaps modules of `model`, in place, for tensor-parallel ones with this rank's part of their weights.
+
+        model = tpi.parallelize(AutoModelForCausalLM.from_pretrained(..), tp_group)
+        mlp = tpi.parallelize(nn.Sequential(..), tp_group, {"0": "colwise", "2": "rowwise"})
+
+    Call it on every rank, also at TP=1, with the same full model, before the optimizer is made. Parameters keep their
+    names, values, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and outputs are
+    whole and the same on every rank. The mode is read at every call: off, the same model runs stock tensor parallelism
+    with its own attention.
+
+    Args:
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
+        plan: {pattern: style or Part}, see plans.py; None takes the plan that a Hugging Face model brings.
+        sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
+            `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token;
+            hidden states that a model returns layer by layer are then this rank's tokens.
+        gemm_fn: for all linear layers, as for Linear (attention takes the process-wide or bundled one).
+
+    Raises:
+        ValueError: with one line for each thing that cannot be honoured, before anything is changed: unknown styles (of
+            mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
+            divide, modules of other classes, dropout, an attention that is forced and not safe.
+    """
+    survey = Survey(model, resolve_group(tp_group), sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
+    survey.run(own_plan(model) if plan is None else plan)
+    if survey.problems:
+        raise ValueError(
+            f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
+            "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
+        )
+    _swap(model, survey.swaps)
+    if survey.is_hugging_face:
+        hugging_face.install(model)
+    else:
+        for parent in sorted({name.rpartition(".")[0] for name in survey.swaps}):
+            SafeSdpa(model.get_submodule(parent))
+    if survey.stack is not None:
+        hooks = _SequenceHooks(survey.group if sequence_parallel else Group(None, 0, 1))
+        survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
+        for block in survey.blocks:
+            model.get_submodule(block).register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
+        model.get_submodule(survey.stack.norm_name).register_forward_hook(hooks.gather)
+    return model
+
+
+def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> None:
+    """Puts the new modules in the old ones' places; parameters that were one stay one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a module may stand in several
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(id(child), []).append((parent, name))
+    tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one too, so that its id stays its own
+    for name, make in swaps.items():
+        old = model.get_submodule(name)
+        new = make()
+        for key, parameter in old.named_parameters(recurse=False):
+            if id(parameter) in tied:
+                setattr(new, key, tied[id(parameter)][1])
+            elif isinstance(made := getattr(new, key, None), nn.Parameter):
+                tied[id(parameter)] = parameter, made
+        for parent, attribute in places[id(old)]:
+            setattr(parent, attribute, new)
+
+
+class _SequenceHooks:
+    """Into the sequence-parallel region and its blocks, and out of it; nothing moves in a group of one."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return _with_first(scatter_sequence, self.group, args, kwargs)
+
+    def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return _with_first(_gather_into_block, self.group, args, kwargs)
+
+    def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return gather_sequence(output, self.group, SEQUENCE_DIM)
+
+
+def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Also a node of its own in the graph, with or without sequence parallelism: so autograd adds the gradients of the
+    block's uses of x to each other first, and to the residual's after, in one order at every degree."""
+    return gather_sequence(x.view_as(x), group, dim)
+
+
+def _with_first(move: Callable, group: Group, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a layer or block with its hidden states moved: the first one, or that of this name."""
+    if args:
+        return (move(args[0], group, SEQUENCE_DIM), *args[1:]), kwargs
+    if "hidden_states" not in kwargs:
+        raise TypeError(f"hidden states must come first or as hidden_states=..; got {', '.join(kwargs) or 'nothing'}")
+    return args, {**kwargs, "hidden_states": move(kwargs["hidden_states"], group, SEQUENCE_DIM)}

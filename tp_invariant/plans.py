@@ -1,0 +1,117 @@
+"""Tensor-parallel plans as data: what each style means, which module a pattern speaks of, what models are special.
+
+A plan is {pattern: style}. A pattern is a module's name in which `*` stands for one component
+("layers.*.mlp.up_proj"). A style is a name below, Hugging Face's, or a `Part` that adds options to one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+# style: options of tpi.Linear
+LINEAR_STYLES: dict[str, dict[str, Any]] = {
+    "colwise": dict(parallel_mode="column"),
+    "colwise_gather_output": dict(parallel_mode="column", gather_output=True),
+    "colwise_rep": dict(parallel_mode="column", gather_output=True),  # its name up to transformers 4
+    "packed_colwise": dict(parallel_mode="column", partition_stride=2),
+    "rowwise": dict(parallel_mode="row"),
+    "rowwise_split_input": dict(parallel_mode="row", input_is_parallel=False),
+    "rowwise_rep": dict(parallel_mode="row", input_is_parallel=False),
+    "packed_rowwise": dict(parallel_mode="row", partition_stride=2),
+}
+EMBEDDING_STYLE = "embedding_rowwise"
+HEADS_STYLE = (
+    "replicated_with_grad_allreduce"  # a norm of each head: the sum over heads is this library's, no all-reduce
+)
+# `sequence_parallel` is what norms between layers do anyway under parallelize(sequence_parallel=True)
+WHOLE_STYLES = ("replicate", "sequence_parallel")
+STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, *WHOLE_STYLES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a plan asks for one module.
+
+    Args:
+        style: one of STYLES.
+        partition_stride: for linear layers: in how many stacked pieces ([gate; up] is 2) the sharded dim comes.
+        heads_dim: for "replicated_with_grad_allreduce": the dim of the norm's input that holds the heads.
+    """
+
+    style: str
+    partition_stride: int | None = None
+    heads_dim: int | None = None
+
+    def linear_options(self) -> dict[str, Any]:
+        """tpi.Linear's options; none for a style that is not for linear layers."""
+        stride = {} if self.partition_stride is None else dict(partition_stride=self.partition_stride)
+        return {**LINEAR_STYLES[self.style], **stride} if self.style in LINEAR_STYLES else {}
+
+
+# --- what plans do not say ------------------------------------------------------------------------------------------
+
+# Attention classes whose q_norm and k_norm take [B, S, heads, D] (2), or [B, heads, S, D] (1).
+HEADS_DIM = {
+    "ApertusAttention": 1,
+    "Exaone4Attention": 1,
+    "Gemma3Attention": 1,
+    "Qwen3Attention": 2,
+}
+# MLPs that take gate and up out of one projection by chunk(2, dim=-1). Their plan gathers its output, which keeps the
+# order of [gate; up]; with partition_stride=2 the shards keep it, and nothing needs gathering.
+FUSED_GATE_UP = ("Glm4MLP", "GlmMLP", "Phi3MLP")
+_FUSED_STYLES = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that a Hugging Face model brings: its config's for the base model, merged with its class's.
+
+    Raises:
+        ValueError: it brings none.
+    """
+    config: Any = getattr(model, "config", None)
+    base = getattr(config, "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix and isinstance(getattr(model, prefix, None), nn.Module):
+        base = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
+    plan = {**base, **(getattr(model, "_tp_plan", None) or {})}
+    if not plan:
+        raise ValueError(
+            f"{type(model).__name__} brings no tensor-parallel plan (config.base_model_tp_plan, _tp_plan): give "
+            'plan={"layers.*.up": "colwise", "layers.*.down": "rowwise", ..}'
+        )
+    return plan
+
+
+def resolve(plan: Mapping[str, str | Part], modules: Mapping[str, nn.Module]) -> tuple[dict[str, Part], list[str]]:
+    """({module name: Part}, patterns that match nothing), for the modules' names.
+
+    Raises:
+        TypeError: a style that is neither a string nor a Part.
+        ValueError: two patterns that ask different things of one module.
+    """
+    parts: dict[str, Part] = {}
+    unused = []
+    for pattern, style in plan.items():
+        if not isinstance(style, (str, Part)):
+            raise TypeError(f"plan[{pattern!r}]={style!r} is a {type(style).__name__}: give a style's name or a Part")
+        part = Part(style) if isinstance(style, str) else style
+        names = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+        found = [name for name in modules if names.fullmatch(name)]
+        if not found:
+            unused.append(pattern)
+        for name in found:
+            if parts.setdefault(name, part) != part:
+                raise ValueError(f"plan asks {parts[name].style!r} and {part.style!r} of {name}: leave one")
+    for name, module in modules.items():
+        gate_up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
+        if type(module).__name__ in FUSED_GATE_UP and gate_up in parts and down in parts:
+            asked = parts[gate_up], parts[down]
+            if all(part == Part(part.style) and part.style in s for part, s in zip(asked, _FUSED_STYLES, strict=True)):
+                parts[gate_up], parts[down] = Part("packed_colwise"), Part("rowwise")
+    return parts, unused

@@ -1,0 +1,318 @@
+"""What parallelize will do to a model, and all that it cannot: found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import hugging_face
+from .collectives import Group
+from .elementwise import WholeVectors
+from .gemm import GemmFn
+from .linear import Linear
+from .parallel_norm import ParallelNorm, recognise_norm
+from .parameters import ShardedModule
+from .plans import EMBEDDING_STYLE, HEADS_DIM, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
+from .vocab_embedding import VocabParallelEmbedding
+
+SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
+
+
+class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
+    """One whose output is multiplied by `scale_by`, rounded to the weight's dtype first (Gemma's)."""
+
+    scale_by = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.weight.new_tensor(self.scale_by)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where the decoder layers are: `prefix` of their names ("model.layers."), and the norm after them."""
+
+    prefix: str
+    layers: nn.ModuleList
+    norm_name: str
+
+    @classmethod
+    def find(cls, modules: Mapping[str, nn.Module]) -> Stack | None:
+        found = []
+        for name, module in modules.items():
+            layers, norm, dot = (
+                getattr(module, "layers", None),
+                getattr(module, "norm", None),
+                f"{name}." if name else "",
+            )
+            if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
+                found.append(cls(f"{dot}layers.", layers, f"{dot}norm"))
+        return found[0] if len(found) == 1 else None
+
+
+@dataclass
+class Survey:
+    """What will be done, and what cannot be."""
+
+    model: nn.Module
+    group: Group
+    sequence_parallel: bool
+    gemm_fn: GemmFn | None
+    own_plan: bool  # whether the plan is the model's own, which may speak of modules that it has not
+    swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
+    problems: list[str] = field(default_factory=list)
+    stack: Stack | None = None
+    column_parents: frozenset[str] = frozenset()  # names of the modules with column-parallel layers, not gathered
+    blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
+        config: Any = getattr(self.model, "config", None)
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.is_hugging_face = hasattr(self.config, "_attn_implementation")
+
+    def run(self, plan: Mapping[str, str | Part]) -> None:
+        self.parts, unused = resolve(plan, self.modules)
+        if not self.own_plan:
+            self.problems += [f"plan[{pattern!r}]: no module has such a name" for pattern in unused]
+        self.stack = Stack.find(self.modules)
+        if self.sequence_parallel and self.stack is None:
+            self.problems.append(
+                "sequence_parallel=True: no decoder layers, or several, to shard the hidden states between (a module "
+                "with `layers`, an nn.ModuleList, and `norm`)"
+            )
+        self._plan_blocks()
+        self._plan_ties()
+        for name, module in self.modules.items():
+            self._look_at(name, module)
+        self._check_ties()
+        self._check_config()
+
+    def _plan_blocks(self) -> None:
+        columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
+        self.column_parents = frozenset(n.rpartition(".")[0] for n, o in columns.items() if not o.get("gather_output"))
+        if self.stack is None:
+            return
+        blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)}
+        if self.sequence_parallel:
+            for name in filter(self._is_layer, blocks):
+                self._problem(name, "has column-parallel layers itself: sequence_parallel needs them in a submodule")
+        self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
+
+    def _is_layer(self, name: str) -> bool:
+        return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
+
+    def _plan_ties(self) -> None:
+        """An embedding that shares its weight with a column-parallel output layer is sharded with it."""
+        sharded = {
+            id(linear.weight)
+            for name, part in self.parts.items()
+            if part.linear_options().get("parallel_mode") == "column"
+            and isinstance(linear := self.modules[name], nn.Linear)
+        }
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
+                self.parts.setdefault(name, Part(EMBEDDING_STYLE))
+
+    def _look_at(self, name: str, module: nn.Module) -> None:
+        part = self.parts.get(name)
+        before = len(self.problems)
+        if part is not None and part.style not in STYLES:
+            self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
+        elif isinstance(module, ShardedModule):
+            self._problem(name, f"is a {type(module).__name__} already")
+        elif isinstance(module, nn.Dropout) and module.p:
+            self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
+        elif type(module) is nn.Linear:
+            self._linear(name, module, part or Part("replicate"))
+        elif isinstance(module, nn.Embedding):
+            self._embedding(name, module, part or Part("replicate"))
+        elif part is not None and part.style in (*LINEAR_STYLES, EMBEDDING_STYLE):
+            wanted = "an nn.Embedding" if part.style == EMBEDDING_STYLE else "an nn.Linear"
+            self._problem(name, f"style {part.style!r} needs {wanted}, not a {type(module).__name__}")
+        elif "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False)):
+            self._norm(name, module, part or Part("replicate"))
+        elif part is not None and part.style == HEADS_STYLE:
+            self._problem(name, f"style {part.style!r} needs a norm with a weight, not a {type(module).__name__}")
+        elif _is_activation(module):
+            self.swaps[name] = lambda: WholeVectors(module)
+        elif part is None and any(True for _ in module.parameters(recurse=False)):
+            if self._sees_part(name):
+                self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
+            elif {name, name.rpartition(".")[0]} & self.column_parents:  # an activation with weights, attention sinks
+                self._problem(
+                    name,
+                    f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
+                    "features only: if it sees them all, give it the style 'replicate'",
+                )
+        if name in self.swaps and len(self.problems) == before:
+            if not name:
+                self._problem(name, "the model itself cannot be swapped in place: wrap it, say in an nn.Sequential")
+            elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+                self._problem(name, "has hooks, which the module in its place would not have: register them afterwards")
+
+    def _problem(self, name: str, text: str) -> None:
+        self.problems.append(f"{name or type(self.model).__name__}: {text}")
+
+    def _sees_part(self, name: str) -> bool:
+        """Whether, under sequence_parallel, the module `name` gets this rank's tokens: in the stack, in no block."""
+        in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
+        return self._in_stack(name) and not in_block
+
+    def _in_stack(self, name: str) -> bool:
+        return self.sequence_parallel and self.stack is not None and name.startswith(self.stack.prefix)
+
+    def _divides(self, name: str, size_name: str, size: int, parts: int, parts_name: str = "TP degree") -> None:
+        if size % parts:
+            self._problem(name, f"{size_name}={size} is not divisible by {parts_name}={parts}")
+
+    # --- one kind of module each
+
+    def _linear(self, name: str, linear: nn.Linear, part: Part) -> None:
+        if part.style in WHOLE_STYLES:
+            if self._sees_part(name):
+                self._problem(name, "is in no pattern of the plan, and under sequence_parallel sees this rank's tokens")
+            options: dict[str, Any] = dict(parallel_mode=None)
+        elif part.style in LINEAR_STYLES:
+            options = part.linear_options()
+            size_name = "out_features" if options["parallel_mode"] == "column" else "in_features"
+            stride = options.get("partition_stride", 1)
+            self._divides(
+                name, size_name, getattr(linear, size_name), self.group.size * stride,
+                "TP degree" if stride == 1 else "TP degree x partition_stride",
+            )  # fmt: skip
+        else:
+            return self._problem(name, f"style {part.style!r} is not for an nn.Linear")
+        if self._in_stack(name) and options["parallel_mode"] == "row":
+            options |= dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
+        self.swaps[name] = lambda: Linear.from_linear(linear, tp_group=self.group, gemm_fn=self.gemm_fn, **options)
+
+    def _embedding(self, name: str, embedding: nn.Embedding, part: Part) -> None:
+        if part.style != EMBEDDING_STYLE and part.style not in WHOLE_STYLES:
+            return self._problem(name, f"style {part.style!r} is not for an nn.Embedding: choose {EMBEDDING_STYLE!r}")
+        group = self.group if part.style == EMBEDDING_STYLE else None
+        self._divides(name, "num_embeddings", embedding.num_embeddings, 1 if group is None else group.size)
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            self._problem(name, "max_norm, scale_grad_by_freq and sparse are not supported")
+        if self._sees_part(name):
+            self._problem(name, "is an embedding inside a decoder layer: not supported under sequence_parallel")
+        scale = None
+        if type(embedding) is not nn.Embedding:
+            scale = _scale_of(embedding)
+            if scale is None:
+                return self._problem(name, f"{type(embedding).__name__} is no nn.Embedding times an embed_scale")
+
+        def make() -> nn.Module:
+            if scale is None:
+                return VocabParallelEmbedding.from_embedding(embedding, tp_group=group)
+            scaled = ScaledVocabParallelEmbedding.from_embedding(embedding, tp_group=group)
+            assert isinstance(scaled, ScaledVocabParallelEmbedding)
+            scaled.scale_by = scale
+            return scaled
+
+        self.swaps[name] = make
+
+    def _norm(self, name: str, norm: nn.Module, part: Part) -> None:
+        parent, _, own = name.rpartition(".")
+        projection = f"{parent}.{own.removesuffix('_norm')}_proj" if own.endswith("_norm") else ""
+        over_heads = self.parts.get(projection, part).style in ("colwise", "packed_colwise")
+        final = self.sequence_parallel and self.stack is not None and name == self.stack.norm_name
+        known = type(self.modules[parent]).__name__ in HEADS_DIM
+        if over_heads and known and self.own_plan and part.style in WHOLE_STYLES:
+            part = Part(HEADS_STYLE)  # plans of older versions of transformers leave these out
+        options: dict[str, Any] = {}
+        if recognise_norm(norm) is None:
+            if part.style not in WHOLE_STYLES or over_heads or final or self._in_stack(name):
+                self._problem(name, f"{type(norm).__name__} is no LayerNorm or RMSNorm that this library knows")
+            return  # else every rank computes the same on the whole
+        if part.style == HEADS_STYLE:
+            options = self._heads(name, norm, part, projection)
+        elif part.style not in WHOLE_STYLES:
+            self._problem(name, f"style {part.style!r} is not for a norm")
+        elif over_heads:
+            self._problem(name, f"normalises what {projection} has sharded: it needs the style {HEADS_STYLE!r}")
+        elif self._sees_part(name) and not self._is_layer(parent):
+            self._problem(
+                name, "is a norm neither of a decoder layer itself nor in a block: which tokens it sees is unknown"
+            )
+        elif self._sees_part(name) or final:
+            options = dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
+        self.swaps[name] = lambda: ParallelNorm.from_norm(norm, tp_group=self.group, **options)
+
+    def _heads(self, name: str, norm: nn.Module, part: Part, projection: str) -> dict[str, Any]:
+        attention = type(self.modules[name.rpartition(".")[0]]).__name__
+        heads_dim = HEADS_DIM.get(attention) if part.heads_dim is None else part.heads_dim
+        linear = self.modules.get(projection)
+        if heads_dim is None:
+            self._problem(name, f"which dim of its input holds the heads is not known for {attention}: give heads_dim")
+        if not isinstance(linear, nn.Linear):
+            self._problem(name, f"has no {projection or 'projection'} beside it, to tell the number of heads")
+            return {}
+        heads = linear.out_features // norm.get_parameter("weight").numel()
+        self._divides(name, "heads", heads, self.group.size)
+        return dict(heads=heads, heads_dim=heads_dim)
+
+    # --- the whole model
+
+    def _check_ties(self) -> None:
+        """Modules that share a parameter must shard it alike."""
+        users: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                users.setdefault(id(parameter), []).append(name)
+        for names in users.values():
+            dims = {name: self._sharded_dim(name) for name in names}
+            if len(set(dims.values())) > 1:
+                self.problems.append(f"{' and '.join(names)} share a parameter but not the way it is sharded")
+            elif len({name in self.swaps for name in names}) > 1:
+                self.problems.append(f"{' and '.join(names)} share a parameter, and not all of them can be swapped")
+
+    def _sharded_dim(self, name: str) -> Any:
+        part = self.parts.get(name, Part("replicate"))
+        if part.style == EMBEDDING_STYLE:
+            return 0, 1
+        options = part.linear_options()
+        if "parallel_mode" not in options:
+            return None
+        return 0 if options["parallel_mode"] == "column" else 1, options.get("partition_stride", 1)
+
+    def _check_config(self) -> None:
+        if not self.is_hugging_face:
+            return
+        if problem := hugging_face.problem_with(self.config):
+            self.problems.append(problem)
+        for name, value in vars(self.config).items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:
+                self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
+        if any(p.style == "colwise" and "att" in type(self._parent(n)).__name__.lower() for n, p in self.parts.items()):
+            for name in ("num_attention_heads", "num_key_value_heads"):
+                if isinstance(heads := getattr(self.config, name, None), int):
+                    self._divides("config", name, heads, self.group.size)
+
+    def _parent(self, name: str) -> nn.Module:
+        return self.modules[name.rpartition(".")[0]]
+
+
+_ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """An elementwise function with exp or tanh in it: torch's, or one of transformers/activations.py."""
+    if any(True for _ in module.parameters()):
+        return False
+    return isinstance(module, _ACTIVATIONS) or type(module).__module__ == "transformers.activations"
+
+
+def _scale_of(embedding: nn.Embedding) -> float | None:
+    """The embed_scale of an embedding class whose output is that times the rows, found by trying; else None."""
+    scale = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        return None
+    weight = embedding.weight.detach()
+    ids = weight.new_zeros(1, dtype=torch.long).expand(2)
+    rows = F.embedding(ids, weight) * weight.new_tensor(float(scale))
+    return float(scale) if (embedding(ids) == rows).all() else None
