@@ -4,16 +4,17 @@ The recipe, for one element of C. K is walked in order, 16 at a time, into one f
   1. the 16 products are exact; a product's exponent is ea + eb, so its significand lies in [1, 4), not renormalised.
      A subnormal operand has the smallest normal exponent and no hidden bit;
   2. all 17 terms, products and accumulator, are aligned to the largest exponent among them and truncated toward zero
-     to 25 fraction bits below it. A zero product has no exponent; the accumulator's is never below -126, not even if
-     it is zero or subnormal;
+     to 25 fraction bits below it. A zero product has no exponent; a subnormal accumulator has -126, a zero one -133,
+     so that a step never keeps anything below 2^-158;
   3. the 17 integers are added exactly, and the sum is truncated toward zero to fp32: 24 bits, fewer if subnormal.
      What reaches 2^128 is infinite.
 Then, as in kernels/matmul.py: +0.0 is added (so no zero is negative), bias is added in fp32, and one rounding to
 nearest even makes the output. NaN and infinity go as in IEEE arithmetic, and every NaN is 0x7fffffff (16 bit: 0x7fff).
 
-Measured on an H200 for bf16 with wide exponents: 16 a step, 25 fraction bits, truncation. How zeros, subnormals,
-overflow and NaN go is as published for this chip in MMA-Sim (arXiv 2511.10909); benchmarks/probe_tensor_core.py asks a
-GPU about each. `Recipe` holds what such a probe may vary.
+Measured on an H200 (torch 2.11, Triton 3.6): benchmarks/probe_tensor_core.py asks a GPU about each of these points.
+Most are published for this chip in MMA-Sim (arXiv 2511.10909), whose zeros all have -126. The -133 of a zero
+accumulator is the only value that gives every bit of sums near 2^-149 (-132 loses 0.4% of them, -134 0.2%, no exponent
+0.3%, -126 38%); why it is that is not known. `Recipe` holds what such a probe may vary.
 
 All of it is elementwise float64 arithmetic, and every operation on it is exact or a truncation: products have at most
 22 bits, aligned terms are integers below 2^27 (their sum below 2^32), and scales are powers of two. So neither threads
@@ -53,7 +54,7 @@ class Recipe:
     group: int = 16
     fraction_bits: int = 25
     accumulator_floor: int | None = -126
-    zero_accumulator: int | None = -126
+    zero_accumulator: int | None = -133
     zero_products: bool = False
     subnormal_inputs: str = "kept"
     flush: bool = False

@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from layer_cases import Case, assert_cases_invariant, full_data, run
-from tensor_core_data import ALTERNATIVES, CASES, gpu_kernels, mismatches, numbers, operands
+from tensor_core_data import (
+    ALTERNATIVES,
+    CASES,
+    RECORDED,
+    RECORDED_SHAPE,
+    gpu_kernels,
+    mismatches,
+    numbers,
+    operands,
+)
 
 from tp_invariant.kernels import reference, tensor_core
 from tp_invariant.kernels.tensor_core import HOPPER, Recipe, matmul, model
-from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, run_ranks, wide_randn
+from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, digest, run_ranks, wide_randn
 
 DTYPES = tensor_core.DTYPES
 DIGITS = {torch.bfloat16: (7, 127), torch.float16: (10, 15), torch.float32: (23, 127)}
@@ -59,7 +68,8 @@ def fp32_step(acc, products):
     special = {term for term in terms if isinstance(term, str)}
     if special:
         return NAN if len(special) > 1 or "nan" in special else INFINITY | (special == {"-inf"}) << 31
-    top = max([terms[0][2]] + [exponent for significand, _, exponent in terms[1:] if significand])
+    least = terms[0][2] if terms[0][0] else -133
+    top = max([least] + [exponent for significand, _, exponent in terms[1:] if significand])
     total = sum(toward_zero(significand, top - 25 - last) for significand, last, _ in terms)
     drop = max(abs(total).bit_length() - 24, -149 - (top - 25))
     magnitude, last = abs(toward_zero(total, drop)), drop + top - 25
@@ -91,6 +101,54 @@ def test_the_recipe(name, dtype):
     got, want = matmul(a, b, out_dtype=torch.float32), by_integers(a, b)
     count, text = mismatches(got, want)
     assert not count, f"{count} of {got.numel()} elements differ:\n{text}"
+
+
+def in_steps(*steps):
+    """A sum of products: for each step its terms, (sign, exponent)."""
+    a, b = torch.zeros(2, 16 * len(steps), dtype=torch.float64)
+    for start, terms in zip(range(0, len(a), 16), steps, strict=True):
+        for k, (sign, exponent) in enumerate(terms, start):
+            a[k], b[k] = sign * 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
+    return matmul(a[None].bfloat16(), b[:, None].bfloat16(), out_dtype=torch.float32).item()
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "least"),
+    [
+        ([], [(1, -140)], -158),
+        ([[(1, -140), (-1, -140)]], [(1, -140)], -158),
+        ([[(1, -150)]], [(1, -140)], -158),
+        ([[(1, -140)]], [], -151),
+        ([[(1, -126)]], [], -151),
+    ],
+    ids=["zero", "cancelled", "truncated to zero", "subnormal", "normal"],
+)
+def test_the_least_term_that_a_step_keeps(before, first, least):
+    """25 bits below the accumulator's exponent: -126 of a subnormal one, -133 of a zero one, however it came to be."""
+    total = in_steps(*before, first)
+    assert total in (2.0**-140, 2.0**-126)
+    assert in_steps(*before, [*first, (-1, least)]) == total - 2.0**-149  # truncated toward zero, so any rest shows
+    assert in_steps(*before, [*first, (-1, least - 1)]) == total
+
+
+def first_digits(obj):
+    return digest(obj)[:16]
+
+
+@pytest.mark.parametrize(("name", "k"), RECORDED, ids=str)
+def test_recorded_bits_of_an_h200(name, k):
+    a, b = operands(name, *RECORDED_SHAPE, k, torch.bfloat16)
+    data, sums = RECORDED[name, k]
+    assert first_digits((a, b)) == data, "torch's generator gives other numbers than those recorded: record them again"
+    assert first_digits(matmul(a, b, out_dtype=torch.float32)) == sums
+
+
+@pytest.mark.parametrize("label", [label for label in ALTERNATIVES if "accumulators" in label])
+def test_recorded_bits_refute(label):
+    """The negative control: with another exponent for small accumulators the H200's bits do not come out."""
+    a, b = operands("sums below subnormals", *RECORDED_SHAPE, 32, torch.bfloat16)
+    other = model(a, b, None, torch.float32, ALTERNATIVES[label])
+    assert first_digits(other) != RECORDED["sums below subnormals", 32][1]
 
 
 def test_data_reach_what_they_are_made_for():
