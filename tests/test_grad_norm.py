@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -349,11 +349,303 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def test_gradients_as_dtensors_are_refused(one_rank):
-    from torch.distributed.tensor import Replicate, distribute_tensor  # slow to import
+def refused(p, text, tp_group=None):
+    before = p.grad.to_local().clone()
+    for mode in (True, False):
+        with tpi.set_tp_invariant_mode(mode), pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            tpi.clip_grad_norm_(p, 1.0, tp_group=tp_group)
+    assert_bitwise_equal(p.grad.to_local(), before)
 
-    p = torch.nn.Parameter(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()]))
-    p.grad = torch.ones_like(p)
-    text = "the gradient of parameter 0 with shape (2,) on rank 0 is a DTensor: only plain tensors are supported"
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
-        tpi.clip_grad_norm_(p, 1.0, tp_group=None)
+
+def test_a_partial_gradient(one_rank):
+    from torch.distributed.tensor import DTensor, Partial
+
+    grad = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()])
+    p = torch.nn.Parameter(torch.empty_like(grad))
+    p.grad = grad
+    refused(
+        p,
+        "the gradient of parameter 0 with shape (2,) on rank 0 is a DTensor placed as (Partial(sum),) on the mesh [0]: "
+        "a Partial is a sum still to be taken, and taking it here would add on the wire. Redistribute the gradient to "
+        "Shard or Replicate first",
+    )
+
+
+# --- DTensors -------------------------------------------------------------------------------------------------------
+
+# name: (shape, sharded dim or None); on 8 ranks the uneven ones leave some of them with less, or with nothing
+DTENSORS = {
+    "even.0": ((48, 40), 0),
+    "even.1": ((20, 48), 1),
+    "even.bias": ((48,), 0),
+    "uneven.0": ((13, 24), 0),
+    "uneven.last": ((9, 5, 11), 2),
+    "few": ((3, 70), 0),
+    "whole": ((7, 40), None),
+    "scalar": ((), None),
+}
+
+
+def dtensor_gradients(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    return {name: wide_randn(*shape, generator=generator, spread=2).to(dtype) for name, (shape, _) in DTENSORS.items()}
+
+
+def with_gradient(grad):
+    """A parameter whose gradient is a copy of grad."""
+    p = torch.nn.Parameter(grad.clone())
+    p.grad = grad.clone()
+    return p
+
+
+def plain_reference(gradients, leaf_dims, max_norm=1.0, **options):
+    """(norm, clipped gradients) of whole plain parameters with these leaf dims."""
+    made = {name: with_gradient(grad) for name, grad in gradients.items()}
+    for name, p in made.items():
+        mark_sharded(p, leaf_dims[name], 1)
+    with tpi.set_tp_invariant_mode(True):
+        total = tpi.clip_grad_norm_(made.values(), max_norm, tp_group=None, **options)
+    return total, {name: p.grad for name, p in made.items()}
+
+
+def clip_dtensors(mesh, gradients, placements, mode=True, plain=None, tp_group=None, **options):
+    """(norm, full clipped gradients); `plain` parameters are clipped along, those first."""
+    from torch.distributed.tensor import distribute_tensor
+
+    made = {
+        name: with_gradient(distribute_tensor(grad, mesh, placements[name], src_data_rank=None))
+        for name, grad in gradients.items()
+    }
+    with tpi.set_tp_invariant_mode(mode):
+        total = tpi.clip_grad_norm_([*(plain or {}).values(), *made.values()], 1.0, tp_group=tp_group, **options)
+    assert type(total) is torch.Tensor
+    return total, {name: p.grad.full_tensor() for name, p in made.items()}
+
+
+def one_dim_placements():
+    from torch.distributed.tensor import Replicate, Shard
+
+    return {name: [Replicate() if dim is None else Shard(dim)] for name, (_, dim) in DTENSORS.items()}
+
+
+def close_to_torch(total, grads, gradients, **options):
+    expected, expected_grads = torchs(gradients, 1.0, **options)
+    rtol = 1e-6 if next(iter(grads.values())).dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.double(), expected_grads[name], rtol=rtol, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtensors_have_the_bits_of_plain_tensors_at_every_degree(dtype, norm_type):
+    gradients = dtensor_gradients(dtype)
+
+    def on_rank(tp_group):
+        mesh = DeviceMesh.from_group(tp_group, "cpu")
+        return clip_dtensors(mesh, gradients, one_dim_placements(), norm_type=norm_type)
+
+    total, grads = plain_reference(gradients, {name: dim for name, (_, dim) in DTENSORS.items()}, norm_type=norm_type)
+    close_to_torch(total, grads, gradients, norm_type=norm_type)
+    for world in DEGREES:
+        for rank, result in enumerate(run_ranks(on_rank, world)):
+            assert_bitwise_equal(result, (total, grads), f"rank {rank} of {world}")
+
+
+def test_dtensors_and_plain_tensors_together():
+    gradients, plain_gradients = dtensor_gradients(), full_gradients(spread=3)
+
+    def on_rank(tp_group):
+        plain = parameters_of(plain_gradients, tp_group)
+        mesh = DeviceMesh.from_group(tp_group, "cpu")
+        total, grads = clip_dtensors(mesh, gradients, one_dim_placements(), plain=plain, tp_group=tp_group)
+        return total, {**grads, **{name: p.grad for name, p in plain.items() if p.grad is not None}}
+
+    (first,) = run_ranks(on_rank, 1)
+    close_to_torch(*first, {**gradients, **plain_gradients})
+    for world in (2, 4, 8):
+        results = run_ranks(on_rank, world)
+        for total, grads in results:
+            assert_bitwise_equal(total, first[0], f"TP={world}")
+            assert_bitwise_equal({n: grads[n] for n in gradients}, {n: first[1][n] for n in gradients}, f"TP={world}")
+        assert_bitwise_equal(unsharded(results), {n: first[1][n] for n in plain_gradients}, f"TP={world}")
+
+
+def test_dtensors_with_the_mode_off():
+    """torch's norm of a DTensor: right, but other bits at other degrees, so the tests of equality can fail."""
+    gradients = dtensor_gradients()
+
+    def on_rank(tp_group):
+        mesh = DeviceMesh.from_group(tp_group, "cpu")
+        return clip_dtensors(mesh, gradients, one_dim_placements(), mode=False)
+
+    totals = set()
+    for world in DEGREES:
+        for total, grads in run_ranks(on_rank, world):
+            close_to_torch(total, grads, gradients)
+            totals.add(float(total))
+    assert len(totals) > 1
+
+
+def test_dtensors_on_one_mesh_dim_move_leaves_once():
+    """Even and uneven ones alike, with plain ones of the same group. The mode off adds on the wire."""
+
+    def on_rank(tp_group, mode):
+        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        made = parameters_of(full_gradients(), tp_group)
+        mesh, placements = DeviceMesh.from_group(tp_group, "cpu"), one_dim_placements()
+        for name, grad in dtensor_gradients().items():
+            made[name] = with_gradient(distribute_tensor(grad, mesh, placements[name], src_data_rank=None))
+        with CommDebugMode() as seen, tpi.set_tp_invariant_mode(mode):
+            tpi.clip_grad_norm_(made.values(), 1.0, tp_group=tp_group)
+        return {str(operation): count for operation, count in seen.get_comm_counts().items()}
+
+    for counts in run_ranks(on_rank, 4, True):
+        assert list(counts.values()) == [1], counts
+        assert "allgather" in next(iter(counts)).replace("_", ""), counts
+    for counts in run_ranks(on_rank, 4, False):
+        assert any("reduce" in operation for operation in counts), counts
+
+
+def test_dtensors_on_two_mesh_dims():
+    """The leaf dim is that of the last Shard, for every shape of the mesh; the control takes the first Shard's."""
+    shapes = {"00": (48, 40), "01": (24, 40), "10": (40, 16), "r1": (9, 40), "0r": (40, 3), "rr": (5, 7)}
+    shapes |= {"uneven.00": (13, 20), "uneven.01": (5, 11), "uneven.r0": (11, 6)}
+    generator = torch.Generator().manual_seed(5)
+    gradients = {name: wide_randn(*shape, generator=generator, spread=2) for name, shape in shapes.items()}
+
+    def on_rank(tp_group):
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        kinds = {"0": Shard(0), "1": Shard(1), "r": Replicate()}
+        placements = {name: [kinds[letter] for letter in name[-2:]] for name in gradients}
+        results = {}
+        for sizes in ((1, 8), (2, 4), (4, 2)):
+            mesh = init_device_mesh("cpu", sizes)
+            with CommDebugMode() as seen:
+                on = clip_dtensors(mesh, gradients, placements)
+            assert not [name for name in seen.get_comm_counts() if "reduce" in str(name)]
+            largest = clip_dtensors(mesh, gradients, placements, norm_type=math.inf)
+            results[sizes] = on, largest, clip_dtensors(mesh, gradients, placements, mode=False)
+        return results
+
+    last = {name: 1 if name.endswith("1") else 0 for name in gradients}
+    expected = plain_reference(gradients, last)
+    expected_largest = plain_reference(gradients, last, norm_type=math.inf)
+    close_to_torch(*expected, gradients)
+    first = {name: 1 if "1" in name else 0 for name in gradients} | {"01": 0, "uneven.01": 0}
+    assert not torch.equal(plain_reference(gradients, first)[0], expected[0])
+    off = set()
+    for rank, results in enumerate(run_ranks(on_rank, 8)):
+        for sizes, (on, largest, stock) in results.items():
+            assert_bitwise_equal(on, expected, f"rank {rank}, mesh {sizes}")
+            assert_bitwise_equal(largest, expected_largest, f"rank {rank}, mesh {sizes}, inf")
+            close_to_torch(*stock, gradients)
+            off.add(float(stock[0]))
+    assert len(off) > 1
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self, column, row):
+        super().__init__()
+        self.column, self.row = torch.nn.Parameter(column), torch.nn.Parameter(row)
+
+
+def test_fsdp2_with_tensor_parallelism():
+    """fully_shard of DTensors over tp, and of plain parts over tp that say so by their attributes."""
+    generator = torch.Generator().manual_seed(4)
+    gradients = {"column": wide_randn(48, 20, generator=generator), "row": wide_randn(22, 48, generator=generator)}
+
+    def on_rank(tp_group):
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        totals = []
+        for sizes in ((2, 4), (4, 2), (8, 1)):
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+            group = resolve_group(mesh["tp"])
+            by_placement = [
+                distribute_tensor(grad, mesh["tp"], [Shard(dim)], src_data_rank=None)
+                for dim, grad in enumerate(gradients.values())
+            ]
+            by_attribute = [
+                shard(grad, dim=dim, rank=group.rank, world=group.size) for dim, grad in enumerate(gradients.values())
+            ]
+            for parts in (by_placement, by_attribute):
+                model = TwoLayers(*parts)
+                fully_shard(model, mesh=mesh["dp"])
+                for dim, p in enumerate(model.parameters()):
+                    if parts is by_placement and dim == 0 and group.size > 1:
+                        assert type(p.placements[0]).__name__ == "_StridedShard"  # what FSDP2 makes of Shard(0) over tp
+                    p.grad = p.detach().clone()
+                    if parts is by_attribute:
+                        if group.size > 1:
+                            with pytest.raises(ValueError, match=r"fully_shard drops the attributes"):
+                                tpi.clip_grad_norm_(p, 1.0, tp_group=mesh["tp"])
+                        mark_sharded(p, dim, 1)
+                for mode in (True, False):
+                    with tpi.set_tp_invariant_mode(mode):
+                        totals.append(tpi.clip_grad_norm_(model.parameters(), 1e9, tp_group=mesh["tp"]))
+                totals.append(tpi.clip_grad_norm_(model.parameters(), 1e9, tp_group=mesh["tp"], norm_type=math.inf))
+        return totals
+
+    expected, _ = plain_reference(gradients, {"column": 0, "row": 1}, max_norm=1e9)
+    largest = max(float(grad.abs().max()) for grad in gradients.values())
+    for totals in run_ranks(on_rank, 8):
+        assert len(totals) == 18
+        for on, off, inf in zip(totals[::3], totals[1::3], totals[2::3], strict=True):
+            assert_bitwise_equal(on, expected)
+            torch.testing.assert_close(off.double(), expected.double(), rtol=1e-6, atol=0)
+            assert inf.item() == largest
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_norm_of_dtensors_that_is_not_finite(mode, norm_type):
+    gradients = dtensor_gradients()
+    gradients["uneven.0"][-1, -1] = math.nan  # on the last rank that has any of it
+
+    def on_rank(tp_group):
+        mesh = DeviceMesh.from_group(tp_group, "cpu")
+        with pytest.raises(RuntimeError) as caught:
+            clip_dtensors(mesh, gradients, one_dim_placements(), mode, norm_type=norm_type, error_if_nonfinite=True)
+        return str(caught.value)
+
+    assert set(run_ranks(on_rank, 4)) == {"the total norm of the gradients is nan: it cannot be clipped"}
+
+
+def test_a_dtensor_that_says_twice_how_it_is_sharded():
+    def on_rank(tp_group):
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = DeviceMesh.from_group(tp_group, "cpu")
+        p = with_gradient(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
+        mark_sharded(p, 0, 1)
+        refused(
+            p,
+            f"the gradient of parameter 0 with shape (4, 2) on rank {tp_group.rank()} is a DTensor placed as "
+            "(Shard(dim=0),) on the mesh [0, 1], which has ranks [0, 1] in common with tp_group, and the parameter has "
+            "tensor_model_parallel=True: over these ranks the placements say how it is sharded, so unset the attribute",
+            tp_group,
+        )
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_dtensor_on_other_ranks():
+    def on_rank(tp_group):
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = DeviceMesh("cpu", [0, 1])
+        p = with_gradient(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
+        if tp_group.rank() > 1:
+            refused(
+                p,
+                "the gradient of parameter 0 with shape (4, 2) on rank 0 is a DTensor placed as (Shard(dim=0),) on the "
+                f"mesh [0, 1], which global rank {tp_group.rank()} is not in: leave the parameter out there",
+            )
+
+    run_ranks(on_rank, 8)

@@ -160,8 +160,12 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
 
 
 def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor:
-    """The L2 norm of all gradients, fp32: sharded parameters summed over ranks, whole ones counted once."""
-    squares = [torch.linalg.vector_norm(p.grad.float()).square() for p in params if p.grad is not None]
+    """The L2 norm of all gradients, fp32: sharded parameters summed over ranks, whole ones counted once.
+
+    A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
+    """
+    norms = [torch.linalg.vector_norm(p.grad.float()) for p in params if p.grad is not None]
+    squares = [(n.full_tensor() if hasattr(n, "full_tensor") else n).square() for n in norms]
     parallel = [s for s, is_sharded in zip(squares, sharded, strict=True) if is_sharded]
     whole = [s for s, is_sharded in zip(squares, sharded, strict=True) if not is_sharded]
     total = torch.stack(parallel).sum() if parallel else squares[0].new_zeros(())
