@@ -1,0 +1,83 @@
+"""Softmax, log-softmax and sums along rows in Triton, with bits that depend on the row alone.
+
+    softmax    y = exp(x - top) / total        log    y = (x - top) - log(total)
+               top = largest of the row, total = sum of exp(x - top)
+    row_sums   y = sum of x / divisor
+
+One program per row, in fp32. As in norm.py, the order of a row's tree of additions follows from the chunk and the
+warps, both functions of the row length alone, and from what the compiler knows of alignment, which `_rows` makes one
+for all tensors of a row length. The length itself is no constexpr here: that of scores grows with every token, and each
+new one would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import interpreting, launch_on
+from .norm import _check, _launch_options, _rows
+
+
+@triton.jit
+def _softmax_kernel(x_ptr, y_ptr, stride, H, CHUNK: tl.constexpr, LOG: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride
+    top = tl.full((CHUNK,), -float("inf"), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        top = tl.maximum(top, tl.load(x_row + cols, mask=cols < H, other=-float("inf")).to(tl.float32))
+    highest = tl.max(top, axis=0)  # may pass over a NaN, which then shows in the total
+    exps = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = tl.load(x_row + cols, mask=cols < H, other=-float("inf")).to(tl.float32)
+        exps += tl.where(cols < H, tl.exp(x - highest), 0.0)  # in a row of -inf the padding would be NaN
+    total = tl.sum(exps, axis=0)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = tl.load(x_row + cols, mask=cols < H, other=0.0).to(tl.float32) - highest
+        if LOG:
+            y = x - tl.log(total)
+        else:
+            y = tl.div_rn(tl.exp(x), total)
+        tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        sums += tl.load(x_ptr + row * stride + cols, mask=cols < H, other=0.0).to(tl.float32)
+    y = tl.div_rn(tl.sum(sums, axis=0), divisor)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty))
+
+
+def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
+    """Softmax, or log-softmax, of each row of x [T, H] -> contiguous [T, H] of out_dtype.
+
+    x: bfloat16, float16 or float32, any strides; T may be 0. NaN for a row with a NaN or inf, or of -inf alone, as
+    torch has it. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
+    """
+    _check("softmax", "x", x, None, x)
+    y = torch.empty(x.shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    if x.shape[0] > 0:
+        rows, stride = _rows(x)
+        with launch_on(x, "softmax"):
+            _softmax_kernel[(x.shape[0],)](rows, y, stride, x.shape[1], LOG=log, **_launch_options(x.shape[1]))
+    return y.to(out_dtype)
+
+
+def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
+    """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
+    _check("row_sums", "x", x, None, x)
+    y = torch.empty(x.shape[0], device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    if x.shape[0] > 0:
+        rows, stride = _rows(x)
+        with launch_on(x, "row_sums"):
+            _sums_kernel[(x.shape[0],)](rows, y, stride, x.shape[1], float(divisor), **_launch_options(x.shape[1]))
+    return y.to(out_dtype)

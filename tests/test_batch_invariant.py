@@ -1,0 +1,598 @@
+"""batch_invariant: a row's bits do not depend on its batch; torch's values; what is routed, refused and restored.
+
+On the device that is there: the Triton kernels on CUDA, the references on a CPU. The Triton row kernels are also run
+here in the interpreter, where it has them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import tp_invariant as tpi
+from tp_invariant.batch_invariant import (
+    disable_batch_invariant_mode,
+    enable_batch_invariant_mode,
+    is_batch_invariant_mode_enabled,
+    set_batch_invariant_mode,
+)
+from tp_invariant.batch_invariant_ops import REFUSED, ROUTES
+from tp_invariant.kernels import reference_softmax
+from tp_invariant.kernels import softmax as triton_softmax
+from tp_invariant.testing import assert_bitwise_equal, wide_randn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BATCHES = (1, 2, 3, 5, 8, 13, 32, 64)
+K = 1000  # no multiple of anything
+
+
+def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    spread = 3 if dtype == torch.float16 else 6
+    return wide_randn(*shape, generator=torch.Generator().manual_seed(seed), spread=spread).to(DEVICE, dtype)
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    assert not is_batch_invariant_mode_enabled()
+
+
+def first_bit_that_follows_the_batch(f, x: Tensor, dim: int = 0, batches=BATCHES) -> int | None:
+    """The first size of a batch that gives its entries other bits than the whole of x does; None if none."""
+    whole = f(x)
+    dim_out = 0 if dim == 0 else -1
+    for size in (size for size in batches if size <= x.shape[dim]):
+        for start in {0, x.shape[dim] - size}:
+            part = f(x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format))
+            try:
+                assert_bitwise_equal(part, whole.narrow(dim_out, start, size).contiguous())
+            except AssertionError:
+                return size
+    return None
+
+
+def operations(dtype: torch.dtype) -> dict[str, tuple]:
+    """name: (f of a batch x, x, dim of the batch)."""
+    w, b = wide(K, 77, seed=1, dtype=dtype), wide(77, seed=2, dtype=dtype)
+    rows, columns = wide(64, K, dtype=dtype), wide(300, 64, seed=4, dtype=dtype)
+    entries, per_entry = wide(16, 3, 129, seed=5, dtype=dtype), wide(129, 7, seed=6, dtype=dtype)
+    return {
+        "mm": (lambda x: torch.mm(x, w), rows, 0),
+        "matmul": (lambda x: x @ w, rows, 0),
+        "mv": (lambda x: x @ w[:, 0], rows, 0),
+        "addmm": (lambda x: torch.addmm(b, x, w), rows, 0),
+        "addmm, alpha and beta": (lambda x: torch.addmm(b, x, w, alpha=0.3, beta=1.7), rows, 0),
+        "linear": (lambda x: F.linear(x, w.t(), b), rows, 0),
+        "linear, transposed batch": (lambda x: F.linear(x.unflatten(0, (1, -1)).transpose(0, 1), w.t(), b), rows, 0),
+        "bmm": (lambda x: torch.bmm(x, per_entry.expand(len(x), -1, -1).clone()), entries, 0),
+        "baddbmm": (lambda x: torch.baddbmm(x[:, :, :1], x, per_entry.expand(len(x), -1, -1)), entries, 0),
+        "softmax": (lambda x: x.softmax(-1), rows, 0),
+        "softmax of columns": (lambda x: (x / 64).softmax(0), columns, 1),
+        "log_softmax": (lambda x: x.log_softmax(-1), rows, 0),
+        "mean": (lambda x: x.mean(-1), rows, 0),
+        "mean of columns": (lambda x: x.mean(0), columns, 1),
+        "sum of columns": (lambda x: x.sum(0), columns, 1),
+    }
+
+
+NAMES = tuple(operations(torch.float32))
+# torch's own CPU kernels give these other bits in other batches; the rest it happens to keep
+FOLLOWS = ("mm", "matmul", "addmm", "addmm, alpha and beta", "linear", "softmax of columns", "mean of columns",
+           "sum of columns")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_entry_has_its_bits_in_any_batch(name, dtype):
+    f, x, dim = operations(dtype)[name]
+    with tpi.batch_invariant():
+        assert first_bit_that_follows_the_batch(f, x, dim) is None
+        with torch.inference_mode():  # where composite operations arrive whole
+            inferred = f(x)
+        assert_bitwise_equal(inferred, f(x))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what torch's CPU kernels do")
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_negative_control(name):
+    f, x, dim = operations(torch.float32)[name]
+    assert first_bit_that_follows_the_batch(f, x, dim) is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_float64(name, dtype):
+    f, x, _ = operations(dtype)[name]
+    with tpi.batch_invariant():
+        ours = f(x)
+    theirs = f(x)
+    with ToDouble():
+        expected = f(x.double())
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    error, torchs = ((y.double() - expected).norm() / expected.norm() for y in (ours, theirs))
+    assert error <= max(1.1 * torchs, 4 * torch.finfo(torch.float32).eps), f"{error} against torch's {torchs}"
+
+
+class ToDouble(TorchDispatchMode):
+    """Every floating-point operand in float64, exactly."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def convert(value):
+            return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return func(*map(convert, args), **(kwargs or {}))
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(K, 192), nn.Linear(192, 50)
+        self.to(DEVICE, dtype)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x))).softmax(-1)
+
+
+@pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_model(dtype, grad):
+    model, x = Classifier(dtype), wide(64, K, dtype=dtype) / 64
+    with torch.set_grad_enabled(grad):
+        with tpi.batch_invariant():
+            assert first_bit_that_follows_the_batch(model, x) is None
+        if dtype == torch.float32 and DEVICE == "cpu":
+            assert first_bit_that_follows_the_batch(model, x) is not None
+
+
+def attend(x: Tensor, **options) -> Tensor:
+    """[B, S, 64] -> [B, S, 64], 4 heads of 16 that share 2 of keys and values."""
+    q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in (x, x[..., :32], x[..., 32:]))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, **options)
+    return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_attention(dtype):
+    x = wide(8, 10, 64, dtype=dtype) / 8
+    with tpi.batch_invariant():
+        assert first_bit_that_follows_the_batch(attend, x, batches=(1, 2, 5)) is None
+        ours = attend(x)
+    exact = attend(x.double())
+    error, torchs = ((y.double() - exact).norm() / exact.norm() for y in (ours, attend(x)))
+    assert error <= max(2 * torchs, 1e-6), f"{error} against torch's {torchs}"
+
+
+def test_multihead_attention_is_refused():
+    """Its linears would run below the reach of the mode, rounded once or twice by layout."""
+    layer, x = nn.MultiheadAttention(64, 4).to(DEVICE), wide(8, 3, 64)
+    text = "nn.MultiheadAttention: inside batch_invariant() its projections would be rounded once or twice by layout"
+    with tpi.batch_invariant(), pytest.raises(NotImplementedError, match=re.escape(text)):
+        layer(x, x, x)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_this_librarys_layers_keep_their_bits(dtype):
+    """They go through the same kernels already, so the context changes nothing, forward or backward."""
+    torch.manual_seed(0)
+    layer = tpi.Linear(K, 24, parallel_mode="row", device=DEVICE, dtype=dtype)
+    x = wide(5, K, dtype=dtype)
+
+    def results():
+        layer.zero_grad()
+        y = layer(x)
+        y.square().sum(-1).backward(torch.ones(5, device=DEVICE, dtype=dtype))
+        return y.detach(), layer.weight.grad, layer.bias.grad
+
+    with tpi.set_tp_invariant_mode(True):
+        outside = results()
+        with tpi.batch_invariant():
+            assert_bitwise_equal(results()[0], outside[0])
+            assert_bitwise_equal(F.linear(x, layer.weight, layer.bias).detach(), outside[0])  # a plain one, too
+            inside = results()
+    assert_bitwise_equal(inside[1:], outside[1:])
+
+
+def test_gradients():
+    """Forward and backward inside, against float64; and rows of the input's gradient in any batch."""
+
+    def grads(x, dtype, context):
+        model = Classifier(dtype)
+        x = x.detach().to(dtype).requires_grad_()
+        with context:
+            (model(x).log() * wide(64, 50, seed=9)[: len(x)].to(dtype)).sum(1).square().sum().backward()
+        return {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+    x = wide(64, K) / 64
+    ours = grads(x, torch.float32, tpi.batch_invariant())
+    exact = grads(x, torch.float64, set_batch_invariant_mode(False))
+    theirs = grads(x, torch.float32, set_batch_invariant_mode(False))
+    for name, expected in exact.items():
+        error, torchs = ((g[name].double() - expected).norm() / expected.norm() for g in (ours, theirs))
+        assert error <= max(2 * torchs, 1e-6), f"{name}: {error} against torch's {torchs}"
+    for size in (1, 5, 32):
+        assert_bitwise_equal(grads(x[:size], torch.float32, tpi.batch_invariant())["x"], ours["x"][:size])
+    if DEVICE == "cpu":
+        assert not torch.equal(grads(x[:1], torch.float32, set_batch_invariant_mode(False))["x"], theirs["x"][:1])
+
+
+@pytest.mark.parametrize("log", (False, True))
+def test_softmax_gradients(log):
+    x, grad = wide(6, 40).requires_grad_(), wide(6, 40, seed=1)
+    f = torch.log_softmax if log else torch.softmax
+    with tpi.batch_invariant():
+        (ours,) = torch.autograd.grad(f(x / 64, -1), x, grad)
+    (exact,) = torch.autograd.grad(f(x.double() / 64, -1), x, grad.double())
+    assert (ours - exact).norm() <= 1e-6 * exact.norm()
+
+
+def test_checkpointing():
+    """With the context named to it; without, torch notices that the recomputed forward is another one."""
+    model = Classifier(torch.bfloat16).up
+    x = wide(3, 4, K, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
+    grad = wide(4, 3, 192, seed=1, dtype=torch.bfloat16)
+
+    def input_grad(f):
+        (got,) = torch.autograd.grad(f(x), x, grad)
+        return got
+
+    contexts = {"context_fn": lambda: (tpi.batch_invariant(), tpi.batch_invariant())}
+    with tpi.batch_invariant():
+        got = input_grad(lambda x: checkpoint(model, x, use_reentrant=False, **contexts))
+        assert_bitwise_equal(got, input_grad(model))
+        with pytest.raises(CheckpointError):
+            input_grad(lambda x: checkpoint(model, x, use_reentrant=False))
+
+
+def test_compiled_functions_run_eagerly():
+    """torch.compile stands back under a dispatch mode, compiled before or not; the kernels are the routed ones."""
+    w = wide(K, 16, seed=1)
+    compiled = torch.compile(lambda x: (x @ w).softmax(-1), backend="eager")
+    x = wide(8, K)
+    compiled(x)  # before
+    with tpi.batch_invariant():
+        assert_bitwise_equal(compiled(x), (x @ w).softmax(-1))
+        assert_bitwise_equal(compiled(x[:1]), (x @ w).softmax(-1)[:1])
+
+
+# --- products: alpha, beta, out, in place ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ((7,), (1, 7), (5, 1), (5, 7), (1,), ()), ids=str)
+@pytest.mark.parametrize(("alpha", "beta"), ((1, 1), (2, 1), (1, -0.5), (0.3, 1.7), (1, 0), (0, 1)))
+def test_addmm(shape, alpha, beta, dtype):
+    c, a, b = wide(*shape, seed=1, dtype=dtype), wide(5, K, dtype=dtype), wide(K, 7, seed=2, dtype=dtype)
+    with tpi.batch_invariant():
+        ours = torch.addmm(c, a, b, alpha=alpha, beta=beta)
+        batch = torch.baddbmm(c, a[None], b[None], alpha=alpha, beta=beta)[0]
+        vector = torch.addmv(c.expand(5, 7)[:, 0], a, b[:, 0], alpha=alpha, beta=beta)
+        if shape == (5, 7):
+            assert_bitwise_equal(c.clone().addmm_(a, b, alpha=alpha, beta=beta), ours)
+            assert_bitwise_equal(c.clone()[None].baddbmm_(a[None], b[None], alpha=alpha, beta=beta)[0], ours)
+    exact = torch.addmm(c.double(), a.double(), b.double(), alpha=alpha, beta=beta)
+    tolerance = torch.finfo(dtype).eps + 1e-6 * (alpha != 0)
+    assert (ours - exact).norm() <= tolerance * exact.norm()
+    assert_bitwise_equal(batch, ours)
+    assert_bitwise_equal(vector, ours[:, 0].contiguous())
+
+
+def test_beta_zero_reads_nothing():
+    with tpi.batch_invariant():
+        y = torch.addmm(torch.full((7,), math.nan, device=DEVICE), wide(5, 9), wide(9, 7), beta=0)
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("start", ("empty", "right"))
+def test_out(start):
+    a, b, c, x = wide(5, K), wide(K, 7, seed=1), wide(7, seed=2), wide(3, 5, K, seed=3)
+    calls = {
+        "mm": (torch.mm, (a, b)),
+        "matmul": (torch.matmul, (a, b)),
+        "matmul of many": (torch.matmul, (x, b)),
+        "bmm": (torch.bmm, (x, b.expand(3, -1, -1))),
+        "addmm": (torch.addmm, (c, a, b)),
+        "baddbmm": (torch.baddbmm, (c, x, b.expand(3, -1, -1))),
+        "mv": (torch.mv, (a, b[:, 0])),
+        "dot": (torch.dot, (a[0], b[:, 0])),
+        "softmax": (torch.softmax, (a, -1)),
+        "log_softmax": (torch.log_softmax, (a, 0)),
+        "mean": (torch.mean, (a, 0)),
+        "sum": (torch.sum, (x, (0, 2))),
+    }
+    for name, (f, args) in calls.items():
+        with tpi.batch_invariant():
+            expected = f(*args)
+            out = torch.full_like(expected, math.nan) if start == "right" else expected.new_empty(0)
+            assert f(*args, out=out) is out
+        assert_bitwise_equal(out, expected, name)
+    with tpi.batch_invariant():
+        with pytest.raises(TypeError, match=re.escape("aten.mm.out: out is torch.float64: it must be torch.float32")):
+            torch.mm(a, b, out=torch.empty(5, 7, dtype=torch.float64, device=DEVICE))
+        with pytest.raises(ValueError, match=re.escape("out has shape (7, 5): it must be (5, 7), or empty")):
+            torch.mm(a, b, out=torch.empty(7, 5, device=DEVICE))
+
+
+def test_other_dtypes_out():
+    a, b = wide(5, K, dtype=torch.bfloat16), wide(K, 7, seed=1, dtype=torch.bfloat16)
+    with tpi.batch_invariant():
+        y = torch.mm(a, b, out_dtype=torch.float32)
+        assert y.dtype == torch.float32
+        assert_bitwise_equal(y.bfloat16(), a @ b)
+        for name, got in {
+            "mean": a.mean(1, dtype=torch.float32),
+            "sum": a.sum(1, keepdim=True, dtype=torch.float32),
+            "softmax": a.softmax(1, dtype=torch.float32),
+        }.items():
+            assert got.dtype == torch.float32, name
+        assert a.sum(1, keepdim=True).shape == (5, 1)
+        assert_bitwise_equal(a.mean(1, dtype=torch.float32).bfloat16(), a.mean(1))
+
+
+def test_empty_and_scalar():
+    x = wide(4, 6)
+    with tpi.batch_invariant():
+        assert_bitwise_equal(x[:0] @ wide(6, 3), torch.zeros(0, 3, device=DEVICE))
+        assert_bitwise_equal(x[:, :0] @ wide(0, 3), torch.zeros(4, 3, device=DEVICE))
+        assert torch.bmm(x[:0, None], wide(0, 6, 3)).shape == (0, 1, 3)
+        assert x[:0].softmax(-1).shape == (0, 6) and x[:, :0].log_softmax(-1).shape == (4, 0)
+        assert_bitwise_equal(x[:, :0].sum(1), torch.zeros(4, device=DEVICE))
+        assert x[:, :0].mean(1).isnan().all() and x[:0].mean(1).shape == (0,)
+        scalar = torch.tensor(3.0, device=DEVICE)
+        assert scalar.softmax(0) == 1 and scalar.log_softmax(0) == 0 and scalar.mean(0) == 3
+        assert_bitwise_equal(F.linear(x[0], x), F.linear(x[:1], x)[0])
+
+
+# --- the row kernels ------------------------------------------------------------------------------------------------
+
+KERNELS = [triton_softmax] if DEVICE == "cuda" else [triton_softmax, reference_softmax]
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("h", (1, 7, 16, 300, 1024, 17001))
+def test_row_kernels(kernels, h):
+    x = wide(3, h)
+    for log, exact in ((False, torch.softmax), (True, torch.log_softmax)):
+        expected = exact(x.double(), -1)
+        got = kernels.softmax(x, log=log, out_dtype=torch.float32)
+        assert (got - expected).norm() <= 4e-7 * expected.norm() + 1e-30
+        for dtype in (torch.bfloat16, torch.float16):
+            assert_bitwise_equal(kernels.softmax(x, log=log, out_dtype=dtype), got.to(dtype))
+        padded = torch.full((3, h + 3), math.nan, device=DEVICE)
+        padded[:, 1:-2] = x  # other alignment, neighbours that would be seen
+        assert_bitwise_equal(kernels.softmax(padded[1:2, 1:-2], log=log, out_dtype=torch.float32), got[1:2])
+    sums = kernels.row_sums(x, divisor=3, out_dtype=torch.float32)
+    exact_sums = x.double().sum(1) / 3
+    assert (sums - exact_sums).norm() <= 1e-6 * x.double().norm()
+    assert_bitwise_equal(kernels.row_sums(padded[1:2, 1:-2], divisor=3, out_dtype=torch.float32), sums[1:2])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("log", (False, True))
+def test_what_is_not_finite(kernels, log):
+    x = wide(6, 40)
+    x[1, 3], x[2, 5], x[4, 7] = math.nan, math.inf, -math.inf
+    x[3] = -math.inf
+    got = kernels.softmax(x, log=log, out_dtype=torch.float32)
+    expected = (torch.log_softmax if log else torch.softmax)(x.double(), -1)
+    assert_bitwise_equal(got.isnan(), expected.isnan())
+    torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=1e-7, equal_nan=True)
+
+
+def test_safe_softmax():
+    x = wide(3, 8)
+    x[1] = -math.inf
+    with tpi.batch_invariant():
+        y = torch.ops.aten._safe_softmax(x, -1)
+        assert_bitwise_equal(y[[0, 2]], x[[0, 2]].softmax(-1))
+    assert_bitwise_equal(y[1], torch.zeros(8, device=DEVICE))
+
+
+# --- what is refused, and what is left alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    (
+        (TypeError, "aten.mm.default: self is torch.float64: inside", lambda x: torch.mm(x.double(), x.double())),
+        (RuntimeError, "aten.mm.default: self is torch.float64: inside", lambda x: x.double() @ x.double()),
+        (TypeError, "aten.mm.default: self is torch.complex64: inside", lambda x: torch.mm(x.cfloat(), x.cfloat())),
+        (TypeError, "aten._softmax.default: self is torch.float64", lambda x: x.double().softmax(0)),
+        (TypeError, "aten.mean.dim: dtype is torch.float64", lambda x: x.mean(0, dtype=torch.float64)),
+        (TypeError, "aten.mm.default: self has layout torch.sparse_coo: ", lambda x: torch.mm(x.to_sparse(), x)),
+        (TypeError, "aten.mm.default: mat2 has layout torch.sparse_csr: ", lambda x: torch.mm(x, x.to_sparse_csr())),
+        (NotImplementedError, "aten.mm.default: self is on meta: ", lambda x: torch.mm(x.to("meta"), x.to("meta"))),
+        (NotImplementedError, "aten.convolution.default: inside", lambda x: F.conv1d(x[None], x[None])),
+        (NotImplementedError, "write it as matmul", lambda x: torch.addbmm(x, x[None], x[None])),
+        (ValueError, "shapes (4, 4) and (3, 4) cannot be multiplied", lambda x: torch.mm(x, x[:3])),
+        (ValueError, "shapes (4, 4) and (3, 4) cannot be multiplied", lambda x: torch.addmm(x[0], x, x[:3])),
+        (ValueError, "(1, 4, 4) and (1, 3, 4) cannot be multiplied", lambda x: torch.bmm(x[None], x[None, :3])),
+        (IndexError, "dim 2 is out of range: it must be from -2 to 1", lambda x: x.mean(2)),
+        (ValueError, "dropout_p=0.5: inside", lambda x: attend(wide(1, 2, 64), dropout_p=0.5)),
+    ),
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_refused(error, text, call):
+    with tpi.batch_invariant(), pytest.raises(error, match=re.escape(text)):
+        call(wide(4, 4))
+
+
+def test_fused_attention_is_refused():
+    q = wide(1, 2, 4, 8)
+    with tpi.batch_invariant(), torch.inference_mode(), pytest.raises(NotImplementedError, match=r"call F\.scaled_dot"):
+        torch.ops.aten.scaled_dot_product_attention(q, q, q)
+
+
+def test_tables():
+    assert not {op._schema.name for op in ROUTES} & set(REFUSED)
+    known = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    assert {name for name in REFUSED if not name.startswith("aten::_scaled")} <= known
+
+
+def test_integers_are_left_alone():
+    x = torch.arange(6, device=DEVICE).view(2, 3)
+    with tpi.batch_invariant():
+        assert_bitwise_equal(x.sum(1), torch.tensor([3, 12], device=DEVICE))
+        assert_bitwise_equal((x > 1).sum(0), torch.tensor([1, 1, 2], device=DEVICE))
+        assert_bitwise_equal(x.sum(1, dtype=torch.float32), torch.tensor([3.0, 12.0], device=DEVICE))
+        if DEVICE == "cpu":
+            assert_bitwise_equal(x @ x.t(), torch.tensor([[5, 14], [14, 50]]))
+            out = torch.zeros(2, 2, dtype=torch.int64)
+            assert torch.mm(x, x.t(), out=out) is out and out[1, 1] == 50
+            assert out.addmm_(x, x.t()) is out and out[1, 1] == 100
+
+
+def test_default_gemm_fn_applies():
+    seen = []
+
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        seen.append(tuple(a.shape))
+        return (a @ b).to(out_dtype)  # not routed again: no recursion
+
+    tpi.set_default_gemm_fn(gemm_fn)
+    try:
+        with tpi.batch_invariant():
+            torch.mm(wide(2, 3), wide(3, 4))
+    finally:
+        tpi.set_default_gemm_fn(None)
+    assert seen == [(2, 3)]
+
+
+# --- the context ----------------------------------------------------------------------------------------------------
+
+
+def is_routed() -> bool:
+    """Seen from outside: float64 is refused where products are routed."""
+    try:
+        torch.mm(torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64))
+    except TypeError:
+        return True
+    return False
+
+
+def test_nests_and_restores():
+    depth = len(_get_current_dispatch_mode_stack())
+    assert not is_routed()
+    with pytest.raises(KeyError), tpi.batch_invariant():
+        assert is_routed() and is_batch_invariant_mode_enabled()
+        with tpi.batch_invariant():
+            assert is_routed()
+        with pytest.raises(KeyError), set_batch_invariant_mode(False):
+            assert not is_routed() and not is_batch_invariant_mode_enabled()
+            with set_batch_invariant_mode():
+                assert is_routed()
+            assert not is_routed()
+            raise KeyError
+        with pytest.raises(TypeError, match=r"float64"):
+            torch.mm(torch.ones(1, 1).double(), torch.ones(1, 1).double())
+        assert is_routed()
+        raise KeyError
+    assert not is_routed() and not is_batch_invariant_mode_enabled()
+    assert len(_get_current_dispatch_mode_stack()) == depth
+    with pytest.raises(TypeError, match="enabled=1 is not understood"):
+        set_batch_invariant_mode(1).__enter__()
+
+
+def test_as_a_decorator():
+    @tpi.batch_invariant()
+    def inside():
+        return is_routed()
+
+    assert inside() and inside() and not is_routed()
+
+
+def test_enable_and_disable():
+    disable_batch_invariant_mode()  # nothing to undo
+    enable_batch_invariant_mode()
+    try:
+        enable_batch_invariant_mode()  # twice is as once
+        assert is_routed() and is_batch_invariant_mode_enabled()
+        with set_batch_invariant_mode(False):
+            assert not is_routed()
+            with pytest.raises(RuntimeError, match="leave that one first"):
+                disable_batch_invariant_mode()
+        assert is_routed()
+    finally:
+        disable_batch_invariant_mode()
+    assert not is_routed()
+
+
+def test_holds_for_its_thread():
+    seen = {}
+    with tpi.batch_invariant():
+        thread = threading.Thread(target=lambda: seen.update(other=is_routed()))
+        thread.start()
+        thread.join()
+        seen["own"] = is_routed()
+    assert seen == {"other": False, "own": True}
+
+
+def test_subclasses_dispatch_first():
+    """A DTensor, say: its own dispatch unwraps it, and the local operation is routed."""
+    seen = []
+
+    class Wrapper(Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append((func, is_batch_invariant_mode_enabled()))
+            return func(*(a.inner if isinstance(a, Wrapper) else a for a in args), **(kwargs or {}))
+
+    a, b = wide(3, K), wide(K, 5, seed=1)
+    with tpi.batch_invariant():
+        got = torch.mm(Wrapper(a), b)
+        expected = torch.mm(a, b)
+    assert seen == [(torch.ops.aten.mm.default, True)]
+    assert_bitwise_equal(got, expected)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_real_sizes(dtype):
+    """Rows of 1 to 2048 tokens; torch's own mm differs somewhere, so the data can tell."""
+    x, w, b = wide(2048, 4096, dtype=dtype), wide(4096, 1024, seed=1, dtype=dtype), wide(1024, seed=2, dtype=dtype)
+    batches = (1, 2, 16, 33, 64, 512)
+
+    def f(x):
+        return F.linear(x, w.t(), b).log_softmax(-1)
+
+    with tpi.batch_invariant():
+        assert first_bit_that_follows_the_batch(f, x, batches=batches) is None
+        for h in (32000, 4097):
+            rows = wide(70, h, seed=3, dtype=dtype)
+            for g in (lambda x: x.softmax(-1), lambda x: x.log_softmax(-1), lambda x: x.mean(-1), lambda x: x.sum(-1)):
+                assert first_bit_that_follows_the_batch(g, rows) is None
+    assert first_bit_that_follows_the_batch(lambda x: x @ w, x, batches=batches) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_backward_threads_are_routed():
+    """Autograd runs a CUDA backward on a thread of its own, which takes the mode along."""
+    x = wide(4, 4).double().requires_grad_()
+    y = x @ x
+    with tpi.batch_invariant(), pytest.raises(TypeError, match="float64"):
+        y.backward(torch.ones_like(y))

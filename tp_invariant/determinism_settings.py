@@ -1,0 +1,244 @@
+"""The settings that decide whether a run gives the same bits again: one row each, what it does and what it costs.
+
+Profiles:
+    repeat   the same program on the same machine gives the same bits again
+    wire     code outside this library that adds in collectives (NCCL's sums) adds in one order, whatever the size of
+             the message; this library's own collectives only move bytes and need none of it
+    vllm     besides `wire`, what vLLM sets under VLLM_BATCH_INVARIANT=1 and torchtitan sets to match it: for a trainer
+             that must agree with such a server
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PROFILES = ("repeat", "wire", "vllm")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row.
+
+    where      "env" or "torch"
+    value      what determinism.enable sets
+    accepted   other values that serve as well and are left alone
+    default    what torch starts with: anything else that is not accepted is the user's own
+    started    what reads the setting once when it starts ("CUDA", "NCCL"), None where it is read at every use
+    """
+
+    name: str
+    where: str
+    value: Any
+    why: str
+    cost: str
+    profiles: tuple[str, ...]
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    default: Any = None
+    accepted: tuple = ()
+    started: str | None = None
+
+    def holds(self) -> bool:
+        """Whether the value, or another one that serves, is set now."""
+        current = self.read()
+        return current == self.value or current in self.accepted
+
+
+def has_started(what: str) -> bool:
+    """Whether CUDA has a context in this process, or NCCL may have a communicator."""
+    if what == "CUDA":
+        return torch.cuda.is_initialized()
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return any("nccl" in config for config in dist.distributed_c10d._world.pg_backend_config.values())
+
+
+def _write_env(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _env(
+    name: str, value: str, why: str, cost: str, profiles: tuple[str, ...], started: str, *accepted: str
+) -> Setting:
+    return Setting(
+        name,
+        "env",
+        value,
+        why,
+        cost,
+        profiles,
+        read=lambda: os.environ.get(name),
+        write=lambda new: _write_env(name, new),
+        accepted=accepted,
+        started=started,
+    )
+
+
+def _attribute(path: str, value: Any, default: Any, why: str, cost: str, profiles: tuple[str, ...]) -> Setting:
+    """A row for an attribute of a torch module, "torch.backends.cudnn.benchmark" say."""
+    module, _, attribute = path.removeprefix("torch.").rpartition(".")
+
+    def owner() -> Any:
+        if module.startswith("_inductor"):
+            import_module("torch._inductor.config")  # slow, so only when asked
+        found: Any = torch
+        for part in module.split("."):
+            found = getattr(found, part)
+        return found
+
+    return Setting(
+        path,
+        "torch",
+        value,
+        why,
+        cost,
+        profiles,
+        read=lambda: getattr(owner(), attribute),
+        write=lambda new: setattr(owner(), attribute, new),
+        default=default,
+    )
+
+
+def _switch(
+    name: str, write: Callable[[bool], None], read: Callable[[], bool], default: bool, why: str, cost: str
+) -> Setting:
+    """A row of `repeat` for something that a function turns off."""
+    return Setting(name, "torch", False, why, cost, ("repeat",), read=read, write=write, default=default)
+
+
+def _reduced(dtype: str) -> tuple[Setting, Setting]:
+    """allow_*_reduced_precision_reduction and its second flag, for split-K: one attribute in torch, two rows here."""
+    matmul = torch.backends.cuda.matmul
+
+    def write(reduced: bool, split: bool) -> None:
+        setattr(matmul, name, (reduced, split))
+
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    split_k = f"{name}_split_k"
+    path = "torch.backends.cuda.matmul."
+    return (
+        Setting(
+            path + name, "torch", False, "cuBLAS may add the parts of a product in 16 bits, as it thinks fit by shape",
+            "products with a long K and few tiles are somewhat slower", ("repeat", "vllm"), default=True,
+            read=lambda: getattr(matmul, name), write=lambda new: write(new, getattr(matmul, split_k)),
+        ),
+        Setting(
+            path + split_k, "torch", False, "cuBLAS splits K by the shape, and so by the batch, and adds the parts",
+            "products with a long K and few tiles are several times slower", ("vllm",), default=True,
+            read=lambda: getattr(matmul, split_k), write=lambda new: write(getattr(matmul, name), new),
+        ),
+    )  # fmt: skip
+
+
+_cuda: Any = torch.backends.cuda
+
+DETERMINISTIC_ALGORITHMS = Setting(
+    "torch.use_deterministic_algorithms",
+    "torch",
+    (True, False),
+    "scatters, index_add and the memory-efficient attention's backward add in the order in which threads arrive; with "
+    "warn_only that attention silently keeps its fast order",
+    "slower backward of embeddings, scatters and attention (that one: 47 TFLOP/s instead of 133 on an H200), and "
+    "an error where torch has no deterministic kernel",
+    ("repeat",),
+    read=lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ),
+    write=lambda new: torch.use_deterministic_algorithms(new[0], warn_only=new[1]),
+    default=(False, False),
+)
+
+_AUTOTUNE = "what is fastest in a measurement is picked, so another kernel, and order, on another day"
+_TF32 = "fp32 products may be rounded to TF32, 10 bits, where a library thinks it pays"
+_SLOW_FP32 = "fp32 products several times slower"
+_NO_GAIN = "slower NCCL"
+_AS_VLLM = "vLLM sets it so; its sums may be in another order than yours"
+
+SETTINGS: tuple[Setting, ...] = (
+    DETERMINISTIC_ALGORITHMS,
+    _env(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8",
+        "cuBLAS on several streams shares workspaces, and its order of addition follows what it gets",
+        "some 24 MiB of GPU memory", ("repeat", "vllm"), "CUDA", ":16:8",
+    ),
+    _env("NVIDIA_TF32_OVERRIDE", "0", _TF32, _SLOW_FP32, ("repeat",), "CUDA"),
+    Setting(
+        "torch.set_float32_matmul_precision", "torch", "highest", _TF32, _SLOW_FP32, ("repeat", "vllm"),
+        read=torch.get_float32_matmul_precision, write=torch.set_float32_matmul_precision, default="highest",
+    ),
+    _attribute("torch.backends.cudnn.allow_tf32", False, True, _TF32, _SLOW_FP32, ("repeat", "vllm")),
+    _attribute(
+        "torch.backends.cudnn.deterministic", True, False,
+        "cuDNN's fast convolution gradients add in the order in which threads arrive", "slower convolutions",
+        ("repeat",),
+    ),
+    _attribute("torch.backends.cudnn.benchmark", False, False, _AUTOTUNE, "slower convolutions", ("repeat",)),
+    *_reduced("bf16"),
+    *_reduced("fp16"),
+    _attribute(
+        "torch.backends.cuda.matmul.allow_fp16_accumulation", False, False,
+        "cuBLAS may accumulate fp16 products in fp16", "none", ("repeat",),
+    ),
+    _switch(
+        "torch.backends.cuda.enable_cudnn_sdp", _cuda.enable_cudnn_sdp, _cuda.cudnn_sdp_enabled, True,
+        "cuDNN attention: repeats of one call gave another dq in 24 of 56 on an H200",
+        "0.55 of its forward speed at 8192 tokens on an H200, by flash attention",
+    ),
+    _switch(
+        "torch.backends.cuda.enable_flash_sdp", _cuda.enable_flash_sdp, _cuda.flash_sdp_enabled, True,
+        "flash attention gives a head other bits when fewer heads are in the call (dq: 120 of 192)",
+        "the memory-efficient kernel takes its place: 0.5 of its forward speed, 0.16 of forward plus backward",
+    ),
+    _switch(
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp", _cuda.allow_fp16_bf16_reduction_math_sdp,
+        _cuda.fp16_bf16_reduction_math_sdp_allowed, False, "math attention may add in 16 bits", "none",
+    ),
+    _attribute(
+        "torch._inductor.config.deterministic", True, False, _AUTOTUNE,
+        "slower compiled kernels; torch.compile(mode='max-autotune') still asks for tuning: leave it out", ("repeat",),
+    ),
+    *(
+        _attribute(f"torch._inductor.config.{name}", False, False, _AUTOTUNE, "slower compiled kernels", ("repeat",))
+        for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+    ),
+    _env(
+        "NCCL_ALGO", "ring,tree;allreduce:tree",  # from NCCL 2.31 on "allreduce:tree" alone leaves others without any
+        "NCCL picks the order of an all-reduce's sums by size, ring or tree", "large all-reduces below ring's speed",
+        ("wire", "vllm"), "NCCL", "allreduce:tree",
+    ),
+    _env(
+        "NCCL_PROTO", "Simple", "NCCL picks the protocol, and with it the chunks that it adds, by size",
+        "small messages take longer", ("wire", "vllm"), "NCCL",
+    ),
+    *(
+        _env(
+            name, "1", "NCCL cuts a message into channels by size, each with an order of its own",
+            "a fraction of the link's speed", ("wire", "vllm"), "NCCL",
+        )
+        for name in ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
+    ),
+    _env(
+        "NCCL_LAUNCH_MODE", "GROUP", "GPUs of one process may launch in another order each time", _NO_GAIN,
+        ("wire", "vllm"), "NCCL",
+    ),
+    _env("NCCL_NVLS_ENABLE", "0", "switches add, in an order of their own", _NO_GAIN, ("wire", "vllm"), "NCCL"),
+    _env("NCCL_COLLNET_ENABLE", "0", "switches add, in an order of their own", _NO_GAIN, ("wire", "vllm"), "NCCL"),
+    _env("NCCL_P2P_NET_DISABLE", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
+    _env("NCCL_NTHREADS", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
+    _env("NCCL_SOCKET_NTHREADS", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
+    _env(
+        "VLLM_ALLREDUCE_USE_SYMM_MEM", "0", "vLLM's own all-reduce adds in another order than NCCL", _NO_GAIN,
+        ("vllm",), "NCCL",
+    ),
+)  # fmt: skip
