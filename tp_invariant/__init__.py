@@ -1,6 +1,7 @@
 """Tensor-parallel layers whose bits do not depend on the tensor-parallel degree."""
 
-from . import checkpoint, testing
+from . import checkpoint, data_parallel, determinism, testing
+from .batch_invariant import batch_invariant
 from .convert import parallelize
 from .cross_entropy import vocab_parallel_cross_entropy
 from .digest_log import DigestLog
@@ -22,8 +23,11 @@ __all__ = [
     "ParallelNorm",
     "VocabParallelEmbedding",
     "__version__",
+    "batch_invariant",
     "checkpoint",
     "clip_grad_norm_",
+    "data_parallel",
+    "determinism",
     "full_optimizer_state_dict",
     "full_state_dict",
     "is_tp_invariant_mode_enabled",

@@ -1,0 +1,400 @@
+"""Gradients summed over micro-batches and ranks: one tree, the same bits at every DP and TP degree, the right sum."""
+
+import functools
+import math
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tp_invariant as tpi
+from tp_invariant import micro_batch_tree, testing
+from tp_invariant.data_parallel import MicroBatchTree
+from tp_invariant.micro_batch_tree import BinaryTree
+from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)
+
+SHAPES = {"a": (7, 13), "b": (31,), "c": (5, 2, 3), "scalar": (), "empty": (0, 3)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 8)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def tree_sum(summands):
+    """The tree's order, as a recursion: the left half is the largest power of two that leaves a right half."""
+    if len(summands) == 1:
+        return summands[0]
+    left = 1 << (len(summands) - 1).bit_length() - 1
+    return tree_sum(summands[:left]) + tree_sum(summands[left:])
+
+
+def gradient(micro_batch, name, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * micro_batch + list(SHAPES).index(name))
+    return wide_randn(*SHAPES[name], generator=generator, spread=4).to(dtype)
+
+
+def make_parameters(dtypes=None):
+    return {
+        name: torch.nn.Parameter(torch.zeros(shape, dtype=(dtypes or {}).get(name))) for name, shape in SHAPES.items()
+    }
+
+
+def summed(tp_group, micro_batches, dtypes=None, chunk=None, main_grad=False, count=None):
+    """What the tree makes of one `gradient` for each micro-batch, in the second of two steps: it starts each anew."""
+    parameters = make_parameters(dtypes)
+    tree = MicroBatchTree(parameters.values(), tp_group, micro_batches=micro_batches)
+    for _ in range(2):
+        for micro_batch in tree.share:
+            for name, p in parameters.items():
+                p.grad = gradient(micro_batch, name, p.dtype)
+            tree.add(count=count(micro_batch) if count else None)
+            assert all(p.grad is None for p in parameters.values())
+        with mock.patch.object(micro_batch_tree, "_CHUNK", chunk or micro_batch_tree._CHUNK):
+            tree.reduce(main_grad=main_grad)
+        assert not main_grad or all(p.grad is None for p in parameters.values())
+    return {name: p.main_grad if main_grad else p.grad for name, p in parameters.items()}
+
+
+# --- the tree -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", [*range(1, 21), 64, 100])
+def test_shares_meet_in_the_same_tree(leaves):
+    """The expression that is computed, as text, for every way to cut the leaves into shares of consecutive ones."""
+
+    def add(left, right):
+        return f"({left}+{right})"
+
+    def text(first, last):
+        if last - first == 1:
+            return str(first)
+        middle = first + (1 << (last - first - 1).bit_length() - 1)
+        return add(text(first, middle), text(middle, last))
+
+    for cut in range(leaves + 1):
+        whole = BinaryTree(leaves, add)
+        for share in (range(cut), range(cut, leaves)):
+            part = BinaryTree(leaves, add)
+            for leaf in share:
+                part.push(0, leaf, str(leaf))
+            for node in part.nodes:
+                whole.push(*node)
+        assert whole.root() == text(0, leaves)
+
+
+def test_the_buffers_are_as_many_as_documented():
+    def most_at_once(share, leaves):
+        tree, most = BinaryTree(leaves, lambda left, right: None), 0
+        for leaf in share:
+            most = max(most, len(tree.nodes) + 1)  # those there are, and the one that comes
+            tree.push(0, leaf, None)
+        return most, len(tree.nodes)
+
+    for k in range(6):
+        for rank in range(4):
+            most, left = most_at_once(range(rank << k, (rank + 1) << k), 4 << k)
+            assert (most, left) == (k + 1, 1)
+    for leaves in (24, 40, 63):
+        for first in range(leaves):
+            for last in range(first + 1, leaves + 1):
+                assert most_at_once(range(first, last), leaves)[0] <= 2 * math.log2(last - first) + 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 6, 8, 12])
+def test_same_bits_at_every_degree(micro_batches):
+    expected = {name: tree_sum([gradient(i, name) for i in range(micro_batches)]) for name in SHAPES}
+    for world in (1, 2, 3, 4, 5, 8):
+        for rank, grads in enumerate(run_ranks(summed, world, micro_batches)):
+            assert_bitwise_equal(grads, expected, f"{micro_batches} micro-batches, rank {rank} of DP={world}")
+    for name, grad in expected.items():
+        parts = torch.stack([gradient(i, name).double() for i in range(micro_batches)])
+        bound = torch.finfo(torch.float32).eps * micro_batches * parts.abs().sum(0)
+        assert bool(((grad.double() - parts.sum(0)).abs() <= bound).all())
+
+
+def summed_naively(tp_group, micro_batches):
+    """.grad accumulated by a rank over its share, then all-reduced."""
+    shares = torch.arange(micro_batches).tensor_split(dist.get_world_size(tp_group))
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for i in shares[dist.get_rank(tp_group)].tolist():
+        for name, grad in total.items():
+            grad += gradient(i, name)
+    for grad in total.values():
+        dist.all_reduce(grad, group=tp_group)
+    return total
+
+
+def test_summed_naively_the_bits_depend_on_the_degree():
+    """The control: on this data the order of the sum shows."""
+    assert len({testing.digest(run_ranks(summed_naively, world, 8)[0]) for world in (1, 2, 4, 8)}) == 4
+
+
+@pytest.mark.parametrize("chunk", [1, 37])
+@pytest.mark.parametrize("micro_batches", [6, 8])
+def test_chunks_do_not_count(chunk, micro_batches):
+    shapes = ("b", "scalar") if chunk == 1 else tuple(SHAPES)
+    expected = {name: tree_sum([gradient(i, name) for i in range(micro_batches)]) for name in shapes}
+    for grads in run_ranks(summed, 4, micro_batches, None, chunk):
+        assert_bitwise_equal({name: grads[name] for name in shapes}, expected)
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["all-bf16", "mixed"])
+def test_low_precision_is_rounded_once(uniform):
+    """fp32 inside, one rounding to the parameter's dtype; with main_grad none."""
+    dtypes = dict.fromkeys(SHAPES, torch.bfloat16) if uniform else {"a": torch.bfloat16, "c": torch.float16}
+    exact = {
+        name: tree_sum([gradient(i, name, dtypes.get(name, torch.float32)).float() for i in range(8)])
+        for name in SHAPES
+    }
+    expected = {name: grad.to(dtypes.get(name)) for name, grad in exact.items()}
+    each_time = tree_sum([gradient(i, "a", torch.bfloat16) for i in range(8)])
+    assert not torch.equal(each_time, expected["a"]), "the control: adding in bfloat16 gives something else"
+    for world in (1, 2, 8):
+        for grads in run_ranks(summed, world, 8, dtypes):
+            assert_bitwise_equal(grads, expected, f"DP={world}")
+        for grads in run_ranks(summed, world, 8, dtypes, None, True):
+            assert_bitwise_equal(grads, exact, f"main_grad, DP={world}")
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
+def test_counts_divide_the_sum_once(as_tensor):
+    def count(micro_batch):
+        return torch.tensor(3 * micro_batch) if as_tensor else 3 * micro_batch  # the first has none
+
+    expected = {name: tree_sum([gradient(i, name) for i in range(8)]) / (3 * 28) for name in SHAPES}
+    for world in (1, 4, 8):
+        for grads in run_ranks(summed, world, 8, None, None, False, count):
+            assert_bitwise_equal(grads, expected, f"DP={world}")
+
+
+def some_without(tp_group):
+    """`a` has a gradient, of -0.0, in micro-batch 5 alone; `b` in none; `c` in all."""
+    parameters = make_parameters()
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    tree = MicroBatchTree([*parameters.values(), frozen, parameters["c"]], tp_group, micro_batches=8)
+    for i in tree.share:
+        parameters["c"].grad = gradient(i, "c").permute(2, 0, 1).contiguous().permute(1, 2, 0)  # strides do not count
+        if i == 5:
+            parameters["a"].grad = torch.full(SHAPES["a"], -0.0)
+        tree.add()
+    tree.reduce()
+    assert frozen.grad is None
+    return {name: p.grad for name, p in parameters.items()}
+
+
+def test_parameters_without_gradients():
+    nothing = dict.fromkeys(SHAPES)
+    expected = nothing | {"a": torch.full(SHAPES["a"], -0.0), "c": tree_sum([gradient(i, "c") for i in range(8)])}
+    for world in (1, 4):
+        for grads in run_ranks(some_without, world):
+            assert_bitwise_equal(grads, expected)
+
+
+# --- with tensor parallelism ----------------------------------------------------------------------------------------
+
+TOKENS, HIDDEN, LAYOUTS = 16, 32, ((1, 8), (2, 4), (4, 2), (8, 1))
+
+
+def train(tp_group, dp_group, sequence_parallel, micro_batches=8, steps=2):
+    """Every step's whole gradients and norm, and the parameters after the last; a step's loss is a mean over tokens."""
+    torch.manual_seed(0)
+    tp = dict(tp_group=tp_group, sequence_parallel=sequence_parallel)
+    model = torch.nn.Sequential(
+        tpi.LayerNormLinear(HIDDEN, 64, parallel_mode="column", **tp),
+        torch.nn.ReLU(),
+        tpi.Linear(64, HIDDEN, parallel_mode="row", **tp),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=micro_batches)
+    seen = {}
+    for step in range(steps):
+        for i in tree.share:
+            generator = torch.Generator().manual_seed(100 * step + i)
+            x, dy = (wide_randn(TOKENS, HIDDEN, generator=generator, spread=3) for _ in range(2))
+            valid = torch.rand(TOKENS, generator=generator) < 0.8
+            dy[~valid] = 0.0
+            if sequence_parallel:
+                x, dy = (t.chunk(dist.get_world_size(tp_group))[dist.get_rank(tp_group)] for t in (x, dy))
+            model(x).backward(dy)
+            tree.add(count=int(valid.sum()))
+        tree.reduce()
+        seen[f"grads{step}"] = testing.full_grads(model)
+        seen[f"norm{step}"] = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {"parameters": testing.full_parameters(model)}
+
+
+def train_layouts(world_group, variants):
+    """`train` for each (mode, sequence_parallel), at every TP x DP = 8; consecutive ranks make a TP group."""
+    results = {}
+    for tp, dp in LAYOUTS:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        for mode, sequence_parallel in variants:
+            with tpi.set_tp_invariant_mode(mode):
+                results[mode, sequence_parallel, tp, dp] = train(mesh["tp"].get_group(), mesh["dp"], sequence_parallel)
+    return results
+
+
+def train_alone(world_group):
+    with tpi.set_tp_invariant_mode(True):
+        return train(world_group, world_group, False)
+
+
+def test_tp_times_dp():
+    """TP x DP = 1x8, 2x4, 4x2 and 8x1 against one rank: gradients, norms, and parameters after two steps of AdamW."""
+    (expected,) = run_ranks(train_alone, 1)
+    ranks = run_ranks(train_layouts, 8, [(True, False), (True, True), (False, False)])
+    for rank, results in enumerate(ranks):
+        for (mode, sequence_parallel, tp, dp), result in results.items():
+            if mode:
+                what = f"rank {rank}, TP={tp} x DP={dp}, sequence_parallel={sequence_parallel}"
+                assert_bitwise_equal(result, expected, what)
+    stock = [result for (mode, *_), result in ranks[0].items() if not mode]
+    assert len({testing.digest(result) for result in stock}) > 1, "the control: with the mode off TP shows"
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(one_rank):
+    """Against one big batch through torch's own layers in float64."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, 24), torch.nn.Tanh(), torch.nn.Linear(24, 5))
+    x, labels = torch.randn(40, HIDDEN), torch.randint(5, (40,))
+    labels[::3] = -100
+    tree = MicroBatchTree(model.parameters(), one_rank, micro_batches=5)
+    for i in tree.share:
+        part = slice(8 * i, 8 * i + 8)
+        torch.nn.functional.cross_entropy(model(x[part]), labels[part], reduction="sum").backward()
+        tree.add(count=(labels[part] != -100).sum())
+    tree.reduce()
+    ours = [p.grad.double() for p in model.parameters()]
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(model.double()(x.double()), labels).backward()
+    for grad, p in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-7)
+
+
+# --- ranks that disagree, and what is refused -----------------------------------------------------------------------
+
+
+def message_of(fn, world, *args):
+    """The one error of all ranks."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, world, *args)
+    assert sorted(caught.value.errors) == list(range(world))
+    (message,) = {(type(error), str(error)) for error in caught.value.errors.values()}
+    return message
+
+
+def build(tp_group, micro_batches, shapes):
+    rank = dist.get_rank(tp_group)
+    MicroBatchTree([torch.nn.Parameter(torch.zeros(s)) for s in shapes[rank]], tp_group, micro_batches[rank])
+
+
+@pytest.mark.parametrize(
+    "micro_batches, shapes, what",
+    [
+        ((4, 8), ([3], [3]), "micro_batches is 4 on rank 0; 8 on rank 1"),
+        ((0, 8), ([3], [3]), "micro_batches is 0 on rank 0; 8 on rank 1"),
+        ((8, 8), ([3, 4], [3]), "number of parameters is 2 on rank 0; 1 on rank 1"),
+        ((8, 8), ([3, 4], [3, 5]), "parameter 1 is torch.float32 (4,) on rank 0; torch.float32 (5,) on rank 1"),
+    ],
+)
+def test_ranks_built_differently(micro_batches, shapes, what):
+    text = (
+        f"the 2 ranks of dp_group disagree: {what}. Give MicroBatchTree the same parameters, in the same order, and "
+        "the same micro_batches on every rank"
+    )
+    assert message_of(build, 2, micro_batches, shapes) == (RuntimeError, text)
+
+
+def add_and_reduce(tp_group, counts_of_ranks, main_grad=(False, False)):
+    """Each rank adds as often as it has counts."""
+    p, rank = torch.nn.Parameter(torch.zeros(3)), dist.get_rank(tp_group)
+    tree = MicroBatchTree([p], tp_group, micro_batches=4)
+    for count in counts_of_ranks[rank]:
+        p.grad = torch.ones(3)
+        tree.add(count=count)
+    tree.reduce(main_grad=main_grad[rank])
+
+
+@pytest.mark.parametrize(
+    "counts, kind, text",
+    [
+        (
+            ([None, None], [None]),
+            RuntimeError,
+            "the 2 ranks of dp_group added [2, 1] micro-batches, but micro_batches=4 gives them [2, 2]: call add() "
+            "once after the backward of each index in `share`",
+        ),
+        (
+            ([None] * 4, [None] * 2),
+            RuntimeError,
+            "the 2 ranks of dp_group added [4, 2] micro-batches, but micro_batches=4 gives them [2, 2]: call add() "
+            "once after the backward of each index in `share`",
+        ),
+        (
+            ([1, 1], [1, None]),
+            RuntimeError,
+            "the 2 ranks of dp_group gave count= to [2, 1] of [2, 2] calls of add(): give it to all of them or to none",
+        ),
+        (
+            ([0, 0], [0, 0]),
+            ValueError,
+            "the counts that the 2 ranks of dp_group gave are [0, 0] in sum: gradients cannot be divided by 0; skip a "
+            "step without tokens on every rank",
+        ),
+    ],
+    ids=["too-few", "too-many", "some-counts", "no-tokens"],
+)
+def test_ranks_that_add_differently(counts, kind, text):
+    assert message_of(add_and_reduce, 2, counts) == (kind, text)
+
+
+def test_main_grad_on_one_rank_alone():
+    kind, text = message_of(add_and_reduce, 2, ([None] * 2,) * 2, (True, False))
+    expected = "the 2 ranks of dp_group disagree: main_grad is [True, False]; pass the same on every rank"
+    assert (kind, text) == (RuntimeError, expected)
+
+
+def test_no_group():
+    text = "dp_group=None: pass the ProcessGroup or 1-D DeviceMesh whose ranks' gradients are to be summed"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        MicroBatchTree([torch.nn.Parameter(torch.zeros(3))], None, micro_batches=8)
+    with pytest.raises(TypeError, match=r"^dp_group='dp' is a str: pass a ProcessGroup"):
+        MicroBatchTree([torch.nn.Parameter(torch.zeros(3))], "dp", micro_batches=8)
+
+
+def test_what_is_refused(one_rank):
+    def parameter(dtype, device="cpu"):
+        return torch.nn.Parameter(torch.zeros(3, dtype=dtype, device=device))
+
+    with pytest.raises(ValueError, match=r"^micro_batches=0 must be at least 1$"):
+        MicroBatchTree([parameter(None)], one_rank, micro_batches=0)
+    with pytest.raises(ValueError, match=r"^parameters holds no parameter with requires_grad=True"):
+        MicroBatchTree([], one_rank, micro_batches=8)
+    with pytest.raises(ValueError, match=r"^parameters are on \['cpu', 'meta'\]: build one MicroBatchTree for each"):
+        MicroBatchTree([parameter(None), parameter(None, "meta")], one_rank, micro_batches=8)
+    with pytest.raises(TypeError, match=r"^parameter 1 with shape \(3,\) is a Parameter of torch.float64: only plain"):
+        MicroBatchTree([parameter(None), parameter(torch.float64)], one_rank, micro_batches=8)
+    p = parameter(None)
+    tree = MicroBatchTree([p], one_rank, micro_batches=8)
+    for count in (1.5, torch.tensor(2.0), torch.tensor([2])):
+        with pytest.raises(TypeError, match=f"^count={re.escape(repr(count))} on rank 0 must be an int or a 0-dim"):
+            tree.add(count=count)
+    p.grad = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match=r"^the gradient of parameter 0 with shape \(3,\) on rank 0 is a Tensor of"):
+        tree.add()
