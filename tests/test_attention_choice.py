@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
+from tp_invariant import attention_choice
 from tp_invariant.attention_choice import SafeSdpa, safe_attention
 from tp_invariant.elementwise import WholeVectors, in_whole_vectors
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
@@ -182,6 +183,42 @@ def test_inside_a_module():
     assert_bitwise_equal(outside, stock)
     with tpi.set_tp_invariant_mode(False):
         assert_bitwise_equal(module(q, k, v, is_causal=True), stock)
+
+
+class InContainers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in self.projections)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_in_a_plain_model_whose_projections_stand_in_a_container(monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention_choice, "safe_attention", lambda *a, **k: calls.append(0) or safe_attention(*a, **k))
+    model = nn.Sequential(InContainers(), InContainers())
+    model = tpi.parallelize(model, None, {"*.projections.*": "colwise"})
+    for mode, expected in ((True, 2), (False, 0)):
+        calls.clear()
+        with tpi.set_tp_invariant_mode(mode):
+            model(torch.randn(2, 5, 32))
+        assert len(calls) == expected
+
+
+def test_an_interrupted_forward_leaves_nothing_behind_with_the_mode_off():
+    class Interrupted(nn.Module):
+        def forward(self):
+            raise KeyboardInterrupt
+
+    module = Interrupted()
+    hooks = SafeSdpa(module)
+    with tpi.set_tp_invariant_mode(True), pytest.raises(KeyboardInterrupt):
+        module()
+    q, k, v, _ = tensors(9, 9, 16, torch.float32)
+    F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)  # torch's own: ours takes no dropout
+    hooks._leave(module, None, None)  # for the tests that follow
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tp_invariant import testing
 from tp_invariant.convert import parallelize
 from tp_invariant.examples import swap_linear
 from tp_invariant.kernels import reference
-from tp_invariant.plans import Part
+from tp_invariant.plans import Part, own_plan
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -303,3 +303,25 @@ def test_the_example():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["constructed", expected[0], "swapped", expected[0]]
+
+
+def sharded_logits(tp_group):
+    model = hf_models.build("qwen3")
+    model = parallelize(model, tp_group, {**own_plan(model), "lm_head": "colwise"})
+    output = model(**hf_models.batch())
+    output.loss.backward()
+    return output.loss.detach(), tpi.testing.full_grads(model), output.logits.shape[-1]
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+def test_the_loss_of_logits_left_sharded(mode):
+    """With an output layer that gathers nothing, the model's own loss is the one of whole logits."""
+    with tpi.set_tp_invariant_mode(mode):
+        whole = parallelize(hf_models.build("qwen3"), None)
+        output = whole(**hf_models.batch())
+        output.loss.backward()
+        for loss, grads, width in run_ranks(sharded_logits, 2):
+            assert width == hf_models.VOCABULARY // 2
+            if mode:
+                assert_bitwise_equal((loss, grads), (output.loss.detach(), tpi.testing.full_grads(whole)))
+            torch.testing.assert_close(loss, output.loss.detach())

@@ -69,7 +69,7 @@ ALLOWED = {
     "determinism_settings": set(),
     "determinism": {"determinism_settings"},
     "plans": set(),
-    "hugging_face": {"attention_choice", "cross_entropy", "mode"},
+    "hugging_face": {"attention_choice", "cross_entropy", "linear", "mode"},
     "survey": {
         "collectives",
         "elementwise",
@@ -87,7 +87,7 @@ ALLOWED = {
     "data_parallel": {"collectives", "layout", "micro_batch_tree"},
     "rank_process": {"gemm", "mode", "owners", "rank_pool"},
     "testing": {"bits", "gemm", "mode", "parameters", "rank_pool"},
-    "full_state": {"agreement", "collectives", "parameters"},
+    "full_state": {"agreement", "bits", "collectives", "parameters"},
     "full_optimizer_state": {"full_state", "parameters"},
     "checkpoint_files": set(),
     "checkpoint_plan": {"full_state"},

@@ -240,10 +240,12 @@ def _headwise(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 class _Reroute(TorchFunctionMode):
+    """Asks for the mode at each call: an interrupt in a forward skips the hooks that take this away again."""
+
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is not F.scaled_dot_product_attention or not is_tp_invariant_mode_enabled():
             return func(*args, **(kwargs or {}))
         return _safe_sdpa(*args, **(kwargs or {}))
 
@@ -273,7 +275,11 @@ def check_no_dropout(p: float, name: str) -> None:
 
 
 class SafeSdpa:
-    """Hooks that make F.scaled_dot_product_attention safe inside a module's forward, while the mode is on."""
+    """Hooks that make F.scaled_dot_product_attention safe inside a module's forward, while the mode is on.
+
+    Not inside a function that torch.utils.checkpoint runs again in backward, outside of any module's forward: give it
+    a module, as transformers does with its layers.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._entered: list[_Reroute] = []
@@ -286,5 +292,5 @@ class SafeSdpa:
             self._entered[-1].__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._entered:
+        if self._entered:  # also called where _enter was not, after an error in another hook
             self._entered.pop().__exit__(None, None, None)

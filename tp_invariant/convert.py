@@ -17,7 +17,7 @@ scatter. Positions, masks and logits see the whole sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -73,9 +73,13 @@ def parallelize(
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
         hugging_face.install(model)
+        # attention of a model's own that asks no interface; the output layer stands in the model itself
+        linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
+        callers = _callers(model, linears)
     else:
-        for parent in sorted({name.rpartition(".")[0] for name in survey.swaps}):
-            SafeSdpa(model.get_submodule(parent))
+        callers = _callers(model, survey.swaps) | {id(model): model}
+    for caller in callers.values():
+        SafeSdpa(caller)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if sequence_parallel else Group(None, 0, 1))
         survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
@@ -103,6 +107,18 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
                 tied[id(parameter)] = parameter, made
         for parent, attribute in places[id(old)]:
             setattr(parent, attribute, new)
+
+
+def _callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
+    """By id, the modules whose forward calls the named ones: where attention happens."""
+    found = {}
+    for name in names:
+        while name := name.rpartition(".")[0]:
+            parent = model.get_submodule(name)
+            if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):  # these have no forward of their own
+                found[id(parent)] = parent
+                break
+    return found
 
 
 class _SequenceHooks:

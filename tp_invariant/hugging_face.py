@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .attention_choice import check_no_dropout, safe_attention
 from .cross_entropy import vocab_parallel_cross_entropy
+from .linear import Linear
 from .mode import is_tp_invariant_mode_enabled
 
 SAFE_IMPLEMENTATIONS = ("sdpa", "eager")
@@ -47,13 +48,20 @@ def install(model: Any) -> None:
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         asked = config._attn_implementation or "sdpa"
         config._attn_implementation = _PREFIX + asked.removeprefix(_PREFIX)
-    model.register_forward_pre_hook(_check_unchanged)
+    for module in model.modules():  # each looks its attention up in its config, and any may be called by itself
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.register_forward_pre_hook(_keep_safe)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
-        model.loss_function = causal_lm_loss
+        model.loss_function = CausalLMLoss(model.get_output_embeddings())
 
 
-def _check_unchanged(model: Any, args: Any) -> None:
-    if is_tp_invariant_mode_enabled() and (problem := problem_with(model.config)):
+def _keep_safe(module: Any, args: Any) -> None:
+    """Keeps ours in the place of an attention that was chosen since: "sdpa" and "eager" mean ours again."""
+    config = module.config
+    asked = config._attn_implementation
+    if asked in SAFE_IMPLEMENTATIONS:
+        config._attn_implementation = _PREFIX + asked
+    elif is_tp_invariant_mode_enabled() and (problem := problem_with(config)):
         raise ValueError(problem)
 
 
@@ -112,29 +120,42 @@ class _HuggingFace:
         return ALL_ATTENTION_FUNCTIONS[self.original]
 
 
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **others: Any,
-) -> Tensor:
-    """transformers' ForCausalLMLoss: in fp32, from whole logits [B, S, V]; with the mode on, by this library's."""
-    if not is_tp_invariant_mode_enabled():
-        from transformers.loss.loss_utils import ForCausalLMLoss
+class CausalLMLoss:
+    """transformers' ForCausalLMLoss: in fp32; with the mode on, by this library's cross-entropy.
 
-        stock: Any = ForCausalLMLoss
-        return stock(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(-1).to(logits.device)
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = vocab_parallel_cross_entropy(
-        logits.reshape(-1, vocab_size), target, tp_group=None, ignore_index=ignore_index, reduction=reduction
-    )
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    logits [B, S, V], or [B, S, V/P] of an output layer whose plan is "colwise", which gathers nothing.
+    """
+
+    def __init__(self, output_layer: Any) -> None:
+        self.output_layer = output_layer
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        head = self.output_layer
+        sharded = isinstance(head, Linear) and head.parallel_mode == "column" and not head.gather_output
+        if not is_tp_invariant_mode_enabled() and not sharded:
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            stock: Any = ForCausalLMLoss
+            return stock(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = vocab_parallel_cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.reshape(-1).to(logits.device),
+            tp_group=head.group if sharded else None,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
