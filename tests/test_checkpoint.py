@@ -228,6 +228,33 @@ def test_not_strict_loads_what_fits():
         assert_bitwise_equal(full["fc1.weight"], state["fc1.weight"])
 
 
+@pytest.mark.parametrize("absent", ["first.weight", "second.weight"])
+def test_tied_weights_may_be_given_once(absent):
+    state = unsharded()
+    del state[absent]
+    for strict in (True, False):
+        for keys, full in run_ranks(load_full, 2, state, strict):
+            assert keys == ([], [])
+            assert_bitwise_equal(full, unsharded())
+    del state["first.weight" if absent == "second.weight" else "second.weight"]
+    with pytest.raises(ValueError, match=r"missing in the state dict: first\.weight, second\.weight"):
+        tpi.load_full_state_dict(Model(None), state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_two_values_for_tied_weights_are_refused(strict):
+    state, model = unsharded(), Model(None, seed=1)
+    state["second.weight"] = state["first.weight"].clone()
+    tpi.load_full_state_dict(model, state, strict)
+    state["second.weight"].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    before = digest(dict(model.state_dict()))
+    with pytest.raises(
+        ValueError, match=r"second\.weight and first\.weight are one parameter in the model and two in the"
+    ):
+        tpi.load_full_state_dict(model, {**state, "scale": torch.tensor(9.0)}, strict)
+    assert digest(dict(model.state_dict())) == before
+
+
 def test_meta_models_are_refused():
     with torch.device("meta"):
         model = nn.Linear(2, 2)
@@ -422,6 +449,32 @@ def test_a_rank_that_fails_to_write_is_an_error_on_all_and_the_old_checkpoint_st
     assert_bitwise_equal(loaded, saved[0])
     run_ranks(save_trained, 2, str(path))
     assert len(os.listdir(path)) == 3  # what the failed save left is gone
+
+
+def save_interrupted_on_rank_1(tp_group, path, kind):
+    """What save raised here."""
+    if resolve_group(tp_group).rank == 1:
+
+        def interrupt(*args, **kwargs):
+            raise kind(3)
+
+        import safetensors.torch
+
+        real, safetensors.torch.save_file = safetensors.torch.save_file, interrupt
+    try:
+        tpi.checkpoint.save(path, Model(tp_group))
+    except BaseException as error:
+        return error
+    finally:
+        if resolve_group(tp_group).rank == 1:
+            safetensors.torch.save_file = real
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_itself_on_the_rank_that_got_it(tmp_path, kind):
+    other, interrupted = run_ranks(save_interrupted_on_rank_1, 2, str(tmp_path / "c"), kind)
+    assert type(interrupted) is kind and interrupted.args == (3,)
+    assert type(other) is RuntimeError and f"rank 1 of 2: {kind.__name__}: 3" in str(other)
 
 
 KILLED = """

@@ -300,6 +300,38 @@ def test_logits_that_are_not_finite(bad, smoothing):
     assert theirs.isnan().tolist() == loss.isnan().tolist()
 
 
+def nan_bits(tp_group: Any, dtype: torch.dtype, smoothing: float, reduction: str, bad: float) -> list[Tensor]:
+    """Loss and all columns' gradient, with NaNs of both signs (or infinities) in a few rows."""
+    group = resolve_group(tp_group)
+    logits = torch.randn(40, 504, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[3, 5], logits[7, 130], logits[8, 500], logits[9, 250:] = bad, -bad, bad, -bad
+    target = torch.arange(40)
+    local = shard(logits, dim=-1, rank=group.rank, world=group.size).requires_grad_()
+    options = dict(tp_group=tp_group, reduction=reduction, label_smoothing=smoothing, z_loss=smoothing)
+    with tpi.set_tp_invariant_mode(True):
+        loss = tpi.vocab_parallel_cross_entropy(local, target, **options)
+    loss.sum().backward()
+    assert local.grad is not None
+    return [loss.detach(), gather_dim(local.grad, 1, group)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_nan_has_the_same_bits_at_every_degree(dtype, bad, smoothing, reduction):
+    """torch's CPU makes NaNs of any sign and payload, by rank, by row and by place in a vector."""
+    arguments = dtype, smoothing, reduction, bad
+    wanted = nan_bits(None, *arguments)
+    for tensor in wanted:
+        nans = tensor[tensor.isnan()]
+        assert len(nans)
+        assert_bitwise_equal(nans, torch.full_like(nans, math.nan))
+    for degree in DEGREES:
+        for rank, got in enumerate(run_ranks(nan_bits, degree, *arguments)):
+            assert_bitwise_equal(got, wanted, f"rank {rank} of {degree}")
+
+
 def test_a_target_of_minus_infinity():
     x = torch.tensor([[0.0, -math.inf, 1.0]], requires_grad=True)
     with tpi.set_tp_invariant_mode(True):

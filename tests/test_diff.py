@@ -1,6 +1,7 @@
 """Digest logs: the same at every degree, sensitive to one bit and to order; and what `tp-invariant diff` says."""
 
 import json
+import math
 import re
 
 import pytest
@@ -232,6 +233,25 @@ def plain_log(path, model, steps):
         for step in steps:
             log.write(step, loss=1.0)
     return path
+
+
+@pytest.mark.parametrize(
+    ("losses", "noted"), [((math.nan, math.nan), True), ((math.nan, 1.0), False), ((1.0, 2.0), False)]
+)
+def test_runs_that_had_diverged_are_called_so(tmp_path, capsys, losses, noted):
+    paths = [tmp_path / "a.log", tmp_path / "b.log"]
+    for path, loss in zip(paths, losses, strict=True):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        with tpi.DigestLog(path, model, tp_group=None) as log:
+            log.write(0, loss=1.0)
+            model.bias.data.view(torch.int32)[:] = 0x7FC00000 + (path == paths[1])  # NaNs of other payloads
+            log.write(1, loss=loss)
+    status, text = diff(capsys, *paths)
+    assert status == 1 and "step 1 differs" in text
+    assert text.endswith(
+        f"loss {losses[0]} and {losses[1]}\n" + noted * "both losses are NaN: the runs had diverged before\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,25 @@ def test_a_norm_that_is_not_finite(mode, name, value, norm_type):
         assert_bitwise_equal(untouched["column.weight"], expected)
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_nan_has_the_same_bits_at_every_degree(dtype, norm_type, value):
+    """torch's CPU makes NaNs of any sign and payload, by shape and by place in a vector."""
+    gradients = full_gradients(dtype)
+    for name, sign in (("column.weight", 1), ("row.weight", -1), ("norm.weight", -1)):
+        gradients[name].view(-1)[5] = sign * value
+    wanted = None
+    for world in DEGREES:
+        results = clip_on_ranks(world, gradients, 1.0, norm_type=norm_type)
+        grads = unsharded(results)
+        wanted = wanted or (results[0][0], grads)
+        for rank, (total, _) in enumerate(results):
+            assert_bitwise_equal(total, torch.tensor(value), f"total norm on rank {rank} of {world}")
+        assert_bitwise_equal(grads, wanted[1], f"TP={world}")
+    assert wanted is not None and wanted[1]["column.weight"].isnan().any()
+
+
 @pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
 def test_an_infinite_norm_of_whole_parameters_alone(mode):
     p = torch.nn.Parameter(torch.zeros(2))

@@ -69,10 +69,12 @@ ALLOWED = {
     "determinism_settings": set(),
     "determinism": {"determinism_settings"},
     "plans": set(),
+    "feature_blocks": set(),
     "hugging_face": {"attention_choice", "cross_entropy", "linear", "mode"},
     "survey": {
         "collectives",
         "elementwise",
+        "feature_blocks",
         "gemm",
         "hugging_face",
         "linear",

@@ -9,10 +9,12 @@ from typing import Any
 
 import hf_models
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import tp_invariant as tpi
-from tp_invariant import testing
+from tp_invariant import hugging_face, testing
+from tp_invariant.attention_choice import safe_attention
 from tp_invariant.convert import parallelize
 from tp_invariant.plans import STYLES, Part, own_plan, resolve
 
@@ -109,11 +111,23 @@ def test_an_unsafe_attention(name):
     assert "choose one of 'sdpa', 'eager'" in text
 
 
-def test_an_unsafe_attention_set_later():
+@pytest.mark.parametrize("inner", [False, True], ids=["model", "base"])
+def test_an_unsafe_attention_set_later(inner):
     model = parallelize(hf_models.build("llama"), None)
     model.config._attn_implementation = "flex_attention"
     with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match="flex_attention"):
+        (model.model if inner else model)(input_ids=hf_models.batch()["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_a_safe_attention_set_later_means_ours(name, monkeypatch):
+    calls = []
+    monkeypatch.setattr(hugging_face, "safe_attention", lambda *a, **k: calls.append(0) or safe_attention(*a, **k))
+    model = parallelize(hf_models.build("llama"), None)
+    model.set_attn_implementation(name)
+    with tpi.set_tp_invariant_mode(True):
         model(input_ids=hf_models.batch()["input_ids"])
+    assert len(calls) == len(model.model.layers)
 
 
 def test_twice():
@@ -172,6 +186,139 @@ def test_parameters_beside_sharded_features():
         model, plan
     )
     assert type(parallelize(model, None, {**plan, "1": "replicate"})[1]) is nn.PReLU
+
+
+class Heads(nn.Module):
+    """Two projections with something between them, applied to their heads of 8."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.q, self.between, self.out = nn.Linear(8, 32), between, nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.between(self.q(x).unflatten(-1, (-1, 8))).flatten(-2))
+
+
+HEADS_PLAN = {"q": "colwise", "out": "rowwise"}
+BETWEEN = [nn.PReLU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(2, 8)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda module: type(module).__name__)
+def test_parameters_at_any_depth_of_a_block(between, depth):
+    name, inner = "between", between
+    for _ in range(depth):
+        name, inner = f"{name}.0", nn.Sequential(inner)
+    model = Heads(inner)
+    text = refusal(copy.deepcopy(model), HEADS_PLAN)
+    assert [line.split(": ")[0] for line in text.splitlines()[1:]] == [f"  {name}"]
+    assert f"{name}: {type(between).__name__} has parameters beside column-parallel layers, and may see" in text
+    assert ("if it is a norm of each head" in text) == isinstance(between, nn.LayerNorm)
+    parallelize(model, None, {**HEADS_PLAN, name: "replicate"})
+
+
+def heads_partial_on_rank(tp_group, style):
+    torch.manual_seed(0)
+    model = Heads(nn.Sequential(nn.PReLU()))
+    parallelize(model, tp_group, {**HEADS_PLAN, "between.0": style})
+    model(torch.randn(3, 8, generator=torch.Generator().manual_seed(1))).sum().backward()
+    return model.between[0].weight.grad
+
+
+def test_what_is_refused_would_have_been_partial():
+    """Said to see all features though it does not, its gradient is a part: what the refusal is for."""
+    one, *_ = run_ranks(heads_partial_on_rank, 1, "replicate")
+    parts = run_ranks(heads_partial_on_rank, 2, "replicate")
+    torch.testing.assert_close(sum(parts), one)
+    assert all((part - one).abs() > 1e-3 for part in parts)
+
+
+def test_columns_and_rows_in_containers_of_their_own():
+    """The row-parallel layer tells too that what stands beside it is sharded."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16)), nn.PReLU(), nn.Sequential(nn.PReLU(), nn.Linear(16, 8)))
+    text = refusal(nn.ModuleDict({"mlp": Holder(model)}), {"mlp.inner.0.0": "colwise", "mlp.out": "rowwise"})
+    assert [line.split(": ")[0] for line in text.splitlines()[1:]] == [
+        "  mlp.inner.1", "  mlp.inner.2.0", "  mlp.inner.2.1"
+    ]  # fmt: skip
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.out = inner, nn.Linear(16, 8)
+
+
+def test_the_order_of_a_sequence_tells_what_is_whole():
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8))
+
+    parallelize(layers(), None, {"2": "colwise", "3": "rowwise"})
+    assert refusal(layers(), {"1": "colwise", "3": "rowwise"}).splitlines()[1].startswith("  2: Linear has parameters")
+
+
+def test_a_sharded_output_layer_makes_no_block_of_the_model():
+    model = hf_models.build("llama")
+    parallelize(model, None, {**own_plan(model), "lm_head": "colwise"})
+
+
+NORMS = {"Phi": ("q_layernorm", "k_layernorm"), "HunYuanDenseV1": ("query_layernorm", "key_layernorm")}
+
+
+def with_norms(name: str) -> Any:
+    import transformers
+
+    own = {"qk_layernorm": True} if name == "Phi" else {}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**hf_models.SIZES, **own)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    if name != "Phi":  # its own plan has nothing in its layers
+        model.config.base_model_tp_plan = hf_models.build("llama").config.base_model_tp_plan
+    return model
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_heads_by_other_names(name):
+    model = with_norms(name)
+    text = refusal(model, own_plan(model))
+    for norm in NORMS[name]:
+        assert f"layers.1.self_attn.{norm}: normalises what model.layers.1.self_attn." in text
+    attention = parallelize(model, None).model.layers[1].self_attn
+    assert [(m.heads, m.heads_dim) for m in map(attention.get_submodule, NORMS[name])] == [(8, 1), (4, 1)]
+
+
+def norm_grads_on_rank(tp_group, name, mode):
+    model = parallelize(with_norms(name), tp_group)
+    with tpi.set_tp_invariant_mode(mode):
+        model(**hf_models.batch()).loss.backward()
+    return {n: g for n, g in testing.full_grads(model).items() if n.rpartition(".")[0].endswith(NORMS[name])}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_norms_of_heads_by_other_names(name):
+    (expected,) = run_ranks(norm_grads_on_rank, 1, name, True)
+    for got in run_ranks(norm_grads_on_rank, 4, name, True):
+        testing.assert_bitwise_equal(got, expected)
+    assert any(not g.equal(expected[n]) for n, g in run_ranks(norm_grads_on_rank, 4, name, False)[0].items())
+    model = with_norms(name)
+    model(**hf_models.batch()).loss.backward()
+    theirs = dict(model.named_parameters())
+    assert len(expected) == (8 if name == "Phi" else 4)
+    for n, g in expected.items():
+        torch.testing.assert_close(g, theirs[n].grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_plan_for_the_output_layer_only():
+    model = hf_models.build("llama")
+    model._tp_plan, model.config.base_model_tp_plan = {"lm_head": "colwise_gather_output"}, {}
+    assert "brings a tensor-parallel plan for its output layer only (lm_head), none for its layers: give " in refusal(
+        model
+    )
+
+
+def test_attention_sinks():
+    model = Heads(nn.Identity())
+    model.sinks = nn.Parameter(torch.zeros(4))
+    assert "Heads: Heads has attention sinks, which no attention here takes" in refusal(model, HEADS_PLAN)
 
 
 def test_a_tie_with_what_is_not_swapped():

@@ -56,6 +56,7 @@ def save(
             tp_groups.
         TypeError: something in `extra` or param_groups that has no place in a checkpoint.
         RuntimeError: on every rank, where some rank failed; names it.
+        KeyboardInterrupt, SystemExit: on the rank that got it; a RuntimeError on the others.
         ImportError: safetensors is not installed.
     """
     from torch.distributed import checkpoint as dcp  # takes a second to import
@@ -104,6 +105,7 @@ def load(
             error names all), other parameters in the optimizer's groups, no optimizer in the checkpoint, or an index
             that cannot be read.
         RuntimeError: on every rank, where some rank failed to read.
+        KeyboardInterrupt, SystemExit: as for `save`.
         ImportError: safetensors is not installed.
     """
     from torch.distributed import checkpoint as dcp
@@ -162,6 +164,9 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
         try:
             call({}, process_group=ranks.process_group, no_dist=ranks.size == 1, **arguments)
         except CheckpointException as error:
+            own, _ = error.failures.get(ranks.rank, (None, None))
+            if isinstance(own, (KeyboardInterrupt, SystemExit)):  # who asks this process to end is no failed write
+                raise own from None
             causes = "\n".join(
                 f"rank {rank} of {ranks.size}: {type(cause).__name__}: {cause}"
                 for rank, (cause, _) in sorted(error.failures.items())

@@ -185,6 +185,8 @@ class _CrossEntropy(torch.autograd.Function):
         dx = _kernels(logits.device).logits_grad(
             flatten_tokens(logits), call.shard.real, call.shard.first, ids, call.ignore_index, top, log_sum, factors
         )
+        if dx.device.type == "cpu":  # where a NaN's bits depend on what is in one vector with it; a GPU makes one NaN
+            dx.masked_fill_(dx.isnan(), math.nan)
         return dx.view(logits.shape), None, None
 
 
@@ -216,7 +218,7 @@ def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tenso
         loss = (1.0 - smoothing) * loss + smoothing * (log_sum - mean_shift)
     if call.z_loss:
         loss = loss + call.z_loss * (top + log_sum).square()
-    return loss, top, log_sum
+    return loss.masked_fill(loss.isnan(), math.nan), top, log_sum  # one NaN, whichever rank's and sum's it was
 
 
 def _sum_of_tokens(losses: Tensor) -> Tensor:

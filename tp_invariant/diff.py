@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,10 @@ def compare(a: Log, b: Log) -> tuple[str, bool]:
             more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             lines.append(f"step {step} differs, the first of {len(common)} in common after {count} identical ones")
             lines.append(f"{len(different)} of {len(names)} tensors: {', '.join(different[:_SHOWN])}{more}")
-            lines.append(f"loss {one['loss']!r} and {other['loss']!r}")
+            losses = one["loss"], other["loss"]
+            lines.append(f"loss {losses[0]!r} and {losses[1]!r}")
+            if all(isinstance(loss, float) and math.isnan(loss) for loss in losses):
+                lines.append("both losses are NaN: the runs had diverged before")
         if different or one["ranks_differ"] or other["ranks_differ"]:
             return "\n".join(lines), False
     return "\n".join([*lines, f"identical for {len(common)} steps, {common[0]} to {common[-1]}"]), True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import check_agreement
+from .bits import raw_bytes
 from .collectives import Group
 from .parameters import ShardSpec, named_shard_specs
 
@@ -187,20 +188,37 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
     """Copies this rank's part of each full tensor into the model. Every rank needs the whole `state_dict`.
 
     Args:
-        state_dict: as `full_state_dict` or an unsharded model's `state_dict()` gives it, at any degree.
+        state_dict: as `full_state_dict` or an unsharded model's `state_dict()` gives it, at any degree. Of tied names
+            one is enough, as Hugging Face saves them.
         strict: whether missing and unexpected keys are an error.
 
     Returns:
         (missing_keys, unexpected_keys), for strict=False.
 
     Raises:
-        ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named.
+        ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named; or,
+            whatever `strict`, two values for tied names.
     """
     entries, group = model_entries(model), model_group(model)
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
-    keys = together(
-        group, "load_full_state_dict", lambda: check_match(entries, found, strict=strict, source="state dict")
-    )
+    given: dict[int, list[str]] = {id(entry.tensor): [] for entry in entries.values()}  # several names: tied
+    for name, entry in entries.items():
+        if name in found:
+            given[id(entry.tensor)].append(name)
+
+    def check() -> IncompatibleKeys:
+        wanted = {name: entry for name, entry in entries.items() if name in found or not given[id(entry.tensor)]}
+        keys = check_match(wanted, found, strict=strict, source="state dict")
+        for first, *others in filter(None, given.values()):
+            for other in others:
+                if not torch.equal(raw_bytes(state_dict[first]), raw_bytes(state_dict[other])):
+                    raise ValueError(
+                        f"{other} and {first} are one parameter in the model and two in the state dict: leave one of "
+                        "them out, or untie them in the model"
+                    )
+        return keys
+
+    keys = together(group, "load_full_state_dict", check)
     with torch.no_grad():
         for name, entry in entries.items():
             if name in state_dict:

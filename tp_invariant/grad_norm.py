@@ -84,12 +84,15 @@ def clip_grad_norm_(
         total = _folded_norm(with_grad, group, gemm_fn)
     else:
         total = stock.grad_norm(with_grad, [_is_sharded(p) for p in with_grad], group)
+    total = total.masked_fill(total.isnan(), math.nan)  # one NaN, whichever rank's and sum's it was
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for p in with_grad:
         assert p.grad is not None
-        _local(p.grad).mul_(coefficient.to(p.grad.device))
+        grad = _local(p.grad).mul_(coefficient.to(p.grad.device))
+        if grad.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
+            grad.masked_fill_(grad.isnan(), math.nan)
     return total
 
 

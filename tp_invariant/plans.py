@@ -55,11 +55,13 @@ class Part:
 
 # --- what plans do not say ------------------------------------------------------------------------------------------
 
-# Attention classes whose q_norm and k_norm take [B, S, heads, D] (2), or [B, heads, S, D] (1).
+# Attention classes whose norms of q and k take [B, S, heads, D] (2), or [B, heads, S, D] (1).
 HEADS_DIM = {
     "ApertusAttention": 1,
     "Exaone4Attention": 1,
     "Gemma3Attention": 1,
+    "HunYuanDenseV1Attention": 1,
+    "PhiAttention": 1,
     "Qwen3Attention": 2,
 }
 # MLPs that take gate and up out of one projection by chunk(2, dim=-1). Their plan gathers its output, which keeps the
@@ -72,7 +74,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     """The plan that a Hugging Face model brings: its config's for the base model, merged with its class's.
 
     Raises:
-        ValueError: it brings none.
+        ValueError: it brings none, or one that has nothing in its layers (for the output layer only, say).
     """
     config: Any = getattr(model, "config", None)
     base = getattr(config, "base_model_tp_plan", None) or {}
@@ -84,6 +86,13 @@ def own_plan(model: nn.Module) -> dict[str, str]:
         raise ValueError(
             f"{type(model).__name__} brings no tensor-parallel plan (config.base_model_tp_plan, _tp_plan): give "
             'plan={"layers.*.up": "colwise", "layers.*.down": "rowwise", ..}'
+        )
+    modules = dict(model.named_modules())
+    lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList))
+    if lists and not any(name.startswith(lists) for name in resolve(plan, modules)[0]):
+        raise ValueError(
+            f"{type(model).__name__} brings a tensor-parallel plan for its output layer only ({', '.join(plan)}), none "
+            f'for its layers: give plan={{"{lists[0]}*.self_attn.q_proj": "colwise", ..}}'
         )
     return plan
 

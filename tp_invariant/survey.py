@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import hugging_face
 from .collectives import Group
 from .elementwise import WholeVectors
+from .feature_blocks import FeatureBlocks, is_norm
 from .gemm import GemmFn
 from .linear import Linear
 from .parallel_norm import ParallelNorm, recognise_norm
@@ -66,7 +67,6 @@ class Survey:
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
     problems: list[str] = field(default_factory=list)
     stack: Stack | None = None
-    column_parents: frozenset[str] = frozenset()  # names of the modules with column-parallel layers, not gathered
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
 
     def __post_init__(self) -> None:
@@ -87,14 +87,15 @@ class Survey:
             )
         self._plan_blocks()
         self._plan_ties()
+        self._plan_heads()
         for name, module in self.modules.items():
             self._look_at(name, module)
+        self._check_features()
         self._check_ties()
         self._check_config()
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
-        self.column_parents = frozenset(n.rpartition(".")[0] for n, o in columns.items() if not o.get("gather_output"))
         if self.stack is None:
             return
         blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)}
@@ -118,6 +119,24 @@ class Survey:
             if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
                 self.parts.setdefault(name, Part(EMBEDDING_STYLE))
 
+    def _plan_heads(self) -> None:
+        """Norms of each head that the model's own plan leaves out (older ones do): the attention's class tells."""
+        for name, module in self.modules.items():
+            known = is_norm(module) and type(self._parent(name)).__name__ in HEADS_DIM
+            whole = self.parts.get(name, Part("replicate")).style in WHOLE_STYLES
+            if self.own_plan and known and whole and self._is_over_heads(name):
+                self.parts[name] = Part(HEADS_STYLE)
+
+    def _projection_of(self, norm_name: str) -> str:
+        """The name of the projection that a norm called q_norm, q_layernorm or query_layernorm would follow, or ""."""
+        parent, dot, own = norm_name.rpartition(".")
+        stem = next((own.removesuffix(s) for s in ("_norm", "_layernorm") if own.endswith(s)), "")
+        return f"{parent}{dot}{ {'query': 'q', 'key': 'k'}.get(stem, stem) }_proj" if stem else ""
+
+    def _is_over_heads(self, norm_name: str) -> bool:
+        options = self.parts.get(self._projection_of(norm_name), Part("replicate")).linear_options()
+        return options.get("parallel_mode") == "column" and not options.get("gather_output")
+
     def _look_at(self, name: str, module: nn.Module) -> None:
         part = self.parts.get(name)
         before = len(self.problems)
@@ -125,6 +144,8 @@ class Survey:
             self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
         elif isinstance(module, ShardedModule):
             self._problem(name, f"is a {type(module).__name__} already")
+        elif "sinks" in module._parameters:
+            self._problem(name, f"{type(module).__name__} has attention sinks, which no attention here takes")
         elif isinstance(module, nn.Dropout) and module.p:
             self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
         elif type(module) is nn.Linear:
@@ -134,21 +155,14 @@ class Survey:
         elif part is not None and part.style in (*LINEAR_STYLES, EMBEDDING_STYLE):
             wanted = "an nn.Embedding" if part.style == EMBEDDING_STYLE else "an nn.Linear"
             self._problem(name, f"style {part.style!r} needs {wanted}, not a {type(module).__name__}")
-        elif "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False)):
+        elif is_norm(module):
             self._norm(name, module, part or Part("replicate"))
         elif part is not None and part.style == HEADS_STYLE:
             self._problem(name, f"style {part.style!r} needs a norm with a weight, not a {type(module).__name__}")
         elif _is_activation(module):
             self.swaps[name] = lambda: WholeVectors(module)
-        elif part is None and any(True for _ in module.parameters(recurse=False)):
-            if self._sees_part(name):
-                self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
-            elif {name, name.rpartition(".")[0]} & self.column_parents:  # an activation with weights, attention sinks
-                self._problem(
-                    name,
-                    f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
-                    "features only: if it sees them all, give it the style 'replicate'",
-                )
+        elif part is None and any(True for _ in module.parameters(recurse=False)) and self._sees_part(name):
+            self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
         if name in self.swaps and len(self.problems) == before:
             if not name:
                 self._problem(name, "the model itself cannot be swapped in place: wrap it, say in an nn.Sequential")
@@ -217,13 +231,9 @@ class Survey:
         self.swaps[name] = make
 
     def _norm(self, name: str, norm: nn.Module, part: Part) -> None:
-        parent, _, own = name.rpartition(".")
-        projection = f"{parent}.{own.removesuffix('_norm')}_proj" if own.endswith("_norm") else ""
-        over_heads = self.parts.get(projection, part).style in ("colwise", "packed_colwise")
+        parent = name.rpartition(".")[0]
+        projection, over_heads = self._projection_of(name), self._is_over_heads(name)
         final = self.sequence_parallel and self.stack is not None and name == self.stack.norm_name
-        known = type(self.modules[parent]).__name__ in HEADS_DIM
-        if over_heads and known and self.own_plan and part.style in WHOLE_STYLES:
-            part = Part(HEADS_STYLE)  # plans of older versions of transformers leave these out
         options: dict[str, Any] = {}
         if recognise_norm(norm) is None:
             if part.style not in WHOLE_STYLES or over_heads or final or self._in_stack(name):
@@ -257,6 +267,31 @@ class Survey:
         return dict(heads=heads, heads_dim=heads_dim)
 
     # --- the whole model
+
+    def _check_features(self) -> None:
+        """What has parameters inside a block and is in no pattern must be known to see all features.
+
+        On this rank's features, or its heads, every gradient would be a part of a sum: that of a learned activation, of
+        attention sinks, of a norm or a linear layer of each head.
+        """
+        blocks = FeatureBlocks(
+            self.modules,
+            {name: part.linear_options() for name, part in self.parts.items()},
+            None if self.stack is None else self.stack.prefix,
+            self.own_plan,
+            getattr(self.config, "head_dim", None),
+        )
+        planned = {id(self.modules[name]) for name in self.parts}
+        refused = {problem.partition(": ")[0] for problem in self.problems}
+        for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
+            owns = any(True for _ in module.parameters(recurse=False))
+            if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
+                self._problem(
+                    name,
+                    f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
+                    "features only: if it sees them all, give it the style 'replicate'"
+                    + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
+                )
 
     def _check_ties(self) -> None:
         """Modules that share a parameter must shard it alike."""
