@@ -28,7 +28,7 @@ STEPS = {"qwen3": 10, "llama": 10, "mistral": 10, "gemma": 10, "phi3": 10}  # of
 # (family, degree, sequence_parallel)
 CASES = [
     *((family, 4, sp) for family in hf_models.FAMILIES for sp in (False, True)),
-    *((family, 2, False) for family in ("qwen3", "phi3")),
+    *((family, 2, False) for family in STEPS),
     ("qwen3", 2, True),
 ]
 
