@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
+from tp_invariant.attention_choice import HeadwiseMatmul
 from tp_invariant.collectives import scatter_sequence
-from tp_invariant.gemm import gemm
 
 VOCABULARY = 256  # bytes
 
@@ -120,28 +119,3 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(ahead, float("-inf")).softmax(dim=-1)  # fp32; rows of S at every degree
     return HeadwiseMatmul.apply(weights.to(v.dtype), v, v.dtype)
-
-
-class HeadwiseMatmul(torch.autograd.Function):
-    """c = a b for each leading index, one GEMM each.
-
-    a [.., M, K]   b [.., K, N]   c [.., M, N] in out_dtype      da = dc bᵀ      db = aᵀ dc
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return _headwise(a, b, out_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dc: Tensor) -> tuple[Tensor, Tensor, None]:
-        a, b = ctx.saved_tensors
-        dc = dc.to(a.dtype)
-        return _headwise(dc, b.transpose(-1, -2), a.dtype), _headwise(a.transpose(-1, -2), dc, a.dtype), None
-
-
-def _headwise(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    pairs = zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)
-    products = [gemm(None, one_a, one_b, out_dtype=out_dtype) for one_a, one_b in pairs]
-    return torch.stack(products).unflatten(0, a.shape[:-2])

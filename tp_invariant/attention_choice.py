@@ -80,7 +80,7 @@ def safe_attention(
     if q.is_cuda and half and softcap is None and q.shape[-1] % 8 == v.shape[-1] % 8 == 0:
         bias = None if attn_mask is None else _bias(attn_mask, q, k)
         return _EfficientAttention.apply(q, k, v, bias, is_causal, scale)
-    scores = _HeadwiseMatmul.apply(q, k.transpose(-1, -2), torch.float32) * scale
+    scores = HeadwiseMatmul.apply(q, k.transpose(-1, -2), torch.float32) * scale
     if softcap is not None:
         scores = in_whole_vectors(torch.tanh, scores / softcap) * softcap
     if is_causal:
@@ -90,7 +90,7 @@ def safe_attention(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(scores.dtype)
     weights = _Softmax.apply(scores)
-    return _HeadwiseMatmul.apply(weights.to(v.dtype), v, v.dtype)
+    return HeadwiseMatmul.apply(weights.to(v.dtype), v, v.dtype)
 
 
 def _check_not_forced() -> None:
@@ -178,7 +178,7 @@ class _EfficientAttention(torch.autograd.Function):
 # --- head by head ---------------------------------------------------------------------------------------------------
 
 
-class _HeadwiseMatmul(torch.autograd.Function):
+class HeadwiseMatmul(torch.autograd.Function):
     """c = a b for each batch and head, one GEMM each.
 
     a [B, h, M, K]   b [B, h, K, N]   c [B, h, M, N] in out_dtype      da = dc bᵀ      db = aᵀ dc
