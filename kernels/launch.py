@@ -62,8 +62,10 @@ class Launch:
     shapes of descriptors, constexprs, which arguments are None, and the device.
     """
 
-    def __init__(self, kernel: Any, programs: int, **options: Any) -> None:
-        self._kernel, self._grid, self._options = kernel, (programs, 1, 1), options
+    def __init__(self, kernel: Any, programs: int | None = None, **options: Any) -> None:
+        """programs: how many a launch has; None if each call says its grid."""
+        self._kernel, self._options = kernel, options
+        self._grid = None if programs is None else (programs, 1, 1)
         self._compiled: Any = None
 
     def descriptor(self, x: Tensor, block: Sequence[int]) -> TensorDescriptor | _Descriptor:
@@ -72,11 +74,12 @@ class Launch:
             return _Descriptor(x)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
-    def __call__(self, device_index: int | None, *args: Any) -> None:
+    def __call__(self, device_index: int | None, *args: Any, grid: tuple[int, int, int] | None = None) -> None:
         """Launches on the current stream of the current device, whose index is device_index."""
+        grid = grid or self._grid
         if self._compiled is not None:
-            self._compiled[self._grid](*args, stream=driver.active.get_current_stream(device_index))
+            self._compiled[grid](*args, stream=driver.active.get_current_stream(device_index))
             return
-        compiled = self._kernel[self._grid](*args, **self._options)
+        compiled = self._kernel[grid](*args, **self._options)
         if not _INTERPRETED:
             self._compiled = compiled

@@ -1,0 +1,221 @@
+"""What attention's forward and backward kernels share: tile sizes, the walk over keys, where rows stand in memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_spec import AttentionSpec, PackedLengths
+from .launch import Launch
+
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels; other sizes are padded with zeros to the next
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2_E = 1.4426950408889634
+_ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
+_MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
+
+# How many keys are folded into one partial result before it joins the total. A sum over keys is cut here and nowhere
+# else, so that one program can take all chunks or each its own: a decode step then fills the chip, and its bits are
+# those of a prefill. Of 512 and 1024 the shorter made a prefill slower (8192 tokens, head size 128: 495 and 524
+# TFLOP/s; 544 without any).
+CHUNK = 1024
+
+
+class Tile(NamedTuple):
+    """queries x keys of a step, the warps that share it, the depth of the loads' pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """By head size and dtype alone: the order in which a row's weights are summed lies in `keys` and `warps`."""
+    if dtype == torch.float32:
+        return Tile(64, 32, 4, 2) if head_dim <= 128 else Tile(64, 16, 8, 1)
+    return Tile(64, 64, 4, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
+
+
+def backward_key_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """dk and dv: a program keeps `keys` keys and walks the queries. A choice of speed alone."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
+    return Tile(32, 64, 4, 3) if head_dim <= 128 else Tile(32, 64, 8, 2)
+
+
+def backward_query_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """dq: a program keeps `queries` queries and walks the keys. A choice of speed alone."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 8, 1)
+    return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 8, 2)
+
+
+# --- in a kernel ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sequence(cu_ptr, index, length, PACKED: tl.constexpr):
+    """Where sequence `index` starts and how long it is: packed ones stand in a list, others are all alike."""
+    if PACKED:
+        start = tl.load(cu_ptr + index)
+        return start, tl.load(cu_ptr + index + 1) - start
+    return tl.full((), 0, tl.int32), length
+
+
+@triton.jit
+def tile_of(program, tiles, heads, sequences):
+    """Which tile, head and sequence a program has: heads by groups, so that what they read stays in the cache, and
+    within a group first the tiles numbered 0."""
+    GROUP: tl.constexpr = 16
+    group = program // (tiles * GROUP)
+    size = tl.minimum(heads * sequences - group * GROUP, GROUP)
+    in_group = program - group * tiles * GROUP
+    pair = group * GROUP + in_group % size
+    return in_group // size, pair % heads, pair // heads
+
+
+@triton.jit
+def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
+    """tanh(scores / cap) where there is a cap; the multiplication by cap is left to the exponent's factor."""
+    if SOFTCAP:
+        return 1.0 - 2.0 / (tl.exp2(scores * (inverse_cap * 2.8853900817779268)) + 1.0)
+    return scores
+
+
+@triton.jit
+def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a query at a key position sees a key; both broadcast."""
+    see = key < keys
+    if CAUSAL:
+        see = see & (key <= position)
+    if WINDOW:
+        see = see & (position - key < window)
+    return see
+
+
+@triton.jit
+def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The key blocks that queries at positions first .. last see: [low, clear) and [full, high) in part, between whole.
+
+    All but high are multiples of BLOCK.
+    """
+    low = tl.full((), 0, tl.int32)
+    high = keys
+    whole = keys  # all queries see the keys before
+    clear = low
+    if CAUSAL:
+        high = tl.minimum(keys, last + 1)
+        whole = tl.minimum(keys, first + 1)
+    if WINDOW:
+        low = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
+        clear = (tl.maximum(last - window + 1, 0) + BLOCK - 1) // BLOCK * BLOCK
+    full = tl.maximum(whole, 0) // BLOCK * BLOCK
+    clear = tl.minimum(clear, tl.maximum(high, 0))
+    return low, clear, tl.maximum(full, clear), tl.maximum(high, 0)
+
+
+# --- on the host ----------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) stands in row b * row_batch + h *
+    row_head + s and column b * column_batch + h * column_head + d."""
+
+    matrix: Tensor
+    row_batch: int
+    row_head: int
+    column_batch: int
+    column_head: int
+
+    @property
+    def places(self) -> tuple[int, int, int, int]:
+        return self[1:]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [B, H, S, D], or a contiguous copy of it where a row does not begin at a multiple of 16 bytes."""
+    unit = _ALIGNMENT // x.element_size()
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.stride(3) == 1 and x.data_ptr() % _ALIGNMENT == 0 and not any(stride % unit for stride in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def unit_strides(x: Tensor) -> tuple[int, int, int]:
+    """The strides of x's batch, head and token in units of 16 bytes, so that the compiler knows how they align."""
+    unit = _ALIGNMENT // x.element_size()
+    batch, head, token, _ = x.stride()
+    return batch // unit, head // unit, token // unit
+
+
+def as_rows(x: Tensor) -> Rows:
+    """`aligned` x, or a contiguous copy of it where it is no matrix."""
+    batch, heads, tokens, size = x.shape
+    stride_b, stride_h, stride_s, _ = x.stride()
+    if tokens > 1 and stride_s >= size:
+        row_b, column_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
+        row_h, column_h = divmod(stride_h, stride_s) if heads > 1 else (0, 0)
+        rows = (batch - 1) * row_b + (heads - 1) * row_h + tokens
+        columns = (batch - 1) * column_b + (heads - 1) * column_h + size
+        if columns <= stride_s and rows <= _MAX_SIDE:
+            return Rows(x.as_strided((rows, columns), (stride_s, 1)), row_b, row_h, column_b, column_h)
+    x = x.clone(memory_format=torch.contiguous_format)
+    return Rows(x.view(-1, size), heads * tokens, tokens, 0, 0)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The kernels' head size for one of `head_dim`.
+
+    Raises:
+        ValueError: it is larger than the largest.
+    """
+    for size in HEAD_DIMS:
+        if head_dim <= size:
+            return size
+    raise ValueError(f"head_dim={head_dim} is larger than the attention kernel takes: at most {HEAD_DIMS[-1]}")
+
+
+def pad_heads(x: Tensor, head_dim: int) -> Tensor:
+    """x [.., D] with columns of zeros up to head_dim: they add nothing to a score, and their output is cut off."""
+    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+
+
+@functools.cache
+def launch(
+    kernel: triton.JITFunction, index: int | None, dtypes: tuple[torch.dtype, ...], tile: Tile, constants: tuple
+) -> Launch:
+    """The launch of `kernel` for what decides which compiled form it is."""
+    return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
+
+
+class Problem(NamedTuple):
+    """A call's sizes and options as the kernels want them."""
+
+    sequences: int
+    longest_q: int
+    longest_k: int
+    factor: float  # of a (capped) score in the exponent of 2
+    inverse_cap: float  # scale / softcap
+    flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
+
+
+def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | None) -> Problem:
+    """Raises ValueError for a scale that is not positive: the kernels take the largest score before they scale."""
+    if not spec.scale > 0:
+        raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; negate q for a negative one")
+    capped_scores = spec.softcap != 0.0
+    return Problem(
+        q.shape[0] if lengths is None else lengths.cu_q.shape[0] - 1,
+        q.shape[2] if lengths is None else lengths.max_q,
+        k.shape[2] if lengths is None else lengths.max_k,
+        (spec.softcap if capped_scores else spec.scale) * LOG2_E,
+        spec.scale / spec.softcap if capped_scores else 0.0,
+        (spec.causal, spec.window > 0, capped_scores, lengths is not None),
+    )
