@@ -239,6 +239,10 @@ def _merge_kernel(
     tl.store(lse_ptr + at, lse, mask=inside)
 
 
+def _cdiv(size: int, block: int) -> int:
+    return -(-size // block)
+
+
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -266,7 +270,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, p: Problem, spec: AttentionSpec, lengths: PackedLengths | None
 ) -> tuple[Tensor, Tensor]:
     heads, tokens, head_dim = q.shape[1:]
-    groups = heads // k.shape[1]
+    groups, index = heads // k.shape[1], q.device.index
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
@@ -274,11 +278,11 @@ def _forward(
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     tile = forward_tile(head_dim, q.dtype)
-    tiles = triton.cdiv(p.longest_q, tile.queries)
-    chunks = triton.cdiv(p.longest_k, CHUNK)
+    tiles = _cdiv(p.longest_q, tile.queries)
+    chunks = _cdiv(p.longest_k, CHUNK)
     # Splitting changes no bits: it is for calls that would leave most of the chip idle.
-    shared_tiles = triton.cdiv(p.longest_q * groups, tile.queries)
-    idle = q.is_cuda and tiles * heads * p.sequences < _multiprocessors(q.device.index)
+    shared_tiles = _cdiv(p.longest_q * groups, tile.queries)
+    idle = q.is_cuda and tiles * heads * p.sequences < _multiprocessors(index)
     split = chunks > 1 and (idle or shared_tiles == 1)
     shared, parts = 1, 1
     if split:
@@ -288,7 +292,7 @@ def _forward(
     # Programs may take halves of the value's columns, each with its own scores. Not in fp32, where a row's weights are
     # summed in an order that the compiler draws from all of a program's shapes.
     while split and v_columns > _LEAST_COLUMNS and q.dtype != torch.float32 and q.is_cuda:
-        if programs * parts * (head_dim // v_columns) >= 2 * _multiprocessors(q.device.index):
+        if programs * parts * (head_dim // v_columns) >= 2 * _multiprocessors(index):
             break
         v_columns //= 2
     q, k_rows, v_rows = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
@@ -300,10 +304,10 @@ def _forward(
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
     unit = 16 // q.element_size()
     constants = (head_dim, v_columns, tile.queries, tile.keys, tile.stages, CHUNK, unit, shared, split, *p.flags)
-    run = launch(_forward_kernel, q.device.index, (q.dtype,), tile, constants)
+    run = launch(_forward_kernel, index, (q.dtype,), tile, constants)
     run(
-        q.device.index, q, run.descriptor(k_rows.matrix, (tile.keys, head_dim)),
-        run.descriptor(v_rows.matrix, (tile.keys, v_columns)), out, lse, part, part_largest, part_total, cu_q, cu_k,
+        index, q, k_rows.descriptor(run, (tile.keys, head_dim)),
+        v_rows.descriptor(run, (tile.keys, v_columns)), out, lse, part, part_largest, part_total, cu_q, cu_k,
         tokens, k.shape[2], *k_rows.places, *v_rows.places, *unit_strides(q),
         heads // shared, groups, p.sequences, tiles, spec.window, p.factor, p.inverse_cap, chunks, *constants,
         grid=(programs, head_dim // v_columns, parts),
@@ -311,10 +315,10 @@ def _forward(
     if split:
         causal, window, _, packed = p.flags
         constants = (head_dim, _MERGED_ROWS, CHUNK, tile.keys, shared, causal, window, packed)
-        run = launch(_merge_kernel, q.device.index, (q.dtype,), _MERGE_TILE, constants)
+        run = launch(_merge_kernel, index, (q.dtype,), _MERGE_TILE, constants)
         run(
-            q.device.index, part, part_largest, part_total, out, lse, cu_q, cu_k, tokens, k.shape[2],
+            index, part, part_largest, part_total, out, lse, cu_q, cu_k, tokens, k.shape[2],
             heads // shared, p.sequences, tiles * tile.queries, spec.window, p.factor, chunks, *constants,
-            grid=(triton.cdiv(p.longest_q * shared, _MERGED_ROWS) * (heads // shared) * p.sequences, 1, 1),
+            grid=(_cdiv(p.longest_q * shared, _MERGED_ROWS) * (heads // shared) * p.sequences, 1, 1),
         )  # fmt: skip
     return out, lse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -128,24 +128,28 @@ class Rows(NamedTuple):
     """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) stands in row b * row_batch + h *
     row_head + s and column b * column_batch + h * column_head + d."""
 
-    matrix: Tensor
+    base: Tensor
+    shape: tuple[int, int]
+    strides: tuple[int, int]
     row_batch: int
     row_head: int
     column_batch: int
     column_head: int
 
+    def descriptor(self, run: Launch, block: tuple[int, int]) -> Any:
+        return run.descriptor(self.base, block, self.shape, self.strides)
+
     @property
     def places(self) -> tuple[int, int, int, int]:
-        return self[1:]
+        return self[3:]
 
 
 def aligned(x: Tensor) -> Tensor:
     """x [B, H, S, D], or a contiguous copy of it where a row does not begin at a multiple of 16 bytes."""
-    unit = _ALIGNMENT // x.element_size()
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    if x.stride(3) == 1 and x.data_ptr() % _ALIGNMENT == 0 and not any(stride % unit for stride in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    batch, head, token, one = x.stride()
+    if one != 1 or x.data_ptr() % _ALIGNMENT or (batch | head | token) % (_ALIGNMENT // x.element_size()):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def unit_strides(x: Tensor) -> tuple[int, int, int]:
@@ -165,9 +169,9 @@ def as_rows(x: Tensor) -> Rows:
         rows = (batch - 1) * row_b + (heads - 1) * row_h + tokens
         columns = (batch - 1) * column_b + (heads - 1) * column_h + size
         if columns <= stride_s and rows <= _MAX_SIDE:
-            return Rows(x.as_strided((rows, columns), (stride_s, 1)), row_b, row_h, column_b, column_h)
+            return Rows(x, (rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
     x = x.clone(memory_format=torch.contiguous_format)
-    return Rows(x.view(-1, size), heads * tokens, tokens, 0, 0)
+    return Rows(x, (batch * heads * tokens, size), (size, 1), heads * tokens, tokens, 0, 0)
 
 
 def padded_head_dim(head_dim: int) -> int:

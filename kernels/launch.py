@@ -51,8 +51,8 @@ class _Descriptor:
     padding = "zero"
     round_f32_to_tf32 = False
 
-    def __init__(self, base: Tensor) -> None:
-        self.base, self.shape, self.strides = base, base.shape, base.stride()
+    def __init__(self, base: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
 
 
 class Launch:
@@ -68,11 +68,14 @@ class Launch:
         self._grid = None if programs is None else (programs, 1, 1)
         self._compiled: Any = None
 
-    def descriptor(self, x: Tensor, block: Sequence[int]) -> TensorDescriptor | _Descriptor:
-        """A descriptor of x to pass; the compiled kernel remembers the block."""
+    def descriptor(
+        self, x: Tensor, block: Sequence[int], shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
+    ) -> TensorDescriptor | _Descriptor:
+        """A descriptor to pass, of x or of what shape and strides make of its memory; a kernel remembers its block."""
+        shape, strides = shape or x.shape, strides or x.stride()
         if self._compiled is not None:
-            return _Descriptor(x)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+            return _Descriptor(x, shape, strides)
+        return TensorDescriptor(x, list(shape), list(strides), list(block))
 
     def __call__(self, device_index: int | None, *args: Any, grid: tuple[int, int, int] | None = None) -> None:
         """Launches on the current stream of the current device, whose index is device_index."""
