@@ -1,12 +1,18 @@
 """The bundled GEMM against cuBLAS and a pinned-tile baseline, in one run on one GPU.
 
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200
+    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200 --wgrad
+    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200 --plot
 
 bf16 forward, dgrad and wgrad of Qwen3-8B's layers and of their shards at TP=4, and decoding, on random data. The
 baseline is batch_invariant_ops' published configuration (128 x 128 x 64 tiles, 8 warps, 3 stages, pointer loads). The
 three are timed in turn, round after round, so that clocks and heat fall on all. Also: what reading rank-major buffers
 in place costs over the laid-out form, the host's time for a call, and the error against float64. Writes OUT.csv and
 OUT.md.
+
+--wgrad: weight gradients in fp32 instead, as they go into main_grad: written, added to what is there (cuBLAS: torch.mm
+with fp32 output, then add_), and with the accumulator promoted. Writes OUT_wgrad.csv and OUT_wgrad.md.
+--plot: draws OUT.png from OUT.csv; needs no GPU.
 """
 
 from __future__ import annotations
@@ -93,12 +99,104 @@ def error_row(layout: str, m: int, n: int, k: int) -> str:
     return f"| {layout} | {m} | {n} | {k} | " + " | ".join(cells) + " |"
 
 
+def timed_in_turn(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, float | int | str]:
+    """Medians over the rounds of each one's percentiles, as columns of a row."""
+    timed: dict[str, list[list[float]]] = {name: [] for name in runs}
+    for _ in range(options.rounds):
+        for name, fn in runs.items():
+            timed[name].append(microseconds(fn, options.milliseconds))
+    columns: dict[str, float | int | str] = {}
+    for name, quantiles in timed.items():
+        for label, column in zip(("p20", "us", "p80"), zip(*quantiles, strict=True), strict=True):
+            columns[f"{name}_{label}"] = round(statistics.median(column), 1)
+    return columns
+
+
+def wgrad_row(m: int, n: int, k: int, options: argparse.Namespace) -> dict:
+    """The weight gradient [m, n] of k tokens with fp32 output; ratios are of speed, above 1 where ours is faster."""
+    a, b = operands("wgrad", m, n, k)
+    fp32, main_grad = torch.float32, torch.zeros(m, n, device="cuda")
+    times = timed_in_turn(
+        {
+            "cublas": lambda: torch.mm(a, b, out_dtype=fp32),
+            "written": lambda: matmul(a, b, out_dtype=fp32),
+            "promoted_2048": lambda: matmul(a, b, out_dtype=fp32, promote_every=2048),
+            "promoted_512": lambda: matmul(a, b, out_dtype=fp32, promote_every=512),
+            "cublas_add": lambda: main_grad.add_(torch.mm(a, b, out_dtype=fp32)),
+            "added": lambda: matmul(a, b, out=main_grad, accumulate=True),
+            "added_promoted_512": lambda: matmul(a, b, out=main_grad, accumulate=True, promote_every=512),
+        },
+        options,
+    )
+    row: dict = {"layout": "wgrad", "M": m, "N": n, "K": k, **times}
+    for name in ("written", "promoted_2048", "promoted_512", "added", "added_promoted_512"):
+        base = "cublas_add" if name.startswith("added") else "cublas"
+        row[f"{name}_vs_{base}"] = round(times[f"{base}_us"] / times[f"{name}_us"], 3)  # type: ignore[operator]
+    exact = a.double() @ b.double()
+    for name, promote_every in (("one accumulator", None), ("promoted_2048", 2048), ("promoted_512", 512)):
+        c = matmul(a, b, out_dtype=fp32, promote_every=promote_every)
+        row[f"error {name}"] = f"{float((c - exact).norm() / exact.norm()):.3g}"
+    row["error cublas"] = f"{float((torch.mm(a, b, out_dtype=fp32) - exact).norm() / exact.norm()):.3g}"
+    return row
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def write_wgrad(rows: list[dict], out: Path) -> None:
+    ratios = [name for name in rows[0] if "_vs_" in name]
+    header = ["M", "N", "K", "cublas_us", "cublas_add_us", *ratios, *(name for name in rows[0] if "error" in name)]
+    means = [f"{name} {geometric_mean([row[name] for row in rows]):.3f}" for name in ratios]
+    write_files(rows, header, [f"{len(rows)} shapes, geometric means: " + ", ".join(means) + "."], [], out)
+
+
+def plot(out: Path) -> None:
+    """Speed against cuBLAS and against pinned tiles, one point for each shape, from OUT.csv."""
+    from matplotlib.figure import Figure  # not pyplot: no window, no global state
+
+    with open(out.with_suffix(".csv"), newline="") as file:
+        rows = list(csv.DictReader(file))
+    kinds = {
+        "forward": [row for row in rows if row["layout"] == "fwd" and int(row["M"]) > 128],
+        "dgrad": [row for row in rows if row["layout"] == "dgrad"],
+        "wgrad": [row for row in rows if row["layout"] == "wgrad"],
+        "decoding (M up to 128)": [row for row in rows if row["layout"] == "fwd" and int(row["M"]) <= 128],
+    }
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    for axes, (key, name) in zip(
+        figure.subplots(1, 2), (("vs_cublas", "cuBLAS"), ("vs_pinned", "pinned 128 x 128 x 64 tiles")), strict=True
+    ):
+        for (kind, chosen), marker in zip(kinds.items(), "os^x", strict=True):
+            flops = [2 * int(row["M"]) * int(row["N"]) * int(row["K"]) for row in chosen]
+            axes.scatter(flops, [float(row[key]) for row in chosen], s=18, marker=marker, label=kind, alpha=0.8)
+        axes.axhline(1.0, color="0.4", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlabel("operations of the product")
+        axes.set_title(f"speed against {name}", fontsize=10)
+        axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    figure.savefig(out.with_suffix(".png"), dpi=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="path without an ending; .csv and .md are written")
     parser.add_argument("--milliseconds", type=int, default=15, help="for each timing (default 15)")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    parser.add_argument("--wgrad", action="store_true", help="weight gradients in fp32 alone; see above")
+    parser.add_argument("--plot", action="store_true", help="draw OUT.png from OUT.csv, and nothing else")
     options = parser.parse_args()
+    out = Path(options.out)
+    if options.plot:
+        return plot(out)
+    if options.wgrad:
+        shapes = [shape[1:] for shape in large_shapes() if shape[0] == "wgrad"]
+        rows = []
+        for shape in shapes:
+            rows.append(wgrad_row(*shape, options))
+            print(rows[-1], flush=True)
+        return write_wgrad(rows, out.with_name(out.name + "_wgrad"))
     rows = []
     for layout, m, n, k in large_shapes() + small_shapes():
         a, b = operands(layout, m, n, k)
@@ -107,16 +205,9 @@ def main() -> None:
             "tp_invariant": lambda a=a, b=b: matmul(a, b),
             "pinned": lambda a=a, b=b: matmul(a, b, config=BASELINE),
         }
-        timed: dict[str, list[list[float]]] = {name: [] for name in runs}
-        for _ in range(options.rounds):
-            for name, fn in runs.items():
-                timed[name].append(microseconds(fn, options.milliseconds))
-        row: dict[str, object] = {"layout": layout, "M": m, "N": n, "K": k}
-        for name, quantiles in timed.items():
-            for label, column in zip(("p20", "us", "p80"), zip(*quantiles, strict=True), strict=True):
-                row[f"{name}_{label}"] = round(statistics.median(column), 1)
-        row["vs_cublas"] = round(row["cublas_us"] / row["tp_invariant_us"], 3)  # type: ignore[operator]
-        row["vs_pinned"] = round(row["pinned_us"] / row["tp_invariant_us"], 3)  # type: ignore[operator]
+        row = {"layout": layout, "M": m, "N": n, "K": k, **timed_in_turn(runs, options)}
+        row["vs_cublas"] = round(row["cublas_us"] / row["tp_invariant_us"], 3)
+        row["vs_pinned"] = round(row["pinned_us"] / row["tp_invariant_us"], 3)
         rows.append(row)
         print(row, flush=True)
     extra = [
@@ -137,41 +228,43 @@ def main() -> None:
         "|" + " --- |" * 8,
         *(error_row(*shape) for shape in ERRORS),
     ]
-    write(rows, extra, Path(options.out))
+    write(rows, extra, out)
 
 
 def write(rows: list[dict], extra: list[str], out: Path) -> None:
+    def summary(title: str, chosen: list[dict]) -> str:
+        parts = []
+        for key, name in (("vs_cublas", "cuBLAS"), ("vs_pinned", "pinned tiles")):
+            ratios = [row[key] for row in chosen]
+            parts.append(f"{geometric_mean(ratios):.3f}x {name} (least {min(ratios):.3f})")
+        return f"{title}, {len(chosen)} shapes: geometric mean " + ", ".join(parts)
+
+    large, small = ([row for row in rows if (row["M"] > 128) == is_large] for is_large in (True, False))
+    header = ["layout", "M", "N", "K", "cublas_us", "tp_invariant_us", "pinned_us", "vs_cublas", "vs_pinned"]
+    summaries = [summary("Layers", large) + ".  ", summary("Decoding", small) + "."]
+    write_files(rows, header, summaries, extra, out)
+
+
+def write_files(rows: list[dict], header: list[str], summaries: list[str], extra: list[str], out: Path) -> None:
+    """OUT.csv with all columns, OUT.md with those of `header`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-
-    def summary(title: str, chosen: list[dict]) -> str:
-        parts = []
-        for key, name in (("vs_cublas", "cuBLAS"), ("vs_pinned", "pinned tiles")):
-            ratios = [row[key] for row in chosen]
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            parts.append(f"{mean:.3f}x {name} (least {min(ratios):.3f})")
-        return f"{title}, {len(chosen)} shapes: geometric mean " + ", ".join(parts)
-
-    large, small = ([row for row in rows if (row["M"] > 128) == is_large] for is_large in (True, False))
-    header = ["layout", "M", "N", "K", "cublas_us", "tp_invariant_us", "pinned_us", "vs_cublas", "vs_pinned"]
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
         f"{datetime.date.today()}; bf16, random data, median of medians; `python {' '.join(sys.argv)}`",
         "",
-        summary("Layers", large) + ".  ",
-        summary("Decoding", small) + ".",
+        *summaries,
         "",
         "| " + " | ".join(header) + " |",
         "|" + " --- |" * len(header),
         *("| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows),
-        "",
-        *extra,
+        *(["", *extra] if extra else []),
     ]
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print(*lines[2:4], sep="\n")
+    print(*summaries, sep="\n")
 
 
 if __name__ == "__main__":

@@ -306,8 +306,8 @@ def _forward(
     constants = (head_dim, v_columns, tile.queries, tile.keys, tile.stages, CHUNK, unit, shared, split, *p.flags)
     run = launch(_forward_kernel, index, (q.dtype,), tile, constants)
     run(
-        index, q, k_rows.descriptor(run, (tile.keys, head_dim)),
-        v_rows.descriptor(run, (tile.keys, v_columns)), out, lse, part, part_largest, part_total, cu_q, cu_k,
+        index, q, *k_rows.descriptor(run, 0, (tile.keys, head_dim)),
+        *v_rows.descriptor(run, 1, (tile.keys, v_columns)), out, lse, part, part_largest, part_total, cu_q, cu_k,
         tokens, k.shape[2], *k_rows.places, *v_rows.places, *unit_strides(q),
         heads // shared, groups, p.sequences, tiles, spec.window, p.factor, p.inverse_cap, chunks, *constants,
         grid=(programs, head_dim // v_columns, parts),

@@ -357,7 +357,7 @@ def _backward(
     run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype), tile, constants)
     block = tile.queries, head_dim
     run(
-        index, q_rows.descriptor(run, block), d_rows.descriptor(run, block), k, v, lse, delta, *parts,
+        index, *q_rows.descriptor(run, 0, block), *d_rows.descriptor(run, 1, block), k, v, lse, delta, *parts,
         cu_q, cu_k, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
         heads, groups, p.sequences, tiles, tokens, tokens_k, spec.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
@@ -376,7 +376,7 @@ def _backward(
     run = launch(_dq_kernel, index, (q.dtype,), tile, constants)
     block = tile.keys, head_dim
     run(
-        index, q, dout, k_rows.descriptor(run, block), v_rows.descriptor(run, block), lse, delta, dq,
+        index, q, dout, *k_rows.descriptor(run, 0, block), *v_rows.descriptor(run, 1, block), lse, delta, dq,
         cu_q, cu_k, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
         heads, groups, p.sequences, tiles, tokens, tokens_k, spec.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),

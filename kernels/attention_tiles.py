@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -136,8 +136,8 @@ class Rows(NamedTuple):
     column_batch: int
     column_head: int
 
-    def descriptor(self, run: Launch, block: tuple[int, int]) -> Any:
-        return run.descriptor(self.base, block, self.shape, self.strides)
+    def descriptor(self, run: Launch, position: int, block: tuple[int, int]) -> tuple:
+        return run.descriptor(position, self.base, block, self.shape, self.strides)
 
     @property
     def places(self) -> tuple[int, int, int, int]:

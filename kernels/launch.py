@@ -55,11 +55,18 @@ class _Descriptor:
         self.base, self.shape, self.strides = base, shape, strides
 
 
+# Triton's own launch in Python takes 8 us with three descriptors, 3.4 of them the call into the driver. Of the versions
+# here it is known what lies between; another one is launched the public way.
+_KNOWN_LAUNCHERS = ("3.6.",)
+_MOST_MAPS = 1024  # tensor maps kept for each descriptor of a launch
+
+
 class Launch:
     """A kernel bound to its options, which finds its compiled form at the first call and keeps it.
 
     Its kernel must not specialise on values, and all calls must agree in what is left to specialise on: dtypes, block
-    shapes of descriptors, constexprs, which arguments are None, and the device.
+    shapes of descriptors, constexprs, which arguments are None, and the device. Triton's launch hooks (profilers of
+    Triton's own) are not called.
     """
 
     def __init__(self, kernel: Any, programs: int | None = None, **options: Any) -> None:
@@ -67,22 +74,74 @@ class Launch:
         self._kernel, self._options = kernel, options
         self._grid = None if programs is None else (programs, 1, 1)
         self._compiled: Any = None
+        self._direct: Any = None  # the compiled launcher itself
+        self._expand: Any = None  # from a descriptor to its arguments
+        self._constant: tuple = ()  # what it is told between the stream and the arguments
+        self._layouts: list[Any] = []  # of the descriptors' boxes, as compiled
+        self._maps: list[dict[tuple, tuple]] = []  # (address, shape, strides) -> arguments, for each descriptor
 
     def descriptor(
-        self, x: Tensor, block: Sequence[int], shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
-    ) -> TensorDescriptor | _Descriptor:
-        """A descriptor to pass, of x or of what shape and strides make of its memory; a kernel remembers its block."""
+        self,
+        position: int,
+        x: Tensor,
+        block: Sequence[int],
+        shape: tuple[int, ...] | None = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> tuple:
+        """The arguments that pass a descriptor, of x or of what shape and strides make of its memory.
+
+        position: the how manieth descriptor of the kernel it is, not counting those that are None. A tensor map holds
+        an address and sizes, and no tensor: it is made once for each.
+        """
         shape, strides = shape or x.shape, strides or x.stride()
-        if self._compiled is not None:
-            return _Descriptor(x, shape, strides)
-        return TensorDescriptor(x, list(shape), list(strides), list(block))
+        if self._direct is None:
+            if self._compiled is not None:
+                return (_Descriptor(x, shape, strides),)
+            return (TensorDescriptor(x, list(shape), list(strides), list(block)),)
+        maps, key = self._maps[position], (x.data_ptr(), shape, strides)
+        arguments = maps.get(key)
+        if arguments is None:
+            if len(maps) >= _MOST_MAPS:
+                maps.clear()
+            arguments = maps[key] = tuple(self._expand(_Descriptor(x, shape, strides), self._layouts[position]))
+        return arguments
+
+    @property
+    def direct(self) -> bool:
+        """Whether arguments may be kept from call to call: descriptors are what they were made of."""
+        return self._direct is not None
 
     def __call__(self, device_index: int | None, *args: Any, grid: tuple[int, int, int] | None = None) -> None:
         """Launches on the current stream of the current device, whose index is device_index."""
         grid = grid or self._grid
+        if self._direct is not None:
+            self._direct(*grid, driver.active.get_current_stream(device_index), *self._constant, *args)
+            return
         if self._compiled is not None:
             self._compiled[grid](*args, stream=driver.active.get_current_stream(device_index))
             return
         compiled = self._kernel[grid](*args, **self._options)
         if not _INTERPRETED:
             self._compiled = compiled
+            self._find_launcher()
+
+    def _find_launcher(self) -> None:
+        """Looks for the compiled launcher below Triton's, if this is a Triton where it is known to be."""
+        run = self._compiled.run
+        if not triton.__version__.startswith(_KNOWN_LAUNCHERS) or run.global_scratch_size or run.profile_scratch_size:
+            return
+        launcher, layouts = run.launch, []
+        if hasattr(launcher, "__closure__"):  # a function around it that turns descriptors into arguments
+            cells = dict(zip(launcher.__code__.co_freevars, launcher.__closure__, strict=True))
+            launcher, layouts = cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
+        if not all(layouts):  # descriptors that are no tensor maps: not Hopper
+            return
+        self._layouts, self._maps = list(layouts), [{} for _ in layouts]
+        compiled = self._compiled
+        self._constant = (
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        )  # fmt: skip
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        self._expand, self._direct = make_tensordesc_arg, launcher

@@ -3,9 +3,10 @@
 How one call runs:
   1. `matmul` checks its arguments and picks a tile shape (`choose_config`), which is a matter of speed only.
   2. The kernel gives each output tile to one program. It walks K from 0 upwards, in order, and adds every product
-     into one fp32 accumulator. There is no split of K, no second accumulator and no atomic, so neither the number
-     of rows and columns nor the place of an element in its tile can reorder a sum.
-  3. Bias is added to the fp32 accumulator, and one rounding makes the output.
+     into one fp32 accumulator. There is no split of K and no atomic, so neither the number of rows and columns nor the
+     place of an element in its tile can reorder a sum. A second accumulator is there only if `promote_every` asks for
+     it, and then at places that K alone decides.
+  3. Bias is added to the fp32 accumulator, and one rounding makes the output. `accumulate` adds what `out` holds.
 
 On Hopper, 16-bit operands that TMA can address go to matmul_tma.py: the same sums, so the same bits, faster.
 
@@ -20,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import interpreting, launch_on
-from .matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
-from .matmul_tma import rank_major_operands, tma_matmul, tma_operands
+from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
+from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
+from .output import check_output, check_promotion, written
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,15 +31,39 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
 
 
+@triton.jit
+def _walk(
+    a_ptrs, b_ptrs, a_step, b_step, first, last, K, row_mask, col_mask,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """The sum of the products of steps first .. last, and where the next step is."""
+    ks = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(first, last):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=row_mask, other=0.0)
+            b = tl.load(b_ptrs, mask=col_mask, other=0.0)
+        else:
+            # Both operands are zeroed past K: a zero times a stray NaN or Inf would poison the sum.
+            k_left = K - step * BLOCK_K
+            a = tl.load(a_ptrs, mask=row_mask & (ks[None, :] < k_left), other=0.0)
+            b = tl.load(b_ptrs, mask=col_mask & (ks[:, None] < k_left), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_ptrs += a_step
+        b_ptrs += b_step
+    return acc, a_ptrs, b_ptrs
+
+
 # `steps` must stay a run-time value. With one step known at compile time the loop folds away, and Triton then rewrites
-# dot(a, b, 0) + bias into dot(a, b, bias): another order of additions, so other bits.
-@triton.jit(do_not_specialize=["steps"])
+# dot(a, b, 0) + bias into dot(a, b, bias): another order of additions, so other bits. `promoted_steps` likewise, where
+# the second accumulator would take the place of the bias.
+@triton.jit(do_not_specialize=["steps", "promoted_steps"])
 def _matmul_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr,
-    M, N, K, steps,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_bias,
+    M, N, K, steps, promoted_steps,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_bias,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     # Tiles in groups of GROUP_M tile rows, column by column within a group: neighbours share their part of B.
     pid = tl.program_id(0)
@@ -52,8 +78,7 @@ def _matmul_kernel(
     # Offsets are 64-bit, since a row or column index times its stride passes 2**31 in large tensors.
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, BLOCK_K)
-    ks_wide = ks.to(tl.int64)
+    ks_wide = tl.arange(0, BLOCK_K).to(tl.int64)
     # A stride of 1 is a compile-time constant, so the compiler sees along which dimension a load is contiguous.
     a_ptrs = a_ptr + rows[:, None] * stride_am + ks_wide[None, :] * stride_ak
     b_ptrs = b_ptr + ks_wide[:, None] * stride_bk + cols[None, :] * stride_bn
@@ -62,19 +87,18 @@ def _matmul_kernel(
     row_mask = rows[:, None] < M
     col_mask = cols[None, :] < N
 
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(0, steps):
-        if EVEN_K:
-            a = tl.load(a_ptrs, mask=row_mask, other=0.0)
-            b = tl.load(b_ptrs, mask=col_mask, other=0.0)
-        else:
-            # Both operands are zeroed past K: a zero times a stray NaN or Inf would poison the sum.
-            k_left = K - step * BLOCK_K
-            a = tl.load(a_ptrs, mask=row_mask & (ks[None, :] < k_left), other=0.0)
-            b = tl.load(b_ptrs, mask=col_mask & (ks[:, None] < k_left), other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_ptrs += a_step
-        b_ptrs += b_step
+    if PROMOTE:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for first in range(0, steps, promoted_steps):
+            last = tl.minimum(first + promoted_steps, steps)
+            part, a_ptrs, b_ptrs = _walk(
+                a_ptrs, b_ptrs, a_step, b_step, first, last, K, row_mask, col_mask, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K
+            )
+            acc += part
+    else:
+        acc, a_ptrs, b_ptrs = _walk(
+            a_ptrs, b_ptrs, a_step, b_step, 0, steps, K, row_mask, col_mask, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K
+        )
 
     # Products that underflow can leave -0.0, which the zeros past K turn into +0.0 for some block_k and not for others.
     # Adding +0.0 (which compilers may not drop) makes it +0.0 always, and no bias the same as a bias of zeros.
@@ -82,7 +106,9 @@ def _matmul_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    c_ptrs = c_ptr + rows[:, None] * N + cols[None, :]
+    c_ptrs = c_ptr + rows[:, None] * stride_cm + cols[None, :]
+    if ACCUMULATE:
+        acc += tl.load(c_ptrs, mask=row_mask & col_mask, other=0.0)
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=row_mask & col_mask)
 
 
@@ -123,6 +149,9 @@ def matmul(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
     config: MatmulConfig | None = None,
 ) -> Tensor:
     """C = A B + bias, where C[i, j] has the same bits whichever other rows and columns are computed with it.
@@ -131,28 +160,44 @@ def matmul(
         a: [M, K], bfloat16, float16 or float32, any strides (transposed, sliced and expanded views included).
         b: [K, N], dtype and device of `a`, any strides.
         bias: [N] of any of these dtypes, or None; added in fp32 before the one final rounding.
-        out_dtype: dtype of the result, any of the three; None means a's.
+        out_dtype: dtype of the result, any of the three; None means out's, else a's.
+        out: [M, N] to write into, rows contiguous, memory of its own; None makes a new tensor.
+        accumulate: add the product to what out, float32, holds: the bytes of `out.add_(matmul(a, b, bias=bias,
+            out_dtype=torch.float32))`.
+        promote_every: None, or after how many k, a multiple of 128, the accumulator is added to a second one. Part of
+            the order of K: other values, other bits. See output.py.
         config: tile shape for this module's kernel, for tests and tuning. None leaves the choice to `choose_config`,
             and on Hopper takes the TMA kernel where it can. Neither changes a bit.
 
     Returns:
-        Contiguous [M, N]. Accumulated in fp32; fp32 operands are multiplied in IEEE fp32, never TF32.
+        out, or contiguous [M, N]. Accumulated in fp32; fp32 operands are multiplied in IEEE fp32, never TF32.
         Not differentiable by itself: call it inside a torch.autograd.Function.
 
     Raises:
-        TypeError: an argument that is not a tensor, an unsupported dtype, or a and b of different dtypes.
-        ValueError: wrong shapes, an empty dimension (M, N or K is 0), different devices, or a device that cannot run
-            Triton kernels.
+        TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes, an out that is
+            not of out_dtype, or not float32 to accumulate into.
+        ValueError: wrong shapes, an empty dimension (M, N or K is 0), different devices, an out without contiguous
+            rows or in the operands' memory, accumulate without out, a promote_every that 128 does not divide, or a
+            device that cannot run Triton kernels.
     """
-    _check(a, b, bias, out_dtype)
+    key = None
+    if out is None and config is None:
+        key = call_key(a, b, bias, out_dtype, promote_every)
+        if (c := repeat_call(key)) is not None:
+            return c
+    _check(a, b, bias, out_dtype or getattr(out, "dtype", None))
+    out_dtype = check_output(a, b, out, out_dtype, accumulate)
+    check_promotion(promote_every)
     m, k = a.shape
     n = b.shape[1]
-    out_dtype = a.dtype if out_dtype is None else out_dtype
-    if config is None and (operands := tma_operands(a, b, out_dtype)) is not None:
+    if config is None and (operands := tma_operands(a, b, out_dtype, out)) is not None:
         with launch_on(a, "matmul"):
-            return tma_matmul(operands, bias, out_dtype)
+            return tma_matmul(
+                operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
+            )
     if config is None:
-        config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype)
+        spare = accumulate or promote_every is not None
+        config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
         if a.is_cuda:
             config = fit(config, a.element_size(), shared_memory_of(a.device.index))
 
@@ -162,17 +207,22 @@ def matmul(
             # bfloat16 by truncation: let it see fp32 only, and let torch convert on both sides.
             a, b = a.float(), b.float()
             bias = None if bias is None else bias.float()
-        c = torch.empty((m, n), device=a.device, dtype=torch.float32 if interpreting() else out_dtype)
+        c_dtype = torch.float32 if interpreting() else out_dtype
+        in_place = out is not None and out.dtype == c_dtype
+        c = out if in_place else torch.empty((m, n), device=a.device, dtype=c_dtype)
         grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
+        block_k = promoted_block_k(config.block_k, promote_every)
         _matmul_kernel[grid](
             a, b, c, c if bias is None else bias,
-            m, n, k, triton.cdiv(k, config.block_k),
-            a.stride(0), a.stride(1), b.stride(0), b.stride(1), 0 if bias is None else bias.stride(0),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            EVEN_K=k % config.block_k == 0, HAS_BIAS=bias is not None,
+            m, n, k, triton.cdiv(k, block_k), (promote_every or 0) // block_k,
+            a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), 0 if bias is None else bias.stride(0),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
+            EVEN_K=k % block_k == 0, HAS_BIAS=bias is not None, ACCUMULATE=accumulate, PROMOTE=bool(promote_every),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-        return c.to(out_dtype)
+        if out is None:
+            return c.to(out_dtype)
+        return written(out) if in_place else out.copy_(c)
 
 
 def matmul_rank_major(
@@ -183,6 +233,7 @@ def matmul_rank_major(
     stride: int = 1,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    promote_every: int | None = None,
 ) -> Tensor | None:
     """The product of operands gathered from P ranks, read where they lie, or None where that is not possible.
 
@@ -192,17 +243,23 @@ def matmul_rank_major(
         a: [P, M, K/P], contiguous.
         b: [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0), contiguous, of a's dtype and device.
         stride: the partition_stride of K, which divides K/P.
-        bias, out_dtype: as for `matmul`.
+        bias, out_dtype, promote_every: as for `matmul`.
 
     Returns:
         Contiguous [M, N], or None: not a Hopper GPU, not a 16-bit dtype, K/P/stride not a multiple of 16, or rows that
         TMA cannot address. The caller then lays the operands out and calls `matmul`.
     """
+    key = call_key(a, b, bias, out_dtype, promote_every)
+    if key is not None:
+        key = (b_k_dim, stride, *key)
+        if (c := repeat_call(key)) is not None:
+            return c
     out_dtype = a.dtype if out_dtype is None else out_dtype
+    check_promotion(promote_every)
     if a.dtype != b.dtype or a.device != b.device or not (a.numel() and b.numel()):
         return None  # matmul says what is wrong
     operands = rank_major_operands(a, b, b_k_dim=b_k_dim, stride=stride, out_dtype=out_dtype)
     if operands is None:
         return None
     with launch_on(a, "matmul"):
-        return tma_matmul(operands, bias, out_dtype)
+        return tma_matmul(operands, bias, out_dtype, promote_every=promote_every, key=key)

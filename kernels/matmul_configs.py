@@ -59,8 +59,18 @@ class MatmulConfig:
         return third if not left_over and third & (third - 1) == 0 else 0
 
 
-def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
-    """Tile shape for an [m, k] by [k, n] product of `dtype` operands: a guess about speed, never about bits."""
+def promoted_block_k(block_k: int, promote_every: int | None) -> int:
+    """block_k, or as much of it as divides promote_every."""
+    while promote_every and promote_every % block_k:
+        block_k //= 2
+    return block_k
+
+
+def choose_config(m: int, n: int, k: int, dtype: torch.dtype, spare_registers: bool = False) -> MatmulConfig:
+    """Tile shape for an [m, k] by [k, n] product of `dtype` operands: a guess about speed, never about bits.
+
+    spare_registers: promoting takes a second accumulator, and accumulating what c holds; the largest tile spills then.
+    """
     if dtype == torch.float32:
         # IEEE fp32 runs on the FMA units out of registers, where larger tiles spill.
         return MatmulConfig(16 if m <= 16 else 64, 64, 32, num_warps=4, num_stages=3)
@@ -68,7 +78,9 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
         # Reading B once is all the time there is: narrow tiles so that every SM reads a part of it, deep in K.
         block_m = 16 if m <= 16 else 32 if m <= 32 else 64
         return MatmulConfig(block_m, 32 if n <= 4096 else 64, 128, num_warps=4, num_stages=4)
-    if _cdiv(m, 128) * _cdiv(n, 256) >= 128:  # about one large tile for each SM of a Hopper chip
+    if (
+        _cdiv(m, 128) * _cdiv(n, 256) >= 128 and not spare_registers
+    ):  # about one large tile for each SM of a Hopper chip
         return MatmulConfig(128, 256, 64, num_warps=8, num_stages=3)
     if _cdiv(m, 128) * _cdiv(n, 128) >= 64:
         return MatmulConfig(128, 128, 64, num_warps=8, num_stages=4)
@@ -79,15 +91,27 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
 _TMA_SHARED_MEMORY = 226 * 1024
 
 
-def fits_tma(config: MatmulConfig, out_itemsize: int) -> bool:
-    """Whether the TMA kernel has the shared memory for `config` with 16-bit operands."""
+def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, promoted: bool = False) -> bool:
+    """Whether the TMA kernel has the shared memory and the registers for `config` with 16-bit operands."""
     stages = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
     c_cols = (config.block_n - config.narrow) // (2 if config.halves else 1)
-    return stages + config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
+    # in the flattened loop what c holds is loaded while the operands' stages are in use
+    c_tiles = 2 if accumulate and not promoted and not config.narrow else 1
+    # a thread has 255 registers: two accumulators of 96 fit, two of 128 spill
+    fits_registers = not promoted or config.block_m * config.block_n <= 96 * 32 * config.num_warps
+    return fits_registers and stages + c_tiles * config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
 
 
 def choose_tma_config(
-    m: int, n: int, k: int, a_transposed: bool, b_transposed: bool, out_itemsize: int, multiprocessors: int
+    m: int,
+    n: int,
+    k: int,
+    a_transposed: bool,
+    b_transposed: bool,
+    out_itemsize: int,
+    multiprocessors: int,
+    accumulate: bool = False,
+    promoted: bool = False,
 ) -> MatmulConfig:
     """The TMA kernel's tile shape for a shape: the table's where it was measured, else the one with the least estimate.
 
@@ -95,8 +119,12 @@ def choose_tma_config(
     what the table says a round takes. Never about bits.
     """
     layout = LAYOUTS[a_transposed, b_transposed]
+
+    def usable(config: MatmulConfig) -> bool:
+        return fits_tma(config, out_itemsize, accumulate, promoted)
+
     measured = MEASURED.get((layout, m, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
-    if measured is not None and fits_tma(config := MatmulConfig(*measured), out_itemsize):
+    if measured is not None and usable(config := MatmulConfig(*measured)):
         return config
 
     def estimate(entry: tuple[tuple, float, float]) -> float:
@@ -105,8 +133,7 @@ def choose_tma_config(
         return _cdiv(tiles, multiprocessors) * (fixed_us + k * us_per_k)
 
     entries = ROUNDS["few rows"] if m <= FEW_ROWS else ROUNDS[layout]
-    usable = [entry for entry in entries if fits_tma(MatmulConfig(*entry[0]), out_itemsize)]
-    return MatmulConfig(*min(usable, key=estimate)[0])
+    return MatmulConfig(*min((entry for entry in entries if usable(MatmulConfig(*entry[0]))), key=estimate)[0])
 
 
 @functools.cache

@@ -23,96 +23,136 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
-from .matmul_configs import MatmulConfig, choose_tma_config
+from .matmul_configs import MatmulConfig, choose_tma_config, promoted_block_k
+from .output import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 
 
-# Nothing is specialised on a value, so that one compiled kernel serves all shapes; for `steps` that is needed for the
-# bits too, as in matmul.py.
-@triton.jit(do_not_specialize=["bias_ptr", "M", "N", "steps", "stride_bias", "ranks", "piece_k"])
+@triton.jit
+def _walk(
+    a_desc, b_desc, b_narrow_desc, row, col, first, last, rank, start, local, M, N, steps, ranks, piece_k,
+    BLOCK_M: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
+):  # fmt: skip
+    """The sums of the products of steps first .. last, and where in a rank-major buffer the next step is."""
+    acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
+    acc_narrow = tl.zeros((BLOCK_M, NARROW if NARROW else 1), dtype=tl.float32)
+    for step in range(first, last):
+        if RANK_MAJOR:
+            k_a = start + local
+            row_a = rank * M + row
+            k_b = k_a if B_TRANSPOSED else rank * (steps * BLOCK_K // ranks) + k_a
+            col_b = rank * N + col if B_TRANSPOSED else col
+        else:
+            k_a = step * BLOCK_K
+            row_a = row
+            k_b = k_a
+            col_b = col
+        # what lies past the edges of M, N and K arrives as zeros
+        if A_TRANSPOSED:
+            a = a_desc.load([k_a, row_a]).T
+        else:
+            a = a_desc.load([row_a, k_a])
+        if B_TRANSPOSED:
+            b = b_desc.load([col_b, k_b]).T
+        else:
+            b = b_desc.load([k_b, col_b])
+        acc = tl.dot(a, b, acc)
+        if NARROW:
+            if B_TRANSPOSED:
+                b_narrow = b_narrow_desc.load([col_b + WIDE, k_b]).T
+            else:
+                b_narrow = b_narrow_desc.load([k_b, col_b + WIDE])
+            acc_narrow = tl.dot(a, b_narrow, acc_narrow)
+        if RANK_MAJOR:
+            local += BLOCK_K
+            rank += (local == piece_k).to(tl.int32)
+            local = tl.where(local == piece_k, 0, local)
+            start += tl.where(rank == ranks, piece_k, 0)
+            rank = tl.where(rank == ranks, 0, rank)
+    return acc, acc_narrow, rank, start, local
+
+
+@triton.jit
+def _finish(
+    acc, c_desc, bias_ptr, row, col, N, stride_bias,
+    COLS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Bias, what c holds, rounding, store: of COLS columns."""
+    acc += 0.0  # no negative zero, as in matmul.py
+    if HAS_BIAS:
+        cols = col + tl.arange(0, COLS)
+        acc += tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if HALVES:
+        # half a tile at a time takes half the shared memory, which buys the loads another stage
+        PART: tl.constexpr = COLS // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, PART)), (0, 2, 1)))
+        _store(left, c_desc, row, col, ACCUMULATE)
+        _store(right, c_desc, row, col + PART, ACCUMULATE)
+    else:
+        _store(acc, c_desc, row, col, ACCUMULATE)
+
+
+@triton.jit
+def _store(c, c_desc, row, col, ACCUMULATE: tl.constexpr):
+    # Not by TMA's own addition (cp.reduce), which flushes subnormals; nor by pointers, which spill registers.
+    if ACCUMULATE:
+        c += c_desc.load([row, col])
+    c_desc.store([row, col], c.to(c_desc.dtype))
+
+
+# Nothing is specialised on a value, so that one compiled kernel serves all shapes; for `steps` and `promoted_steps`
+# that is needed for the bits too, as in matmul.py.
+@triton.jit(do_not_specialize=["bias_ptr", "M", "N", "steps", "promoted_steps", "stride_bias", "ranks", "piece_k"])
 def _persistent_matmul_kernel(
     a_desc, b_desc, b_narrow_desc, c_desc, bias_ptr,
-    M, N, steps, stride_bias, ranks, piece_k,
+    M, N, steps, promoted_steps, stride_bias, ranks, piece_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HALVES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     # A tile of 3 * 2**n columns is two products side by side, of two thirds and of one third of them.
     NARROW: tl.constexpr = 0 if (BLOCK_N & (BLOCK_N - 1)) == 0 else BLOCK_N // 3
     WIDE: tl.constexpr = BLOCK_N - NARROW
-    PART: tl.constexpr = WIDE // 2 if HALVES else WIDE
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_in_group = GROUP_M * tiles_n
     # Flattened with the K loop, so that the loads of the next tile start while this one is being stored. With two
-    # products side by side that takes longer (128 x 192 at 2048 x 1536 x 4096: 59 us against 41).
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=NARROW == 0):
+    # products side by side that takes longer (128 x 192 at 2048 x 1536 x 4096: 59 us against 41), and loops three deep
+    # Triton does not flatten: a promotion waits for its last product, and the loads start anew after it.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=NARROW == 0 and not PROMOTE):
         group = tile // tiles_in_group
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         in_group = tile % tiles_in_group
         row = (group * GROUP_M + in_group % group_rows) * BLOCK_M
         col = (in_group // group_rows) * BLOCK_N
 
-        acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
-        if NARROW:
-            acc_narrow = tl.zeros((BLOCK_M, NARROW), dtype=tl.float32)
         rank = tl.full((), 0, tl.int32)
         start = tl.full((), 0, tl.int32)  # of the piece, within the shard
         local = tl.full((), 0, tl.int32)  # within the piece
-        for step in range(0, steps):
-            if RANK_MAJOR:
-                k_a = start + local
-                row_a = rank * M + row
-                k_b = k_a if B_TRANSPOSED else rank * (steps * BLOCK_K // ranks) + k_a
-                col_b = rank * N + col if B_TRANSPOSED else col
-            else:
-                k_a = step * BLOCK_K
-                row_a = row
-                k_b = k_a
-                col_b = col
-            # what lies past the edges of M, N and K arrives as zeros
-            if A_TRANSPOSED:
-                a = a_desc.load([k_a, row_a]).T
-            else:
-                a = a_desc.load([row_a, k_a])
-            if B_TRANSPOSED:
-                b = b_desc.load([col_b, k_b]).T
-            else:
-                b = b_desc.load([k_b, col_b])
-            acc = tl.dot(a, b, acc)
-            if NARROW:
-                if B_TRANSPOSED:
-                    b_narrow = b_narrow_desc.load([col_b + WIDE, k_b]).T
-                else:
-                    b_narrow = b_narrow_desc.load([k_b, col_b + WIDE])
-                acc_narrow = tl.dot(a, b_narrow, acc_narrow)
-            if RANK_MAJOR:
-                local += BLOCK_K
-                rank += (local == piece_k).to(tl.int32)
-                local = tl.where(local == piece_k, 0, local)
-                start += tl.where(rank == ranks, piece_k, 0)
-                rank = tl.where(rank == ranks, 0, rank)
-
-        acc += 0.0  # no negative zero, as in matmul.py
-        if HAS_BIAS:
-            cols = col + tl.arange(0, WIDE)
-            acc += tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        if HALVES:
-            # half a tile at a time takes half the shared memory, which buys the loads another stage
-            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART)), (0, 2, 1)))
-            c_desc.store([row, col], left.to(c_desc.dtype))
-            c_desc.store([row, col + PART], right.to(c_desc.dtype))
+        if PROMOTE:
+            acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
+            acc_narrow = tl.zeros((BLOCK_M, NARROW if NARROW else 1), dtype=tl.float32)
+            for first in range(0, steps, promoted_steps):
+                part, part_narrow, rank, start, local = _walk(
+                    a_desc, b_desc, b_narrow_desc, row, col, first, tl.minimum(first + promoted_steps, steps),
+                    rank, start, local, M, N, steps, ranks, piece_k,
+                    BLOCK_M, WIDE, NARROW, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, RANK_MAJOR,
+                )  # fmt: skip
+                acc += part
+                acc_narrow += part_narrow
         else:
-            c_desc.store([row, col], acc.to(c_desc.dtype))
+            acc, acc_narrow, rank, start, local = _walk(
+                a_desc, b_desc, b_narrow_desc, row, col, 0, steps,
+                rank, start, local, M, N, steps, ranks, piece_k,
+                BLOCK_M, WIDE, NARROW, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, RANK_MAJOR,
+            )  # fmt: skip
+
+        _finish(acc, c_desc, bias_ptr, row, col, N, stride_bias, WIDE, HAS_BIAS, ACCUMULATE, HALVES)
         if NARROW:
-            acc_narrow += 0.0
-            if HAS_BIAS:
-                cols_narrow = col + WIDE + tl.arange(0, NARROW)
-                bias = tl.load(bias_ptr + cols_narrow * stride_bias, mask=cols_narrow < N, other=0.0)
-                acc_narrow += bias.to(tl.float32)[None, :]
-            c_desc.store([row, col + WIDE], acc_narrow.to(c_desc.dtype))
+            _finish(acc_narrow, c_desc, bias_ptr, row, col + WIDE, N, stride_bias, NARROW, HAS_BIAS, ACCUMULATE, False)
 
 
 class TmaOperands(NamedTuple):
@@ -158,17 +198,19 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _takes(a: Tensor, n: int, out_dtype: torch.dtype) -> bool:
+def _takes(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
     """Whether the device, the dtypes and the row stride of C are right."""
     if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(a.device.index):
         return False
-    return n * out_dtype.itemsize % _ALIGNMENT == 0
+    return c_stride * out_dtype.itemsize % _ALIGNMENT == 0
 
 
-def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> TmaOperands | None:
-    """What the kernel needs to compute a [M, K] @ b [K, N], or None where it cannot take them."""
+def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> TmaOperands | None:
+    """What the kernel needs to compute a [M, K] @ b [K, N] (into out), or None where it cannot take them."""
     (m, k), n = a.shape, b.shape[1]
-    if not _takes(a, n, out_dtype) or max(m, n, k) > _MAX_SIDE:
+    if not _takes(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > _MAX_SIDE:
+        return None
+    if out is not None and (out.data_ptr() % _ALIGNMENT or out.stride(0) < n or out.stride(1) != 1):
         return None
     a_stands, b_stands = _as_it_stands(a), _as_it_stands(b)
     if a_stands is None or b_stands is None:
@@ -205,18 +247,23 @@ class _Plan(NamedTuple):
     narrow_block: tuple[int, int] | None
     c_block: tuple[int, int]
     steps: int
+    promoted_steps: int
     constants: tuple
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
-    dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, index: int, config: MatmulConfig | None,
+    dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, accumulate: bool,
+    promote_every: int | None, index: int, config: MatmulConfig | None,
 ) -> _Plan:  # fmt: skip
     multiprocessors = _multiprocessors(index)
     if config is None:
-        config = choose_tma_config(m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors)
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+        promoted = bool(promote_every)
+        config = choose_tma_config(
+            m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors, accumulate, promoted
+        )
+    block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
     programs = min(multiprocessors, triton.cdiv(m, block_m) * triton.cdiv(n, block_n))
@@ -234,35 +281,97 @@ def _plan(
         narrow_block=b_block(config.narrow) if config.narrow else None,
         c_block=(block_m, wide // 2 if config.halves else wide),
         steps=triton.cdiv(k, block_k),
+        promoted_steps=(promote_every or 0) // block_k,
         constants=(
             block_m, block_n, block_k, config.group_m, a_transposed, b_transposed, ranks > 1,
-            bias_dtype is not None, config.halves,
+            bias_dtype is not None, accumulate, bool(promote_every), config.halves,
         ),
     )  # fmt: skip
 
 
+class _Prepared(NamedTuple):
+    """A call that was made before, but for its output. Addresses and no tensors, so that it keeps nothing alive."""
+
+    launch: Launch
+    index: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    operands: tuple
+    c_position: int
+    c_block: tuple[int, int]
+    others: tuple
+
+
+_MOST_PREPARED = 4096
+_prepared: dict[tuple, _Prepared] = {}
+
+
+def call_key(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
+) -> tuple | None:
+    """All that a call depends on, but for what stands at these addresses; None for arguments that are no tensors."""
+    try:
+        key = (
+            a.data_ptr(), a.shape, a.stride(), a.dtype, b.data_ptr(), b.shape, b.stride(), b.dtype,
+            out_dtype, promote_every,
+        )  # fmt: skip
+        return key if bias is None else (*key, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
+    except AttributeError:
+        return None
+
+
+def repeat_call(key: tuple | None) -> Tensor | None:
+    """The product of a call like one before, or None if there was none: most of a call's time goes into preparing."""
+    prepared = _prepared.get(key)  # type: ignore[arg-type]
+    if prepared is None:
+        return None
+    launch, index, shape, dtype, device, operands, c_position, c_block, others = prepared
+    if index != torch.cuda.current_device():
+        return None
+    c = torch.empty(shape, device=device, dtype=dtype)
+    launch(index, *operands, *launch.descriptor(c_position, c, c_block), *others)
+    return c
+
+
 def tma_matmul(
-    x: TmaOperands, bias: Tensor | None, out_dtype: torch.dtype, config: MatmulConfig | None = None
+    x: TmaOperands,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    config: MatmulConfig | None = None,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+    key: tuple | None = None,
 ) -> Tensor:
     """c [M, N] = a @ b (+ bias), on the current device; arguments checked by matmul.matmul.
 
-    config: for tests and tuning; None takes the table's.
+    config: for tests and tuning; None takes the table's. key: `call_key`, to remember the call for `repeat_call`.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
-    c = torch.empty((m, n), device=a.device, dtype=out_dtype)
+    c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
-    launch, a_block, b_block, narrow_block, c_block, steps, constants = _plan(
+    launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
         m, n, k, ranks, piece_k, a_transposed, b_transposed,
-        a.dtype, out_dtype, None if bias is None else bias.dtype, index, config,
+        a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
     )  # fmt: skip
-    launch(
-        index,
-        launch.descriptor(a, a_block),
-        launch.descriptor(b, b_block),
-        None if narrow_block is None else launch.descriptor(b, narrow_block),
-        launch.descriptor(c, c_block),
-        c if bias is None else bias,
-        m, n, steps, 0 if bias is None else bias.stride(0), ranks, piece_k,
-        *constants,
+    c_position = 2 if narrow_block is None else 3
+    operands = (
+        *launch.descriptor(0, a, a_block),
+        *launch.descriptor(1, b, b_block),
+        *((None,) if narrow_block is None else launch.descriptor(2, b, narrow_block)),
+    )
+    others = (
+        m, n, steps, promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k, *constants,
     )  # fmt: skip
-    return c
+    pointer = c if bias is None else bias
+    if key is not None and launch.direct:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        remembered = (pointer.data_ptr(), *others)
+        _prepared[key] = _Prepared(
+            launch, index, (m, n), out_dtype, a.device, operands, c_position, c_block, remembered
+        )
+    launch(index, *operands, *launch.descriptor(c_position, c, c_block), pointer, *others)
+    return c if out is None else written(out)

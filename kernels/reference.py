@@ -1,7 +1,8 @@
 """The gemm_fn for a CPU: plain torch, slice-invariant, close to the speed of torch.mm.
 
 K order, a function of K alone: blocks of 128; inside a block one chain of fp32 fused multiply-adds from zero, in
-order; the blocks' sums added one after another. `chained_matmul` is that sentence written with addcmul_, elementwise,
+order; the blocks' sums added one after another (promoted: added up within each stretch of `promote_every` k, then
+stretch by stretch). `chained_matmul` is that sentence written with addcmul_, elementwise,
 and is invariant by construction. `matmul` gets the same bits from the BLAS: fresh fp32 copies of both operands in
 panels of 128 k, M and N zero-padded to multiples of 64, one BLAS call per panel. BLAS libraries change their order of
 summation with the shape, in particular at edges that are no multiple of their tile, but not for the few shapes that
@@ -18,6 +19,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from .output import check_output, check_promotion
 
 K_BLOCK = 128
 _PAD = 64  # rows and columns come in multiples of this
@@ -82,6 +85,14 @@ def _blas_tile(a_panels: list[Tensor], b_panels: list[Tensor]) -> Tensor:
     return acc
 
 
+def _promoted(tile: Callable[..., Tensor], a: list[Tensor], b: list[Tensor], panels: int) -> Tensor:
+    """The sums of so many panels at a time, added one after another."""
+    total = tile(a[:panels], b[:panels])
+    for first in range(panels, len(a), panels):
+        total += tile(a[first : first + panels], b[first : first + panels])
+    return total
+
+
 def _chain_tile(a_panels: list[Tensor], b_panels: list[Tensor]) -> Tensor:
     acc: Tensor | None = None
     for a, b in zip(a_panels, b_panels, strict=True):
@@ -130,14 +141,22 @@ def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: 
 
 
 def _matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, blas: Callable[..., bool]
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    blas: Callable[..., bool],
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
 ) -> Tensor:
-    out_dtype = out_dtype or a.dtype
-    check_operands(a, b, bias, out_dtype)
+    check_operands(a, b, bias, out_dtype or getattr(out, "dtype", a.dtype))
+    out_dtype = check_output(a, b, out, out_dtype, accumulate)
+    panels = None if check_promotion(promote_every) is None else promote_every // K_BLOCK
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         b_rows = b.t()
         a_k_last, b_k_last = a.stride(1) == 1, b_rows.stride(1) == 1 and b.stride(1) != 1
-        c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+        c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype) if out is None else out
         threads = torch.get_num_threads()
         b_strips = [_panels(strip, b_k_last) for strip in b_rows.split(_TILE)]
         if b_k_last:
@@ -148,32 +167,47 @@ def _matmul(
                 a_strip = [panel.t() for panel in a_strip]
             for j, b_strip in enumerate(b_strips):
                 tile_shape = a_strip[0].shape[0], b_strip[0].shape[1]
-                tile = (_blas_tile if blas(*tile_shape, a_k_last, b_k_last, threads) else _chain_tile)(a_strip, b_strip)
-                out = c[i * _TILE : (i + 1) * _TILE, j * _TILE : (j + 1) * _TILE]
-                tile = tile[: out.shape[0], : out.shape[1]]
+                make = _blas_tile if blas(*tile_shape, a_k_last, b_k_last, threads) else _chain_tile
+                tile = make(a_strip, b_strip) if panels is None else _promoted(make, a_strip, b_strip, panels)
+                c_tile = c[i * _TILE : (i + 1) * _TILE, j * _TILE : (j + 1) * _TILE]
+                tile = tile[: c_tile.shape[0], : c_tile.shape[1]]
                 if bias is not None:
                     tile = tile + bias[j * _TILE : (j + 1) * _TILE].float()
-                out.copy_(tile)
+                if accumulate:
+                    c_tile.add_(tile)
+                else:
+                    c_tile.copy_(tile)
     return c
 
 
-def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+) -> Tensor:
     """c = a @ b (+ bias), accumulated in fp32 in the order of this module's docstring, rounded once.
 
     Args:
         a: [M, K], any strides; bfloat16, float16 or float32.
         b: [K, N], any strides, of a's dtype.
         bias: [N] or None, of any of those dtypes; added in fp32.
-        out_dtype: any of those dtypes; a's if None.
+        out_dtype: any of those dtypes; out's, else a's, if None.
+        out, accumulate, promote_every: where to, added to what is there, and how K is cut; see output.py.
 
     Returns:
-        [M, N], contiguous.
+        out, or a contiguous [M, N].
 
     Raises:
-        ValueError: shapes that do not agree, an empty operand, an operand not on the CPU.
+        ValueError: shapes that do not agree, an empty operand, an operand not on the CPU, an out that cannot be
+            written in place, a promote_every that 128 does not divide.
         TypeError: dtypes that differ or are not supported (float64 among them: accumulation is fp32).
     """
-    return _matmul(a, b, bias, out_dtype, _blas_agrees)
+    return _matmul(a, b, bias, out_dtype, _blas_agrees, out, accumulate, promote_every)
 
 
 def chained_matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

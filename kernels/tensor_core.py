@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .output import check_promotion
 from .reference import check_operands
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -138,11 +139,17 @@ def _tile(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], recipe: Recipe) ->
 
 
 def model(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None, recipe: Recipe = HOPPER
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    recipe: Recipe = HOPPER,
+    promote_every: int | None = None,
 ) -> Tensor:
     """`matmul` by another recipe, for probes."""
     out_dtype = out_dtype or a.dtype
     check_operands(a, b, bias, out_dtype)
+    stretch = check_promotion(promote_every) or a.shape[1]
     if a.dtype not in DTYPES:
         raise TypeError(
             f"a is {a.dtype}: the tensor core model takes {', '.join(map(str, DTYPES))}; IEEE fp32 products do not run "
@@ -155,12 +162,15 @@ def model(
             cols = slice(col, col + _TILE_COLS)
             b_values, b_exponents = _decode(b[:, cols], recipe)
             for i, (a_values, a_exponents) in enumerate(a_strips):
-                acc = _tile(
-                    (a_values.unsqueeze(2), a_exponents.unsqueeze(2)),
-                    (b_values.unsqueeze(1), b_exponents.unsqueeze(1)),
-                    recipe,
-                )
-                tile = acc.float() + 0.0
+                tile = torch.zeros((a_values.shape[1], b_values.shape[1]))  # adding to +0.0 leaves no negative zero
+                for k in range(0, a.shape[1], stretch):
+                    ks = slice(k, k + stretch)
+                    acc = _tile(
+                        (a_values[ks].unsqueeze(2), a_exponents[ks].unsqueeze(2)),
+                        (b_values[ks].unsqueeze(1), b_exponents[ks].unsqueeze(1)),
+                        recipe,
+                    )
+                    tile += acc.float()
                 if bias is not None:
                     tile += bias[cols].float()
                 c[i * _TILE_ROWS : (i + 1) * _TILE_ROWS, cols] = tile
@@ -169,7 +179,14 @@ def model(
     return c
 
 
-def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    promote_every: int | None = None,
+) -> Tensor:
     """c = a @ b (+ bias), the bits that kernels.matmul.matmul gives on a Hopper GPU. A gemm_fn, on CPU tensors.
 
     Args:
@@ -177,6 +194,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch
         b: [K, N], any strides, of a's dtype.
         bias: [N] or None; bfloat16, float16 or float32, added in fp32.
         out_dtype: any of those; a's if None.
+        promote_every: as for kernels.matmul.matmul.
 
     Returns:
         [M, N], contiguous. After torch.set_flush_denormal(True) subnormal results are zero, which a GPU's are not.
@@ -185,4 +203,4 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch
         ValueError: shapes that do not agree, an empty operand, an operand not on the CPU.
         TypeError: dtypes that differ or are not supported (float32 among them: it runs on no tensor core).
     """
-    return model(a, b, bias, out_dtype)
+    return model(a, b, bias, out_dtype, promote_every=promote_every)

@@ -44,6 +44,7 @@ class Case:
     mode: bool = True
     device: str = "cpu"
     gemm_fn: Callable | None = None
+    backend: str | None = None  # of torch.compile, with fullgraph=True; None: not compiled
 
     def with_(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
@@ -51,7 +52,7 @@ class Case:
     @property
     def as_reference(self) -> Case:
         """What TP=1 is asked: the same layer; how it is spread over ranks does not matter there."""
-        return self.with_(owner_map="auto", sequence_parallel=False, late_stride=False)
+        return self.with_(owner_map="auto", sequence_parallel=False, late_stride=False, backend=None)
 
 
 def wide(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -143,12 +144,16 @@ def run(tp_group: Any, case: Case) -> dict[str, Any]:
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(layer.shard_spec(name).local(data[name]))
+        call = layer
+        if case.backend:
+            torch.compiler.reset()  # code compiled for other cases counts towards its limit
+            call = torch.compile(layer, backend=case.backend, fullgraph=True)
         for step in range(case.micro_batches):
             x, dy = data[f"x{step}"], data[f"dy{step}"]
             x_local = split_features(x, True) if x_by_features else (x.clone() if row else split_tokens(x))
             dy_local = split_features(dy, y_by_features) if column else split_tokens(dy)
             x_local.requires_grad_()
-            out = layer(x_local)
+            out = call(x_local)
             parts = list(out) if isinstance(out, tuple) else [out]
             y, grads = parts.pop(0), [dy_local]
             outputs = [y]

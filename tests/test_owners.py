@@ -1,24 +1,21 @@
-"""Owner maps: the same bits as one rank with all of K, whoever computes what; and the cache of gathered weights."""
+"""Owner maps: the same bits as one rank with all of K, whoever computes what."""
 
 import functools
-import gc
 import itertools
 import re
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tp_invariant import collectives, owners, testing
-from tp_invariant.collectives import Group, Pending, resolve_group
+from tp_invariant import owners, testing, wire
+from tp_invariant.collectives import Group, resolve_group
+from tp_invariant.cost_model import Problem, choose, costs_of
 from tp_invariant.gemm import gemm
 from tp_invariant.layout import shard, split_sizes
 from tp_invariant.owners import (
     OWNER_MAPS,
     ShardedWeight,
-    WeightCache,
     check_owner_map,
-    choose,
     sharded_product,
 )
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
@@ -131,67 +128,22 @@ def test_every_rank_computes_only_its_share(owner_map):
     assert run_ranks(on_rank, 3) == expected
 
 
-def test_auto_takes_what_choose_says():
+def test_auto_takes_what_the_cost_model_says():
     group = Group(None, 0, 4)
-    for rows, cols, k in [(4096, 64, 64), (1, 4096, 4096)]:
+    picks = set()
+    for rows, cols, k in [(4096, 64, 64), (1, 4096, 4096), (64, 4096, 4096)]:
         weight = ShardedWeight(torch.empty(cols, k // 4, device="meta"), 1, 1, group)
         a_shard = torch.empty(rows, k // 4, device="meta")
         for scatter in (False, True):
-            expected = choose(rows, cols, k, 4, scatter_rows=scatter, rows_cached=False, cols_cached=False)
+            problem = Problem(rows, cols, k, 4, scatter_rows=scatter, itemsize=4)
+            expected = choose(problem, costs_of(a_shard.device))
+            picks.add(expected)
             assert owners.resolve_owner_map("auto", a_shard, weight, scatter) == expected
             for fixed in ("replicate", "rows", "cols"):
                 assert owners.resolve_owner_map(fixed, a_shard, weight, scatter) == fixed
-
-
-# --- choose ---------------------------------------------------------------------------------------------------------
-
-SIZES = [(t, n, k, p) for t in (1, 64, 8192) for n in (64, 4096) for k in (64, 12288) for p in (2, 8)]
-
-
-@pytest.mark.parametrize("scatter_rows", [False, True])
-@pytest.mark.parametrize(("t", "n", "k", "world"), SIZES)
-def test_choose_weighs_what_is_cached(t, n, k, world, scatter_rows):
-    def pick(rows_cached, cols_cached):
-        options = {"scatter_rows": scatter_rows, "rows_cached": rows_cached, "cols_cached": cols_cached}
-        picks = {choose(t, n, k, world, **options) for _ in range(3)}
-        assert len(picks) == 1
-        assert picks <= {"rows", "cols"}
-        return picks.pop()
-
-    # a cached weight never speaks against its own map
-    assert (pick(False, False), pick(True, False)) != ("rows", "cols")
-    assert (pick(False, True), pick(True, True)) != ("rows", "cols")
-    assert (pick(False, False), pick(False, True)) != ("cols", "rows")
-    assert (pick(True, False), pick(True, True)) != ("cols", "rows")
-
-
-def test_choose_changes_with_the_cache():
-    both = {"rows_cached": False, "cols_cached": False, "scatter_rows": True}
-    assert choose(512, 4096, 4096, 8, **both) == "cols"
-    assert choose(512, 4096, 4096, 8, **{**both, "rows_cached": True}) == "rows"
-    assert choose(8192, 4096, 4096, 8, **both) == "rows"
-    assert choose(8192, 64, 4096, 8, **both) == "rows"
-
-
-def test_choose_many_tokens_gather_the_weight_and_few_the_tokens():
-    none = {"rows_cached": False, "cols_cached": False, "scatter_rows": True}
-    picks = [choose(t, 4096, 4096, 8, **none) for t in (1, 8, 64, 512, 4096, 32768, 262144)]
-    assert picks == sorted(picks), "once rows pays for itself it does so for every larger number of tokens"
-    assert picks[0] == "cols"
-    assert picks[-1] == "rows"
-
-
-@pytest.mark.parametrize(("t", "n", "k", "world"), SIZES)
-def test_choose_without_scatter_does_not_depend_on_k(t, n, k, world):
-    """Both maps then bring all of C to every rank, and everything else grows with K alike."""
-    none = {"rows_cached": False, "cols_cached": False, "scatter_rows": False}
-    assert choose(t, n, k, world, **none) == choose(t, n, 16 * k, world, **none)
-
-
-def test_choose_of_a_square_problem_reads_less_of_the_weight():
-    none = {"rows_cached": False, "cols_cached": False, "scatter_rows": False}
-    assert choose(64, 64, 4096, 8, **none) == "cols"
-    assert choose(128, 64, 4096, 8, **none) == "rows"
+            text = owners.explain_choice(rows, cols, k, 4, scatter_rows=scatter, itemsize=4, device=a_shard.device)
+            assert text.endswith(f"auto: {expected}")
+    assert picks == {"rows", "cols"}
 
 
 @pytest.mark.parametrize("wrong", ["row", "", None, "ROWS"])
@@ -204,165 +156,6 @@ def test_unknown_owner_map(wrong):
 @pytest.mark.parametrize("owner_map", OWNER_MAPS)
 def test_known_owner_maps(owner_map):
     assert check_owner_map(owner_map) == owner_map
-
-
-# --- the cache ------------------------------------------------------------------------------------------------------
-
-
-class Starts:
-    """A counting `start`: what a gather of `weight` would give, as things stood when it was called."""
-
-    def __init__(self, weight):
-        self.weight, self.count = weight, 0
-
-    def __call__(self):
-        self.count += 1
-        return Pending(self.weight.detach().clone(), None)
-
-
-LAYOUT = ("whole", 1, 0)
-
-
-def weight_of(value):
-    return torch.nn.Parameter(torch.full((2, 3), float(value)))
-
-
-def test_a_prefetched_weight_is_used_once():
-    cache, weight = WeightCache(), weight_of(1)
-    start = Starts(weight)
-    cache.prefetch(weight, LAYOUT, start)
-    assert (start.count, cache.holds(weight, LAYOUT)) == (1, True)
-    cache.prefetch(weight, LAYOUT, start)
-    assert start.count == 1, "already on its way"
-    assert_bitwise_equal(cache.take(weight, LAYOUT, start), weight.detach())
-    assert (start.count, cache.holds(weight, LAYOUT)) == (1, False)
-    cache.take(weight, LAYOUT, start)
-    assert start.count == 2, "keep=0 keeps nothing"
-
-
-def test_a_kept_weight_is_gathered_once():
-    cache, weight = WeightCache(keep=1), weight_of(1)
-    start = Starts(weight)
-    for _ in range(3):
-        assert_bitwise_equal(cache.take(weight, LAYOUT, start), weight.detach())
-    assert start.count == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda w: w.add_(1),
-        lambda w: w.copy_(torch.zeros(2, 3)),
-        lambda w: w[0].zero_(),
-        lambda w: torch.nn.init.constant_(w, 5.0),
-    ],
-    ids=["add_", "copy_", "view", "init"],
-)
-@pytest.mark.parametrize("keep", [0, 2])
-def test_an_in_place_change_invalidates(change, keep):
-    cache, weight = WeightCache(keep), weight_of(1)
-    start = Starts(weight)
-    cache.prefetch(weight, LAYOUT, start)
-    with torch.no_grad():
-        change(weight)
-    assert not cache.holds(weight, LAYOUT)
-    assert_bitwise_equal(cache.take(weight, LAYOUT, start), weight.detach())
-    assert start.count == 2
-
-
-def test_an_optimizer_step_invalidates():
-    cache, weight = WeightCache(keep=2), weight_of(1)
-    start = Starts(weight)
-    before = cache.take(weight, LAYOUT, start)
-    weight.grad = torch.ones(2, 3)
-    torch.optim.SGD([weight], lr=0.5).step()
-    after = cache.take(weight, LAYOUT, start)
-    assert start.count == 2
-    assert_bitwise_equal(after, before - 0.5)
-
-
-def test_new_storage_invalidates():
-    cache, weight = WeightCache(keep=2), weight_of(1)
-    start = Starts(weight)
-    cache.take(weight, LAYOUT, start)
-    weight.data = torch.full((2, 3), 7.0)
-    assert_bitwise_equal(cache.take(weight, LAYOUT, start), torch.full((2, 3), 7.0))
-    assert start.count == 2
-
-
-def test_prefetching_again_after_a_change_replaces_the_stale_entry():
-    cache, weight = WeightCache(), weight_of(1)
-    start = Starts(weight)
-    cache.prefetch(weight, LAYOUT, start)
-    with torch.no_grad():
-        weight.add_(1)
-    cache.prefetch(weight, LAYOUT, start)
-    assert start.count == 2
-    assert_bitwise_equal(cache.take(weight, LAYOUT, start), weight.detach())
-    assert start.count == 2
-
-
-def test_the_least_recently_used_goes_first():
-    cache = WeightCache(keep=2)
-    weights = [weight_of(i) for i in range(3)]
-    starts = [Starts(w) for w in weights]
-    for i in (0, 1, 0, 2):  # 1 is the one not used for longest when 2 comes
-        cache.take(weights[i], LAYOUT, starts[i])
-    assert [cache.holds(w, LAYOUT) for w in weights] == [True, False, True]
-    assert [s.count for s in starts] == [1, 1, 1]
-
-
-def test_layouts_are_kept_apart():
-    cache, weight = WeightCache(keep=4), weight_of(1)
-    start = Starts(weight)
-    for layout in (("whole", 1, 0), ("cols", 1, 0), ("whole", 0, 0), ("whole", 1, 9)):
-        assert not cache.holds(weight, layout)
-        cache.take(weight, layout, start)
-    assert start.count == 4
-
-
-def test_clear_forgets_everything():
-    cache, weight = WeightCache(keep=2), weight_of(1)
-    start = Starts(weight)
-    cache.take(weight, LAYOUT, start)
-    cache.clear()
-    assert not cache.holds(weight, LAYOUT)
-    cache.take(weight, LAYOUT, start)
-    assert start.count == 2
-
-
-def test_inference_tensors_are_never_kept():
-    """They have no version that would tell when they change."""
-    with torch.inference_mode():
-        weight = torch.ones(2, 3)
-    cache, start = WeightCache(keep=2), Starts(weight)
-    cache.prefetch(weight, LAYOUT, start)
-    assert (start.count, cache.holds(weight, LAYOUT)) == (0, False)
-    for _ in range(2):
-        cache.take(weight, LAYOUT, start)
-    assert (start.count, cache.holds(weight, LAYOUT)) == (2, False)
-
-
-def test_another_tensor_at_the_same_id_is_not_confused():
-    cache = WeightCache(keep=8)
-    storage = torch.ones(2, 3)
-    weight = storage.detach()
-    cache.take(weight, LAYOUT, Starts(weight))
-    address = id(weight)
-    del weight
-    gc.collect()
-    others = []
-    while len(others) < 10000:  # same storage, same version: only the object is another one
-        again = storage.detach()
-        if id(again) == address:
-            break
-        others.append(again)
-    else:
-        pytest.fail("no tensor came to the same id")
-    assert not cache.holds(again, LAYOUT)
-    start = Starts(again)
-    cache.take(again, LAYOUT, start)
-    assert start.count == 1
 
 
 def test_prefetch_through_collectives():
@@ -396,8 +189,8 @@ def test_prefetch_through_collectives():
             return call
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_start_all_gather", counted(collectives._start_all_gather))
-            patch.setattr(dist, "all_to_all_single", counted(dist.all_to_all_single))
+            patch.setattr(wire, "start_all_gather", counted(wire.start_all_gather))
+            patch.setattr(wire, "start_all_to_all", counted(wire.start_all_to_all))
             return on_rank(tp_group)
 
     a, b, _ = problem(6, 9, 24, torch.float32)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import hugging_face, testing
-from tp_invariant.attention_choice import safe_attention
 from tp_invariant.convert import parallelize
+from tp_invariant.hugging_face_masks import attend
 from tp_invariant.plans import STYLES, Part, own_plan, resolve
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -122,7 +122,7 @@ def test_an_unsafe_attention_set_later(inner):
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_a_safe_attention_set_later_means_ours(name, monkeypatch):
     calls = []
-    monkeypatch.setattr(hugging_face, "safe_attention", lambda *a, **k: calls.append(0) or safe_attention(*a, **k))
+    monkeypatch.setattr(hugging_face, "attend", lambda *a, **k: calls.append(0) or attend(*a, **k))
     model = parallelize(hf_models.build("llama"), None)
     model.set_attn_implementation(name)
     with tpi.set_tp_invariant_mode(True):

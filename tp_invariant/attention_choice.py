@@ -2,16 +2,17 @@
 
 Tensor parallelism gives a rank some of the heads, and most kernels give a head other bits when fewer heads are in the
 call, above all in backward. So does SDPA on a CPU: head sizes of 16 and 64 never differed, but of 20, 24 and 80 did, in
-fp32 on the math path (96 of 672 dv) and in bf16 on both paths (45 and 34). Two ways hold, and `safe_attention` takes
-the first that applies:
+fp32 on the math path (96 of 672 dv) and in bf16 on both paths (45 and 34). Three ways hold, and `safe_attention` takes
+the first that applies; which one is a matter of arguments, dtype and device, never of how many heads there are:
 
-    CUDA, 16 bit    SDPA's memory-efficient kernel, its backward under torch.use_deterministic_algorithms(True):
-                    0 of 96 comparisons of head slices differed on an H200, 33 without that flag
-    else            head by head: both products through the process-wide or bundled gemm_fn, softmax by rows
+    no mask, or is_causal    this library's own (attention.py)
+    a mask; CUDA, 16 bit     SDPA's memory-efficient kernel, its backward under use_deterministic_algorithms(True): 0 of
+                             96 comparisons of head slices differed on an H200, 33 without that flag
+    else                     head by head: both products through the process-wide or bundled gemm_fn, softmax by rows
 
-Key and value heads that several query heads share are repeated, and the gradients of the copies are added in head
-order. `safe_attention` takes the place of F.scaled_dot_product_attention inside modules (`SafeSdpa`) and of the
-attention function of a Hugging Face model (hugging_face.py).
+Where there is a mask, key and value heads that several query heads share are repeated, and the gradients of the copies
+are added in head order. `safe_attention` takes the place of F.scaled_dot_product_attention inside modules (`SafeSdpa`)
+and of the attention function of a Hugging Face model (hugging_face.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from .attention import DTYPES, attention
 from .elementwise import in_whole_vectors
 from .gemm import check_dtype, gemm
 from .mode import is_tp_invariant_mode_enabled
@@ -59,7 +61,7 @@ def safe_attention(
 
     Raises:
         ValueError: heads that do not fit, a mask together with is_causal or one that needs a gradient, or a
-            torch.nn.attention.sdpa_kernel that allows neither of the two ways.
+            torch.nn.attention.sdpa_kernel that allows neither MATH nor EFFICIENT_ATTENTION.
         TypeError: a dtype that the kernels do not take.
     """
     groups, remainder = divmod(q.shape[1], k.shape[1])
@@ -74,12 +76,13 @@ def safe_attention(
     _check_not_forced()
     check_dtype(None, q, "q")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is None and q.dtype in DTYPES:
+        return _without_mask(q, k, v, is_causal, scale=scale, softcap=softcap)
     if groups > 1:
         k, v = _RepeatHeads.apply(k, groups), _RepeatHeads.apply(v, groups)
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.is_cuda and half and softcap is None and q.shape[-1] % 8 == v.shape[-1] % 8 == 0:
-        bias = None if attn_mask is None else _bias(attn_mask, q, k)
-        return _EfficientAttention.apply(q, k, v, bias, is_causal, scale)
+    if attn_mask is not None and q.is_cuda and half and softcap is None and q.shape[-1] % 8 == v.shape[-1] % 8 == 0:
+        return _EfficientAttention.apply(q, k, v, _bias(attn_mask, q, k), scale)
     scores = HeadwiseMatmul.apply(q, k.transpose(-1, -2), torch.float32) * scale
     if softcap is not None:
         scores = in_whole_vectors(torch.tanh, scores / softcap) * softcap
@@ -93,8 +96,19 @@ def safe_attention(
     return HeadwiseMatmul.apply(weights.to(v.dtype), v, v.dtype)
 
 
+def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
+    """Here the first query stands at the first key: the last ones' alignment holds for as many keys as queries."""
+    both = min(q.shape[2], k.shape[2])
+    if not is_causal:
+        return attention(q, k, v, **options)
+    out = attention(q[:, :, :both], k[:, :, :both], v[:, :, :both], causal=True, **options)
+    if both == q.shape[2]:
+        return out
+    return torch.cat([out, attention(q[:, :, both:], k, v, **options)], dim=2)  # these stand behind all keys
+
+
 def _check_not_forced() -> None:
-    """An error under an sdpa_kernel(..) that leaves neither safe way."""
+    """An error under an sdpa_kernel(..) that leaves no safe way."""
     if not (torch.backends.cuda.mem_efficient_sdp_enabled() or torch.backends.cuda.math_sdp_enabled()):
         raise ValueError(
             "torch.nn.attention.sdpa_kernel(..) allows neither SDPBackend.EFFICIENT_ATTENTION nor SDPBackend.MATH: "
@@ -152,15 +166,13 @@ class _EfficientAttention(torch.autograd.Function):
     """SDPA's memory-efficient kernel, by its own name so that backward runs under the flag: autograd runs it later."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         with _deterministic():
             out, *state = torch.ops.aten._scaled_dot_product_efficient_attention(
-                q, k, v, bias, True, 0.0, is_causal, scale=scale
+                q, k, v, bias, True, 0.0, False, scale=scale
             )
         ctx.save_for_backward(q, k, v, bias, out, *state)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -169,10 +181,10 @@ class _EfficientAttention(torch.autograd.Function):
         q, k, v, bias, out, lse, seed, offset = ctx.saved_tensors
         with _deterministic():
             dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-                grad.contiguous(), q, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False], ctx.is_causal,
+                grad.contiguous(), q, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False], False,
                 scale=ctx.scale,
             )  # fmt: skip
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None
 
 
 # --- head by head ---------------------------------------------------------------------------------------------------

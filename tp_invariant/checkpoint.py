@@ -28,6 +28,7 @@ from .full_optimizer_state import (
     state_target,
 )
 from .full_state import WHOLE, Entry, check_match, model_entries, model_group, together
+from .liveness import explain
 
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
@@ -172,6 +173,8 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
                 for rank, (cause, _) in sorted(error.failures.items())
             )
             raise RuntimeError(f"{what} failed:\n{causes}") from None
+        except RuntimeError as error:
+            raise explain(error, ranks, what) from error
 
 
 def _places(metadata: Any, name: str) -> list[tuple[str, str]]:

@@ -12,6 +12,8 @@ from .version import __version__
 # subcommand: (module whose main(argv) it is, imported when it runs, and what it does)
 COMMANDS = {
     "demo": ("examples.train_across_tp", "train a small transformer at several degrees and compare bits"),
+    "verify": ("verify", "run the contract on this machine: every part, every degree, byte for byte"),
+    "doctor": ("doctor", "what this machine has, and which of the library's claims hold on it"),
     "diff": ("diff", "compare the digest logs of two runs, step by step"),
     "fingerprint": ("fingerprint", "digests of what the kernels compute on fixed inputs, to compare machines"),
 }

@@ -6,9 +6,9 @@ Activations are [..., features] or [rows, features]; see layout.py for the legen
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import wire
+from .compiled import opaque, set_group_type
 from .layout import check_divides, deinterleave, fresh_view, shard, split_sizes
 
 
@@ -71,35 +73,84 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
     return Group(tp_group, rank, dist.get_world_size(tp_group))
 
 
-class Pending:
-    """A collective under way: `wait()` gives its result. Keeps the operands alive until then."""
+@cache
+def side_group(group: Group) -> Group:
+    """The same ranks once more, for what is not needed at once. Collective the first time; the same one afterwards.
 
-    def __init__(self, result: Tensor, work: dist.Work | None, operand: Tensor | None = None) -> None:
-        self._result, self._work, self._operand = result, work, operand
+    NCCL runs a communicator's collectives one after another, so a weight gathered ahead would hold up activations that
+    are needed now; a second communicator has a stream of its own. All ranks start both in the same order, and either
+    finishes without the other, so they cannot wait for each other in a circle. Gloo runs its own side by side. Where
+    the job is bound to devices (init_process_group(device_id=..)) torch splits a new communicator off the whole job's,
+    for which ranks outside this group would have to come along: then a smaller group goes without a second one.
+    """
+    if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
+        return group
+    world = dist.group.WORLD
+    if group.size < dist.get_world_size() and world is not None and world.bound_device_id is not None:
+        return group
+    ranks = dist.get_process_group_ranks(group.process_group)
+    again = dist.new_group(ranks, backend="nccl", use_local_synchronization=True, group_desc="tp_invariant weights")
+    return resolve_group(again)
+
+
+set_group_type(Group, resolve_group)
+
+
+class Pending:
+    """A collective under way: `wait()` gives its result. Keeps the operands alive until then.
+
+    `finish` makes the result from what was received. With `for_all_streams` set, on CUDA, a later `wait` may be on
+    another stream than the first.
+    """
+
+    def __init__(
+        self,
+        received: Tensor,
+        work: dist.Work | None,
+        operand: Tensor | None = None,
+        group: Group | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._result, self._work, self._operand, self._group = received, work, operand, group
+        self._finish = finish
+        self._arrived: torch.cuda.Event | None = None
+        self.for_all_streams = self.waited = False
 
     def wait(self) -> Tensor:
+        """The result; errors as of wire.wait."""
         if self._work is not None:
-            self._work.wait()
-            self._work = self._operand = None
+            assert self._group is not None
+            wire.wait(self._work, self._result, self._group)
+            self._work = self._operand = None  # work too keeps the operand alive
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._result.device).wait_event(self._arrived)
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
+        if self.for_all_streams and not self.waited and self._result.is_cuda:
+            self._arrived = torch.cuda.current_stream(self._result.device).record_event()
+        self.waited = True
+        return self._result
+
+    @property
+    def result(self) -> Tensor:
+        """The result of a collective that was waited for, without waiting again."""
+        assert self.waited
         return self._result
 
 
-def _start_all_gather(out: Tensor, local: Tensor, group: Group) -> dist.Work | None:
-    with warnings.catch_warnings():  # torch 2.13 renames the function; 2.11 has only this name
-        warnings.simplefilter("ignore", FutureWarning)
-        return dist.all_gather_into_tensor(out, local, group=group.process_group, async_op=True)
+def start_gather_major(local: Tensor, group: Group, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
+    """Starts gathering every rank's `local` (same shape everywhere) into a new rank-major [P, ...local].
 
-
-def start_gather_major(local: Tensor, group: Group) -> Pending:
-    """Starts gathering every rank's `local` (same shape everywhere) into a new rank-major [P, ...local]."""
+    `finish` makes the result of that.
+    """
     local = local.contiguous()
     if group.size == 1:
-        return Pending(local.unsqueeze(0), None)
+        return Pending(local.unsqueeze(0), None, finish=finish)
     out = local.new_empty((group.size, *local.shape))
     if local.numel() == 0:
-        return Pending(out, None)
+        return Pending(out, None, finish=finish)
     # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
-    return Pending(out, _start_all_gather(out.view(-1), local.view(-1), group), local)
+    return Pending(out, wire.start_all_gather(out.view(-1), local.view(-1), group), local, group, finish)
 
 
 def gather_major(local: Tensor, group: Group) -> Tensor:
@@ -107,14 +158,21 @@ def gather_major(local: Tensor, group: Group) -> Tensor:
     return start_gather_major(local, group).wait()
 
 
-def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:
-    """Every rank's `local` (same shape everywhere) concatenated along `dim` in rank order."""
+def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
+    """Starts gathering every rank's `local` (same shape everywhere), concatenated along `dim` in rank order."""
     if group.size == 1:
-        return local
-    major = gather_major(local, group)
-    if dim % local.dim() == 0:
-        return fresh_view(major, [group.size * local.shape[0], *local.shape[1:]])
-    return torch.cat(major.unbind(0), dim=dim)
+        return Pending(local, None)
+    shape = [group.size * local.shape[0], *local.shape[1:]]
+
+    def finish(major: Tensor) -> Tensor:
+        return fresh_view(major, shape) if dim % (major.dim() - 1) == 0 else torch.cat(major.unbind(0), dim=dim)
+
+    return start_gather_major(local, group, finish)
+
+
+def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:
+    """See `start_gather_dim`."""
+    return start_gather_dim(local, dim, group).wait()
 
 
 def gather_uneven(local: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -146,10 +204,8 @@ def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> P
     out = x.new_empty((group.size, mine, *x.shape[1:]))
     if x.numel() == 0:
         return Pending(out, None)
-    work = dist.all_to_all_single(
-        out.view(-1, *x.shape[1:]), x, [mine] * group.size, list(send_sizes), group=group.process_group, async_op=True
-    )
-    return Pending(out, work, x)
+    work = wire.start_all_to_all(out.view(-1, *x.shape[1:]), x, [mine] * group.size, send_sizes, group)
+    return Pending(out, work, x, group)
 
 
 def exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Tensor:
@@ -168,7 +224,8 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Seque
         return out.view(mine, sum(col_sizes))
     sent = [rows * x.shape[1] for rows in row_sizes]
     received = [mine * cols for cols in col_sizes]
-    dist.all_to_all_single(out, x.contiguous().view(-1), received, sent, group=group.process_group)
+    flat = x.contiguous().view(-1)
+    out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group), flat, group).wait()
     blocks = [block.view(mine, cols) for block, cols in zip(out.split(received), col_sizes, strict=True)]
     return torch.cat(blocks, dim=1)
 
@@ -197,6 +254,33 @@ class _ScatterSequence(torch.autograd.Function):
         return gather_dim(grad, ctx.dim, ctx.group), None, None
 
 
+def _scaled(x: Tensor, dim: int, by: int, over: int = 1) -> list[Tensor]:
+    """A new tensor like x with `dim` times by / over."""
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * by // over
+    return [x.new_empty(shape)]
+
+
+def _restore_sequence(ctx: Any, dtypes: Any, dim: int, group: Group) -> None:
+    ctx.dim, ctx.group = dim, group
+
+
+_gather_sequence = opaque(
+    _GatherSequence,
+    name="gather_sequence",
+    tensors=("x",),
+    outputs=lambda x, dim, group: _scaled(x, dim, group.size),
+    restore=_restore_sequence,
+)
+_scatter_sequence = opaque(
+    _ScatterSequence,
+    name="scatter_sequence",
+    tensors=("x",),
+    outputs=lambda x, dim, group: _scaled(x, dim, 1, group.size),
+    restore=_restore_sequence,
+)
+
+
 def gather_sequence(
     x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
 ) -> Tensor:
@@ -206,7 +290,7 @@ def gather_sequence(
     library, so nothing is summed over ranks.
     """
     group = resolve_group(tp_group)
-    return x if group.size == 1 else _GatherSequence.apply(x, sequence_dim, group)
+    return x if group.size == 1 else _gather_sequence(x, sequence_dim, group)
 
 
 def scatter_sequence(
@@ -225,7 +309,7 @@ def scatter_sequence(
     check_divides(
         x.shape[sequence_dim], group.size, size_name=f"size of sequence_dim {sequence_dim}", parts_name="TP degree"
     )
-    return _ScatterSequence.apply(x, sequence_dim, group)
+    return _scatter_sequence(x, sequence_dim, group)
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -255,11 +339,31 @@ class _ScatterFeatures(torch.autograd.Function):
         return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride), None, None
 
 
+def _restore_features(ctx: Any, dtypes: Any, stride: int, group: Group) -> None:
+    ctx.stride, ctx.group = stride, group
+
+
+_gather_features = opaque(
+    _GatherFeatures,
+    name="gather_features",
+    tensors=("x",),
+    outputs=lambda x, stride, group: _scaled(x, -1, group.size),
+    restore=_restore_features,
+)
+_scatter_features = opaque(
+    _ScatterFeatures,
+    name="scatter_features",
+    tensors=("x",),
+    outputs=lambda x, stride, group: _scaled(x, -1, 1, group.size),
+    restore=_restore_features,
+)
+
+
 def gather_features(x: Tensor, group: Group, stride: int = 1) -> Tensor:
     """[.., N/P] -> [.., N] in TP=1's order, the same on every rank. Its adjoint takes this rank's part."""
-    return x if group.size == 1 else _GatherFeatures.apply(x, stride, group)
+    return x if group.size == 1 else _gather_features(x, stride, group)
 
 
 def scatter_features(x: Tensor, group: Group, stride: int = 1) -> Tensor:
     """[.., K], the same on every rank -> this rank's [.., K/P]. Its adjoint gathers the parts."""
-    return x if group.size == 1 else _ScatterFeatures.apply(x, stride, group)
+    return x if group.size == 1 else _scatter_features(x, stride, group)

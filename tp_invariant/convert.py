@@ -7,7 +7,7 @@ list is empty is anything changed. What keeps a whole model invariant:
     embedding     nn.Embedding -> tpi.VocabParallelEmbedding, by rows or whole
     norm          -> ParallelNorm, which knows whether this rank has some of the tokens, or some of the heads
     activation    -> WholeVectors, see elementwise.py
-    attention     -> safe_attention, see attention_choice.py; a Hugging Face model's loss: hugging_face.py
+    attention     -> tpi.attention, see attention_choice.py; a Hugging Face model's loss: hugging_face.py
 
 With sequence_parallel the hidden states [B, S, H] are sharded along S from the first decoder layer to the last one.
 Hooks scatter what the first layer gets, gather what a block gets (a module with column-parallel layers: attention,
@@ -28,7 +28,9 @@ from . import hugging_face
 from .attention_choice import SafeSdpa
 from .collectives import Group, gather_sequence, resolve_group, scatter_sequence
 from .gemm import GemmFn, check_callable
+from .identity import identify
 from .plans import Part, own_plan
+from .same_weights import check_same_model
 from .survey import SEQUENCE_DIM, Survey
 
 
@@ -45,7 +47,8 @@ def parallelize(
         model = tpi.parallelize(AutoModelForCausalLM.from_pretrained(..), tp_group)
         mlp = tpi.parallelize(nn.Sequential(..), tp_group, {"0": "colwise", "2": "rowwise"})
 
-    Call it on every rank, also at TP=1, with the same full model, before the optimizer is made. Parameters keep their
+    Call it on every rank, also at TP=1, with the same full model, before the optimizer is made: a collective, which
+    compares the ranks' weights before anything is changed (same_weights.py has its cost). Parameters keep their
     names, values, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and outputs are
     whole and the same on every rank. The mode is read at every call: off, the same model runs stock tensor parallelism
     with its own attention.
@@ -56,15 +59,26 @@ def parallelize(
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token;
             hidden states that a model returns layer by layer are then this rank's tokens.
-        gemm_fn: for all linear layers, as for Linear (attention takes the process-wide or bundled one).
+        gemm_fn: for all linear layers, as for Linear (attention has a kernel of its own; with a mask as a matrix it may
+            take the process-wide or bundled one).
 
     Raises:
         ValueError: with one line for each thing that cannot be honoured, before anything is changed: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
             divide, modules of other classes, dropout, an attention that is forced and not safe.
+        RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
+            arguments.
     """
-    survey = Survey(model, resolve_group(tp_group), sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
+    group = resolve_group(tp_group)
+    survey = Survey(model, group, sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
     survey.run(own_plan(model) if plan is None else plan)
+    facts = {
+        "sequence_parallel": sequence_parallel,
+        "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
+        "what parallelize cannot honour": survey.problems,
+        **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
+    }
+    check_same_model(model, group, facts)
     if survey.problems:
         raise ValueError(
             f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "

@@ -14,7 +14,6 @@ or three fp32 and one or two int64 per token and rank; no rank ever sees [T, V].
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,8 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import stock
-from .agreement import check_agreement
+from .agreement import agreed_in, check_agreement, check_gradient, refuse
 from .collectives import Group, gather_major, resolve_group
+from .compiled import opaque, setting
 from .functions import flatten_tokens
 from .gemm import BUNDLED_DTYPES
 from .layout import fresh_view
@@ -38,9 +38,8 @@ from .vocab import VocabShard, check_ids
 REDUCTIONS = ("mean", "sum", "none")
 MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and what V of them lose is below 2^-19; for V = 2^18, below 2^-25
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()  # see agreement.py
 
-
+@setting
 @dataclass(frozen=True)
 class CrossEntropyCall:
     """What one call is told besides its tensors."""
@@ -87,11 +86,16 @@ def vocab_parallel_cross_entropy(
     """
     group = resolve_group(tp_group)
     _check_options(label_smoothing, reduction, z_loss)
-    shard = _check_shapes(logits, target, vocab_size, group)
-    check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
+    agreed = agreed_in(group)
+    try:
+        shard = _check_shapes(logits, target, vocab_size, group)
+        check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
+        invariant = is_tp_invariant_mode_enabled()
+    except (IndexError, TypeError, ValueError) as error:
+        refuse(error, group, logits.device, agreed)
+        raise
     call = CrossEntropyCall(shard, label_smoothing, ignore_index, reduction, z_loss)
-    invariant = is_tp_invariant_mode_enabled()
-    if group.process_group is not None and group.size > 1:
+    if group.size > 1:
         facts = {
             "the TP-invariant mode": invariant,
             "the options of vocab_parallel_cross_entropy": (
@@ -99,12 +103,13 @@ def vocab_parallel_cross_entropy(
             ),
             "the shape of logits": tuple(logits.shape),
             "the dtype of logits": str(logits.dtype),
+            "whether logits need a gradient": torch.is_grad_enabled() and logits.requires_grad,
         }  # fmt: skip
-        check_agreement(facts, group, logits.device, _agreed.setdefault(group.process_group, set()))
-    if invariant:
-        return _CrossEntropy.apply(logits, target, call)
-    stock.log_once(group)
-    return _stock_cross_entropy(logits, target, call)
+        check_agreement(facts, group, logits.device, agreed)
+    if not invariant:
+        stock.log_once(group)
+    loss = (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
+    return check_gradient(loss, "vocab_parallel_cross_entropy", group, agreed)
 
 
 def _check_options(label_smoothing: float, reduction: str, z_loss: float) -> None:
@@ -188,6 +193,29 @@ class _CrossEntropy(torch.autograd.Function):
         if dx.device.type == "cpu":  # where a NaN's bits depend on what is in one vector with it; a GPU makes one NaN
             dx.masked_fill_(dx.isnan(), math.nan)
         return dx.view(logits.shape), None, None
+
+
+def _outputs(logits: Tensor, target: Tensor, call: CrossEntropyCall) -> list[Tensor]:
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return logits.new_empty(shape, dtype=dtype)
+
+    tokens = target.numel()
+    loss = new(*(target.shape if call.reduction == "none" else ()))
+    return [loss, new(tokens, dtype=torch.int64), new(tokens), new(tokens), new(dtype=torch.int64)]
+
+
+def _restore(ctx: Any, dtypes: Any, call: CrossEntropyCall) -> None:
+    ctx.call = call
+
+
+_cross_entropy = opaque(
+    _CrossEntropy,
+    name="cross_entropy",
+    tensors=("logits", "target"),
+    outputs=_outputs,
+    restore=_restore,
+    saved=(0, None, None, None, None),
+)
 
 
 def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor, Tensor]:

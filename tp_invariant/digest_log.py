@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import bits
 from .agreement import check_agreement
+from .bits import leaf_hashes
 from .collectives import Group, gather_major, resolve_group
 from .full_state import WHOLE, Entry, together
 from .layout import unshard
@@ -28,40 +29,6 @@ from .parameters import named_shard_specs
 from .version import __version__
 
 FORMAT = "tp_invariant digest log 1"
-_BLOCK = 2**24  # elements hashed at once: 128 MiB for each of a few temporary tensors
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# splitmix64 (Steele, Lea, Flood 2014): odd constants of a bijection of 64-bit integers, here as signed ones
-_STEP, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def _mix(z: Tensor) -> Tensor:
-    """splitmix64's finalizer, in place. Torch shifts arithmetically: the mask drops the copies of the sign."""
-    for shift, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
-        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1))
-        if factor is not None:
-            z.mul_(factor)
-    return z
-
-
-def leaf_hashes(tensor: Tensor, dim: int) -> Tensor:
-    """A 64-bit hash of each index of `dim`: int64 [tensor.shape[dim]], on the tensor's device.
-
-    A leaf's hash depends on its raw bytes and their order: the wrapping sum, exact in any order, of its words mixed
-    with their places. It is made to notice accidents, not forgeries.
-    """
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    size = tensor.element_size()
-    rows = tensor.view(_INTEGERS[size]).movedim(dim, 0)
-    rows = rows.reshape(rows.shape[0], rows[:1].numel())
-    if rows.shape[1] * size % 8 == 0:  # elements that make up whole 64-bit words are hashed as such
-        flat = rows.reshape(-1)
-        flat = flat.clone() if flat.storage_offset() * size % 8 else flat
-        rows = flat.view(torch.int64).view(rows.shape[0], rows.shape[1] * size // 8)
-    places = torch.arange(1, rows.shape[1] + 1, device=rows.device) * _STEP
-    blocks = rows.split(max(1, _BLOCK // max(1, rows.shape[1])))
-    return torch.cat([_mix(block.long() ^ places).sum(dim=1) for block in blocks])
 
 
 def _number(value: Tensor | float) -> float:
@@ -163,7 +130,10 @@ class DigestLog:
         device = next(self.model.parameters()).device
         if self.group.size > 1:
             what = {name: (str(e.tensor.dtype), tuple(e.full_shape)) for name, e in present.items()}
-            facts = {"what there is to log": f"{len(what)} tensors, {bits.digest(what)[:12]}"}
+            facts = {
+                "the TP-invariant mode": is_tp_invariant_mode_enabled(),
+                "what there is to log": f"{len(what)} tensors, {bits.digest(what)[:12]}",
+            }
             check_agreement(facts, self.group, device, self._agreed)
         hashes = _gathered_hashes(present.values(), self.group)
         mine = {

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import check_agreement
 from .bits import raw_bytes
 from .collectives import Group
 from .parameters import ShardSpec, named_shard_specs
+from .wire import gather_objects
 
 T = TypeVar("T")
 WHOLE = ShardSpec(Group(None, 0, 1), None, 1)
@@ -104,8 +104,7 @@ def together(group: Group, what: str, step: Callable[[], T]) -> T:
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
     texts: list[str | None] = [text]
     if group.size > 1:
-        texts = [None] * group.size
-        dist.all_gather_object(texts, text, group=group.process_group)
+        texts = gather_objects(text, group)
     if failure is not None and len(set(texts)) == 1:
         raise failure
     if any(texts):

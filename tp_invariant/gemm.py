@@ -12,12 +12,17 @@ It must be slice-invariant: c[i, j] depends on a[i, :] and b[:, j] alone, in an 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from .compiled import constant, define
+from .identity import identify
 
 
 class GemmFn(Protocol):
@@ -49,7 +54,7 @@ def check_callable(gemm_fn: GemmFn | None) -> GemmFn | None:
     return gemm_fn
 
 
-def bundled_gemm_fn(device: torch.device) -> GemmFn:
+def bundled_gemm_fn(device: torch.device) -> Callable[..., Tensor]:
     """The bundled gemm_fn: Triton on CUDA, torch on a CPU.
 
     Raises:
@@ -68,12 +73,53 @@ def bundled_gemm_fn(device: torch.device) -> GemmFn:
     )
 
 
+def _bundled(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+) -> Tensor:
+    if (out_dtype or (a if out is None else out).dtype) != torch.float32:
+        promote_every = None
+    matmul = bundled_gemm_fn(a.device)
+    return matmul(a, b, bias=bias, out_dtype=out_dtype, out=out, accumulate=accumulate, promote_every=promote_every)
+
+
+def bundled(*, promote_every: int | None = None) -> GemmFn:
+    """The bundled gemm_fn of each device, with options; what is done for the bundled one is done for it.
+
+    Args:
+        promote_every: where the output is float32, as of weight gradients that go into `main_grad`, add the accumulator
+            to a second one after every so many k, a multiple of 128 (512, say), and start anew. More accurate over a
+            long K, slower, and other bits, again the same at every degree. 16-bit output does not show the difference
+            and is computed as ever.
+
+    Raises:
+        ValueError, TypeError: a promote_every that is neither None nor a positive multiple of 128.
+    """
+    from .kernels.output import check_promotion
+
+    return functools.partial(_bundled, promote_every=check_promotion(promote_every))
+
+
+def _as_bundled(gemm_fn: GemmFn | None, device: torch.device) -> Callable[..., Tensor] | None:
+    """The bundled gemm_fn that applies, which takes out= too; None where one of the user's does."""
+    fn = _default if gemm_fn is None else gemm_fn
+    if fn is None or (isinstance(fn, functools.partial) and fn.func is _bundled):
+        return fn or bundled_gemm_fn(device)
+    return fn if device.type in ("cuda", "cpu") and fn is bundled_gemm_fn(device) else None
+
+
 BUNDLED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_dtype(gemm_fn: GemmFn | None, x: Tensor, name: str) -> None:
     """A TypeError that names x if the bundled gemm_fn would get a dtype that it does not take."""
-    if gemm_fn is None and _default is None and x.dtype not in BUNDLED_DTYPES:
+    if x.dtype not in BUNDLED_DTYPES and _as_bundled(gemm_fn, x.device) is not None:
         raise TypeError(
             f"{name} is {x.dtype}: the bundled kernels take {', '.join(map(str, BUNDLED_DTYPES))}; convert the layer "
             "and its input, or pass a gemm_fn of your own"
@@ -86,6 +132,15 @@ def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:
         if fn is not None:
             return fn
     return bundled_gemm_fn(device)
+
+
+@constant
+def gemm_fn_name(gemm_fn: GemmFn | None, device: torch.device) -> str:
+    """What `resolve_gemm_fn` gives, in words that ranks can compare; "none" where none is bundled for the device."""
+    try:
+        return identify(resolve_gemm_fn(gemm_fn, device))
+    except NotImplementedError:
+        return "none"
 
 
 def gemm(
@@ -116,6 +171,31 @@ def gemm(
             f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
         )
     return c
+
+
+def gemm_into(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out = a @ b, or out += a @ b: the product in out's dtype, rounded once, is written or added.
+
+    The bundled kernels do it as they finish a tile, any other gemm_fn's result takes one more pass over memory: the
+    same bits. Of an empty K nothing is added, zeros are written.
+
+    Raises:
+        TypeError: the bundled kernels accumulate into float32 only.
+        ValueError: the bundled kernels cannot write into out (see kernels/output.py).
+    """
+    if a.shape[1] == 0 or out.numel() == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    own = _as_bundled(gemm_fn, a.device)
+    if own is not None:
+        own(a, b, out=out, accumulate=accumulate)
+        return
+    c = gemm(gemm_fn, a, b, out_dtype=out.dtype)
+    if accumulate:
+        out.add_(c)
+    else:
+        out.copy_(c)
 
 
 @dataclass(frozen=True)
@@ -153,14 +233,22 @@ def gemm_rank_major(
     The bundled Triton kernel reads the buffers in place where it can; otherwise both are laid out first.
     """
     out_dtype = out_dtype or a.buffer.dtype
-    if (
-        a.buffer.is_cuda
-        and a.stride == b.stride
-        and resolve_gemm_fn(gemm_fn, a.buffer.device) is bundled_gemm_fn(a.buffer.device)
-    ):
+    own = _as_bundled(gemm_fn, a.buffer.device) if a.buffer.is_cuda and a.stride == b.stride else None
+    if own is not None:
         from .kernels.matmul import matmul_rank_major
 
-        c = matmul_rank_major(a.buffer, b.buffer, b_k_dim=b.k_dim, stride=a.stride, bias=bias, out_dtype=out_dtype)
+        promote_every = None
+        if isinstance(own, functools.partial) and out_dtype == torch.float32:
+            promote_every = own.keywords["promote_every"]
+        c = matmul_rank_major(
+            a.buffer,
+            b.buffer,
+            b_k_dim=b.k_dim,
+            stride=a.stride,
+            bias=bias,
+            out_dtype=out_dtype,
+            promote_every=promote_every,
+        )
         if c is not None:
             return c
     b_matrix = b.matrix()
@@ -170,3 +258,39 @@ def gemm_rank_major(
 def column_sums(gemm_fn: GemmFn | None, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """The sum over the rows of x [T, N] -> [N], as a GEMM with a row of ones, so that it has a GEMM's invariance."""
     return gemm(gemm_fn, x.new_ones((1, x.shape[0])), x, out_dtype=out_dtype).squeeze(0)
+
+
+# --- as an op -------------------------------------------------------------------------------------------------------
+
+
+def _gemm_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    return gemm(None, a, b, bias=bias, out_dtype=out_dtype).contiguous()
+
+
+def _gemm_fake(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    torch._check(a.dim() == 2 and b.dim() == 2, lambda: f"a {tuple(a.shape)} and b {tuple(b.shape)} must be matrices")
+    torch._check(a.shape[1] == b.shape[0], lambda: f"a {tuple(a.shape)} @ b {tuple(b.shape)}: K differs")
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _gemm_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    a, b, bias, _ = inputs
+    ctx.save_for_backward(a, b)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _gemm_backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, ...]:
+    """da = dc bᵀ, db = aᵀ dc, dbias = column sums of dc; dc in the operands' dtype, each sum rounded once."""
+    a, b = ctx.saved_tensors
+    dc, op = dc.to(a.dtype), torch.ops.tp_invariant.gemm
+    need_a, need_b, *more = ctx.needs_input_grad  # of the arguments that were given
+    da = op(dc, b.t(), out_dtype=a.dtype) if need_a else None
+    db = op(a.t(), dc, out_dtype=b.dtype) if need_b else None
+    dbias = op(dc.new_ones((1, dc.shape[0])), dc, out_dtype=ctx.bias_dtype).squeeze(0) if any(more) else None
+    return da, db, dbias, None
+
+
+# For products of a user's own, eagerly and in compiled code: c = torch.ops.tp_invariant.gemm(a, b, bias, out_dtype)
+# through the process-wide gemm_fn, else the bundled one.
+_SCHEMA = "(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+define("gemm", _SCHEMA, _gemm_kernel, _gemm_fake, backward=_gemm_backward, setup_context=_gemm_context)

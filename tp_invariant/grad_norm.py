@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import stock
+from .agreement import agreed_in, check_agreement
 from .collectives import Group, gather_major, resolve_group
-from .gemm import GemmFn, column_sums
+from .gemm import GemmFn, column_sums, gemm_fn_name
 from .layout import unshard
 from .mode import is_tp_invariant_mode_enabled
 
@@ -67,13 +68,14 @@ def clip_grad_norm_(
         ValueError: another norm_type; a DTensor that is Partial, not on this rank, or placed so that its part in
             tp_group is not clear.
         TypeError: a gradient that is sparse or not floating point.
-        RuntimeError: a norm that is not finite, with error_if_nonfinite.
+        RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
     group = resolve_group(tp_group)
-    everything = [parameters] if isinstance(parameters, Tensor) else parameters
+    everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [p for p in everything if p.grad is not None and p.grad.numel()]
+    _check_agreement(everything, with_grad, group, (norm_type, max_norm, error_if_nonfinite), gemm_fn)
     if not with_grad:
         return torch.tensor(0.0)
     for index, p in enumerate(with_grad):
@@ -94,6 +96,26 @@ def clip_grad_norm_(
         if grad.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
             grad.masked_fill_(grad.isnan(), math.nan)
     return total
+
+
+def _check_agreement(
+    everything: list[Tensor], with_grad: list[Tensor], group: Group, options: tuple, gemm_fn: GemmFn | None
+) -> None:
+    """Before anything else: a rank without gradients would leave, and the others wait for it."""
+    if group.size == 1 or not everything:
+        return
+    device = everything[0].device
+    with_ids = {id(p) for p in with_grad}
+    facts = {
+        "the TP-invariant mode": is_tp_invariant_mode_enabled(),
+        "norm_type, max_norm and error_if_nonfinite of clip_grad_norm_": options,
+        "its gemm_fn": gemm_fn_name(gemm_fn, device),
+        **{
+            f"the gradient of parameter {index}": (str(p.dtype), tuple(p.shape)) if id(p) in with_ids else None
+            for index, p in enumerate(everything)
+        },
+    }
+    check_agreement(facts, group, device, agreed_in(group))
 
 
 def _check_grad(p: Tensor, index: int, group: Group) -> None:

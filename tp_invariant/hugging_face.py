@@ -1,12 +1,15 @@
 """What parallelize sets in a Hugging Face model besides its modules: its attention function, and its loss.
 
 Both are looked up by name at every call, so that the mode decides then: on, this library's; off, what was there before.
+`register_attention` makes the attention known to transformers under a name of its own, for models that nothing else of
+this library is in; under that name it runs whatever the mode is.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,11 +17,15 @@ from torch import Tensor, nn
 
 from .attention_choice import check_no_dropout, safe_attention
 from .cross_entropy import vocab_parallel_cross_entropy
+from .hugging_face_masks import Packing, VisibleKeys, attend, visible_keys
 from .linear import Linear
 from .mode import is_tp_invariant_mode_enabled
 
-SAFE_IMPLEMENTATIONS = ("sdpa", "eager")
-_PREFIX = "tp_invariant_"
+NAME = "tp_invariant"
+_REPLACED = ("sdpa", "eager")
+SAFE_IMPLEMENTATIONS = (*_REPLACED, NAME)
+_PREFIX = NAME + "_"
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 
 
 def problem_with(config: Any) -> str | None:
@@ -28,26 +35,49 @@ def problem_with(config: Any) -> str | None:
         return None
     return (
         f"attn_implementation={asked!r} may give a head other bits when fewer heads are in the call: choose one of "
-        f"{', '.join(map(repr, SAFE_IMPLEMENTATIONS))}, in whose place safe_attention runs while the mode is on"
+        f"{', '.join(map(repr, SAFE_IMPLEMENTATIONS))}, in whose place tpi.attention runs while the mode is on"
     )
 
 
+def register_attention() -> None:
+    """Makes `attn_implementation="tp_invariant"` known to transformers: tpi.attention, with the mode on or off.
+
+        tpi.hugging_face.register_attention()
+        model = AutoModelForCausalLM.from_pretrained(.., attn_implementation="tp_invariant")
+
+    Causal and full attention, sliding windows, softcaps; padding on either side is left out, so that a sequence has the
+    bits that it has alone; packed sequences by position_ids or transformers' cu_seq_lens_q, ..; caches, static ones
+    too, for a query or a chunk at a time. A row of logits then has the same bits in a prefill and in decoding, if all
+    else in the model is invariant too (`parallelize`) and the cache holds all tokens: one that drops those that a
+    sliding window has passed cuts the keys at other places. Masks of other kinds are taken as a matrix, head by head or
+    by SDPA's memory-efficient kernel (attention_choice.py).
+
+    Raises (at a forward):
+        ValueError: dropout, attention sinks, position biases, paged caches.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    for original in _REPLACED:
+        AttentionInterface.register(_PREFIX + original, _HuggingFace(original))
+        AttentionMaskInterface.register(_PREFIX + original, _Mask(ALL_MASK_ATTENTION_FUNCTIONS[original], True))
+    AttentionInterface.register(NAME, _HuggingFace(None))
+    AttentionMaskInterface.register(NAME, _Mask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], False))
+
+
 def install(model: Any) -> None:
-    """Registers safe_attention with transformers and has `model` use it, and an invariant causal-LM loss.
+    """Has `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
 
     Raises:
         ValueError: at the model's next forward with the mode on, if its attention is changed to an unsafe one.
     """
-    from transformers import AttentionInterface
     from transformers.loss.loss_utils import ForCausalLMLoss
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    for original in SAFE_IMPLEMENTATIONS:
-        AttentionInterface.register(_PREFIX + original, _HuggingFace(original))
-        AttentionMaskInterface.register(_PREFIX + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    register_attention()
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         asked = config._attn_implementation or "sdpa"
-        config._attn_implementation = _PREFIX + asked.removeprefix(_PREFIX)
+        if asked in _REPLACED:
+            config._attn_implementation = _PREFIX + asked
     for module in model.modules():  # each looks its attention up in its config, and any may be called by itself
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
             module.register_forward_pre_hook(_keep_safe)
@@ -59,16 +89,32 @@ def _keep_safe(module: Any, args: Any) -> None:
     """Keeps ours in the place of an attention that was chosen since: "sdpa" and "eager" mean ours again."""
     config = module.config
     asked = config._attn_implementation
-    if asked in SAFE_IMPLEMENTATIONS:
+    if asked in _REPLACED:
         config._attn_implementation = _PREFIX + asked
     elif is_tp_invariant_mode_enabled() and (problem := problem_with(config)):
         raise ValueError(problem)
 
 
-class _HuggingFace:
-    """A function of transformers' attention interface: query [B, h, S, D], key, value [B, kv, T, D] -> [B, S, h, D]."""
+class _Mask:
+    """A function of transformers' mask interface: VisibleKeys where they say it all, else what `original` makes."""
 
-    def __init__(self, original: str) -> None:
+    def __init__(self, original: Callable, only_in_mode: bool) -> None:
+        self.original, self.only_in_mode = original, only_in_mode
+
+    def __call__(self, **asked: Any) -> Any:
+        if self.only_in_mode and not is_tp_invariant_mode_enabled():
+            return self.original(**asked)
+        visible = visible_keys(**asked)
+        return self.original(**asked) if visible is None else visible
+
+
+class _HuggingFace:
+    """A function of transformers' attention interface: query [B, h, S, D], key, value [B, kv, T, D] -> [B, S, h, D].
+
+    original: what runs while the mode is off; None: the same as while it is on.
+    """
+
+    def __init__(self, original: str | None) -> None:
         self.original = original
 
     def __call__(
@@ -77,38 +123,43 @@ class _HuggingFace:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | VisibleKeys | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if not is_tp_invariant_mode_enabled():
+        if self.original is not None and not is_tp_invariant_mode_enabled():
+            if isinstance(attention_mask, VisibleKeys):
+                raise RuntimeError(
+                    "the TP-invariant mode was turned off inside a forward: keep it the same for all of it"
+                )
             given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, **others)
             given = {name: value for name, value in given.items() if value is not None}
             return self._stock(module)(module, query, key, value, attention_mask, **given)
         check_no_dropout(dropout, "attention dropout")
         for name in ("position_bias", "cache", "s_aux"):
             if others.get(name) is not None:
-                raise ValueError(f"{type(module).__name__} passes {name}, which safe_attention does not take")
-        if attention_mask is not None:
-            attention_mask, causal = attention_mask[..., : key.shape[2]], False
-        else:  # as transformers reads it: a single token sees all there is
+                raise ValueError(f"{type(module).__name__} passes {name}, which tpi.attention does not take")
+        options: dict[str, Any] = dict(scale=scaling, softcap=softcap)
+        if isinstance(attention_mask, VisibleKeys):
+            out = attend(query, key, value, _with_packing(attention_mask, others), **options)
+        elif any(others.get(name) is not None for name in _PACKED):
+            raise ValueError(
+                f"{type(module).__name__} passes cu_seq_lens_.. with a mask that is not causal, full or sliding alone: "
+                "packed sequences take no other"
+            )
+        elif attention_mask is not None:
+            attention_mask = attention_mask[..., : key.shape[2]]
+            out = safe_attention(query, key, value, attn_mask=attention_mask, enable_gqa=True, **options)
+        else:  # a module that asked for no mask; as transformers reads it: a single token sees all there is
             causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        out = safe_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            is_causal=causal,
-            scale=scaling,
-            softcap=softcap,
-            enable_gqa=True,
-        )
+            out = safe_attention(query, key, value, is_causal=causal, enable_gqa=True, **options)
         return out.transpose(1, 2).contiguous(), None
 
     def _stock(self, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        assert self.original is not None
         if self.original == "eager":  # each model file has its own
             for cls in type(module).__mro__:
                 eager = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
@@ -118,6 +169,17 @@ class _HuggingFace:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         return ALL_ATTENTION_FUNCTIONS[self.original]
+
+
+def _with_packing(visible: VisibleKeys, given: dict[str, Any]) -> VisibleKeys:
+    """With the packed sequences that the caller names, if any."""
+    cu_q, cu_k, longest_q, longest_k = (given.get(name) for name in _PACKED)
+    if cu_q is None and cu_k is None:
+        return visible
+    if cu_q is None or cu_k is None or (visible.packing is not None and visible.packing.k_rows is not None):
+        raise ValueError("packed sequences need both cu_seq_lens_q and cu_seq_lens_k, and no padding mask beside them")
+    packing = Packing(None, None, cu_q.int(), cu_k.int(), longest_q or 0, longest_k or 0)
+    return replace(visible, packing=packing)
 
 
 class CausalLMLoss:

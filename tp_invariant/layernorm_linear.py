@@ -12,8 +12,7 @@ from .functions import LinearCall
 from .gemm import check_dtype
 from .layout import TokenSharding
 from .linear import Linear, autocast_dtype
-from .mode import is_tp_invariant_mode_enabled
-from .norm import NORMALIZATIONS, Norm, NormCall, stock_norm
+from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardSpec, mark_sharded
 
 
@@ -122,10 +121,11 @@ class LayerNormLinear(Linear):
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple (y[, bias][, norm's output])."""
         dtype = autocast_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
-        self._check_input(x, self.weight.dtype if dtype is None else dtype)
-        invariant = is_tp_invariant_mode_enabled()
-        if invariant:
+
+        def check() -> None:
             check_dtype(None, x, f"x on rank {self.group.rank}")  # of the norm's kernels, whatever the gemm_fn takes
+
+        invariant = self._check_call(x, self.weight.dtype if dtype is None else dtype, check)
         sharded = self.sequence_parallel and self.group.size > 1
         call = NormCall(
             self.group,
@@ -134,8 +134,7 @@ class LayerNormLinear(Linear):
             self.normalization == "RMSNorm",
             self.zero_centered_gamma,
         )
-        norm = Norm.apply if invariant else stock_norm
-        normed = norm(x, self.layer_norm_weight, self.layer_norm_bias, call)
+        normed = (invariant_norm if invariant else stock_norm)(x, self.layer_norm_weight, self.layer_norm_bias, call)
         y = super().forward(normed)
         if not self.return_layernorm_output:
             return y

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import functions, stock
-from .agreement import check_agreement
+from .agreement import check_agreement, check_gradient, refuse
 from .collectives import Group, gather_features, resolve_group, scatter_features
+from .compiled import constant, name_of
+from .cost_model import costs_of
 from .functions import LinearCall
-from .gemm import GemmFn, check_callable, check_dtype
+from .gemm import GemmFn, check_callable, check_dtype, gemm_fn_name
 from .layout import check_divides
+from .main_grad import MainGrad
 from .mode import is_tp_invariant_mode_enabled
 from .owners import ShardedWeight, check_owner_map
 from .parameters import ShardedModule, ShardSpec, full_initialisation, mark_sharded
@@ -24,9 +27,14 @@ from .parameters import ShardedModule, ShardSpec, full_initialisation, mark_shar
 PARALLEL_MODES = (None, "column", "row")
 
 _INVARIANT: dict[str | None, Callable[..., Tensor]] = {
-    None: functions.ReplicatedLinear.apply,
-    "column": functions.ColumnLinear.apply,
-    "row": functions.RowLinear.apply,
+    None: functions.replicated_linear,
+    "column": functions.column_linear,
+    "row": functions.row_linear,
+}
+_INTO_MAIN_GRAD: dict[str | None, Callable[..., Tensor]] = {
+    None: functions.replicated_linear_into_main_grad,
+    "column": functions.column_linear_into_main_grad,
+    "row": functions.row_linear_into_main_grad,
 }
 _STOCK: dict[str | None, Callable[..., Tensor]] = {
     None: stock.replicated_linear,
@@ -62,6 +70,8 @@ class Linear(ShardedModule, nn.Linear):
         input_is_parallel: row-parallel only: False for an x [.., K] that is whole on every rank.
         return_bias: return (y, bias) without adding it. The bias comes expanded to y's shape (a stride-0 view), so
             that the sum over tokens of its gradient stays in this library's order.
+        fuse_wgrad_accumulation: add the weight's gradient, in fp32, to `weight.main_grad`, which must be there before
+            forward, and leave `.grad` alone; see main_grad.py.
         init_method: called with the full weight [N, K]; nn.Linear's initialisation if None.
         gemm_fn: see gemm.py; None takes the process-wide default, else the bundled one for the device.
         owner_map: "auto", "replicate", "rows" or "cols", see owners.py; a choice of speed alone.
@@ -89,6 +99,7 @@ class Linear(ShardedModule, nn.Linear):
         gather_output: bool = False,
         input_is_parallel: bool = True,
         return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         init_method: Callable[[Tensor], Any] | None = None,
         gemm_fn: GemmFn | None = None,
         owner_map: str = "auto",
@@ -107,6 +118,7 @@ class Linear(ShardedModule, nn.Linear):
         self.group = resolve_group(tp_group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
         self._agreed: set[int] = set()  # see agreement.py
         self.gemm_fn = check_callable(gemm_fn)
@@ -219,6 +231,15 @@ class Linear(ShardedModule, nn.Linear):
         weight = ShardedWeight(self.weight, 1, self.partition_stride, self.group)
         weight.prefetch("cols" if self.owner_map == "cols" else "rows")
 
+    @property
+    def gemm_fn(self) -> GemmFn | None:
+        return self._gemm_fn
+
+    @gemm_fn.setter
+    def gemm_fn(self, gemm_fn: GemmFn | None) -> None:
+        self._gemm_fn = check_callable(gemm_fn)
+        self._gemm_fn_name = "none" if gemm_fn is None else name_of(gemm_fn)
+
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Any:
@@ -232,37 +253,77 @@ class Linear(ShardedModule, nn.Linear):
         if self.bias is not None:
             self.bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
-        self._check_input(x, weight.dtype)
+        invariant = self._check_call(x, weight.dtype)
         if self.parallel_mode == "row" and not self.input_is_parallel:
             x = scatter_features(x, self.group, stride)
         sharded = self.sequence_parallel and self.group.size > 1
-        call = LinearCall(self.group, sharded, self.sequence_dim, stride, self.owner_map, self.gemm_fn)
-        invariant = is_tp_invariant_mode_enabled()
-        if self.group.size > 1 and (sharded or self.parallel_mode is not None):
+        assert self._gemm_fn_name  # guards it: torch.compile takes functions of the same code for the same one
+        call = LinearCall(
+            self.group,
+            sharded,
+            self.sequence_dim,
+            stride,
+            self.owner_map,
+            self.gemm_fn,
+            main_grad=self._main_grad() if self.fuse_wgrad_accumulation else None,
+        )
+        if self._moves_bytes:
             check_agreement(self._facts(x, call, invariant), self.group, x.device, self._agreed)
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
             stock.log_once(self.group)
-        linear = (_INVARIANT if invariant else _STOCK)[self.parallel_mode]
+        paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
+        linear = paths[self.parallel_mode]
         y = linear(x, weight, None if self.return_bias else bias, call)
+        if self._moves_bytes:
+            y = check_gradient(y, self._name, self.group, self._agreed)
         if self.gather_output:
             y = gather_features(y, self.group, stride)
         return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+
+    @property
+    def _moves_bytes(self) -> bool:
+        """Whether calls take several ranks, which must then agree."""
+        return self.group.size > 1 and (self.sequence_parallel or self.parallel_mode is not None)
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})"
+
+    def _main_grad(self) -> MainGrad:
+        return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
+
+    def _check_call(self, x: Tensor, weight_dtype: torch.dtype, more: Callable[[], None] | None = None) -> bool:
+        """Whether the mode is on; what this rank finds wrong with the call, all ranks get to know."""
+        try:
+            self._check_input(x, weight_dtype)
+            invariant = is_tp_invariant_mode_enabled()
+            if invariant and more is not None:
+                more()
+            if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
+                self._main_grad().buffer()
+            return invariant
+        except (TypeError, ValueError) as error:
+            if self._moves_bytes:
+                refuse(error, self.group, x.device, self._agreed)
+            raise
 
     def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
         """What every rank must have alike: it decides which collectives run, and on what."""
         return {
             "the TP-invariant mode": invariant,
-            "the layer": f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})",
+            "the layer": self._name,
             "bias": self.bias is not None,
             "partition_stride": call.stride,
             "sequence_parallel": call.sequence_parallel,
             "sequence_dim": call.sequence_dim,
             "owner_map": call.owner_map,
-            "gemm_fn": getattr(call.gemm_fn, "__qualname__", type(call.gemm_fn).__name__),
+            "what owner_map='auto' goes by": _costs_text(x.device),
+            "gemm_fn": gemm_fn_name(call.gemm_fn, x.device),
             "gather_output": self.gather_output,
             "return_bias": self.return_bias,
+            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
             "the shape of x": tuple(x.shape),
             "the dtype of x": str(x.dtype),
             "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
@@ -305,7 +366,7 @@ class Linear(ShardedModule, nn.Linear):
             bias = gather_features(bias, self.group, call.stride)
         tokens_sharded = call.sequence_parallel and self.parallel_mode != "column"
         if invariant:
-            return functions.ExpandBias.apply(bias, y.shape[:-1], tokens_sharded, call)
+            return functions.expand_bias(bias, y.shape[:-1], tokens_sharded, call)
         whole = stock.complete_grad(bias, self.group, tokens_sharded)
         return None if whole is None else whole.expand(y.shape)
 
@@ -316,14 +377,22 @@ class Linear(ShardedModule, nn.Linear):
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
 
 
+@constant
+def _costs_text(device: torch.device) -> str:
+    return costs_of(device).text
+
+
 def _check_stride(stride: Any) -> int:
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
         raise ValueError(f"partition_stride={stride!r} is not a positive integer")
     return stride
 
 
+_has_autocast = constant(lambda kind: torch.amp.is_autocast_available(kind))
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast asks for on this device, None where it is off."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    if not _has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
 from .layout import split_sizes
+from .wire import gather_objects
 
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
 
@@ -80,9 +81,7 @@ def _nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
 
 def _check_alike(facts: dict[str, Any], group: Group) -> None:
     """A RuntimeError on every rank, naming the first of `facts` that ranks have different values of."""
-    everyone: list[dict[str, Any]] = [facts] * group.size
-    if group.size > 1:
-        dist.all_gather_object(everyone, facts, group=group.process_group)
+    everyone = gather_objects(facts, group)
     for name in dict.fromkeys(itertools.chain(*everyone)):
         values = [theirs.get(name, "missing") for theirs in everyone]
         if values.count(values[0]) < len(values):

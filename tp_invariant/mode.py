@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
+import torch
+
 MODE_VARIABLE = "TP_INVARIANT_MODE"
 ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
+CHECK_VARIABLE = "TP_INVARIANT_CHECK"
 _VALUES = {"0": False, "1": True}
 
 # What Python code asked for; None leaves the decision to the environment. One value for the whole process and not one
@@ -14,8 +17,16 @@ _VALUES = {"0": False, "1": True}
 _override: bool | None = None
 
 
+def _read(variable: str) -> str | None:
+    if not torch.compiler.is_compiling():
+        return os.environ.get(variable)
+    # torch.compile takes os.environ for a constant, but guards the dict inside it: so a graph follows the variable
+    text = os.environ._data.get(os.fsencode(variable))  # type: ignore[attr-defined]
+    return None if text is None else text.decode()
+
+
 def _parse(variable: str) -> bool | None:
-    text = os.environ.get(variable)
+    text = _read(variable)
     if text is None:
         return None
     if text not in _VALUES:
@@ -40,6 +51,19 @@ def is_tp_invariant_mode_enabled() -> bool:
             "contradict each other: unset one of them"
         )
     return bool(mode if mode is not None else alias)
+
+
+def is_call_check_enabled() -> bool:
+    """Whether `TP_INVARIANT_CHECK` asks for every call's facts to be compared over its group, in forward and backward.
+
+    `1` is on, `0` or unset off; read at every call, in both modes, and the same on all ranks. Costs an all-gather of
+    eight bytes and a wait for it in each forward and each backward of a layer: tens of microseconds on a GPU, a
+    millisecond on gloo, and whatever the host was ahead of the device. To find where ranks part, not to train with.
+
+    Raises:
+        ValueError: the variable holds anything else.
+    """
+    return bool(_parse(CHECK_VARIABLE))
 
 
 class set_tp_invariant_mode:

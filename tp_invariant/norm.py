@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .collectives import Group, gather_dim, gather_major
+from .compiled import opaque, setting
 from .functions import flatten_tokens
 from .layout import TokenSharding, fresh_view
 from .stock import complete_grad
@@ -28,6 +29,10 @@ LEAF_ROWS = 32
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
+setting(TokenSharding)
+
+
+@setting
 @dataclass(frozen=True)
 class NormCall:
     """What one call of a norm is told besides its tensors. `sharding.world` is 1 unless the tokens are sharded.
@@ -157,6 +162,25 @@ def _head_leaves(
     weight_leaves = of_all_ranks(leaves[0])
     assert weight_leaves is not None
     return weight_leaves, of_all_ranks(leaves[1])
+
+
+def _norm_outputs(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> list[Tensor | None]:
+    mean, rstd = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    return [x.new_empty(x.shape), None if call.rms else mean, rstd]
+
+
+def _restore(ctx: Any, dtypes: Any, call: NormCall) -> None:
+    ctx.call, ctx.bias_dtype = call, dtypes[2]
+
+
+invariant_norm = opaque(
+    Norm,
+    name="norm",
+    tensors=("x", "weight", "bias?"),
+    outputs=_norm_outputs,
+    restore=_restore,
+    saved=(0, 1, None, None),
+)
 
 
 def stock_norm(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:

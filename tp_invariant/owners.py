@@ -7,32 +7,33 @@ that is cannot change a bit, so it is a choice of speed alone (volumes per rank)
     replicate  all-gather A and B                           everybody computes all of C: the oracle
     rows       all-to-all A's rows, all-gather B            T/P rows each; SP: done, else all-gather rows
     cols       all-gather A, all-to-all B's columns         N/P columns each; SP: all-to-all, else all-gather columns
-    auto       the cheaper of rows and cols by `choose`
+    auto       the cheaper of rows and cols by cost_model.py
 
 `rows` is the weight-gathered layout of Pope et al., arXiv 2211.05102. Uneven splits follow torch.tensor_split.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdRef
 
 from .collectives import (
     Group,
     Pending,
     exchange_cols_for_rows,
-    exchange_rows,
-    gather_major,
     gather_uneven,
+    side_group,
     start_exchange_rows,
     start_gather_major,
 )
+from .cost_model import Problem, choose, costs_of, explain
 from .gemm import GemmFn, RankMajor, gemm, gemm_rank_major
 from .layout import split_sizes
+from .weight_cache import weight_cache
 
 OWNER_MAPS = ("auto", "replicate", "rows", "cols")
 
@@ -46,59 +47,22 @@ def check_owner_map(owner_map: str) -> str:
 # --- the weight operand ---------------------------------------------------------------------------------------------
 
 
-class WeightCache:
-    """Weights gathered ahead of time, or kept after use until they change.
+@dataclass(frozen=True)
+class WeightLayout:
+    """What a map wants of a weight that is sharded along `k_dim`: "whole", or all of K of this rank's "cols"."""
 
-    An entry is used only while the weight is the same tensor at the same autograd version: optimizers, `copy_` and
-    other in-place operations raise the version. Writes through `.data` do not: call `clear()` after them, or keep
-    nothing (`keep` 0, the default: a prefetched entry is then used once and dropped). All ranks must agree on what is
-    cached, which they do when they run the same program.
+    part: str
+    k_dim: int
+    group: Group
 
-        keep   how many gathered weights stay after use; the least recently used goes first
-    """
-
-    def __init__(self, keep: int = 0) -> None:
-        self.keep = keep
-        self._entries: OrderedDict[tuple, tuple[tuple, Pending]] = OrderedDict()
-
-    @staticmethod
-    def _state(weight: Tensor) -> tuple:
-        return weight._version, weight.data_ptr(), tuple(weight.shape), weight.dtype
-
-    def holds(self, weight: Tensor, layout: tuple) -> bool:
-        """Whether `layout` of `weight` as it is now is here or on its way."""
-        if weight.is_inference():  # has no version to go by
-            return False
-        entry = self._entries.get((WeakIdRef(weight), *layout))
-        return entry is not None and entry[0] == self._state(weight)
-
-    def prefetch(self, weight: Tensor, layout: tuple, start: Callable[[], Pending]) -> None:
-        """Starts the communication `start` unless its result is already here or on its way."""
-        for key in [key for key in self._entries if key[0]() is None]:  # of weights that are gone
-            del self._entries[key]
-        if weight.is_inference() or self.holds(weight, layout):
-            return
-        self._entries[(WeakIdRef(weight), *layout)] = (self._state(weight), start())
-
-    def take(self, weight: Tensor, layout: tuple, start: Callable[[], Pending]) -> Tensor:
-        """The result of `start`, from the cache where it is there and current."""
-        key = (WeakIdRef(weight), *layout)
-        current = self.holds(weight, layout)
-        entry = self._entries.pop(key, None)
-        pending = entry[1] if current and entry is not None else start()
-        result = pending.wait()
-        if self.keep and not weight.is_inference():
-            self._entries[key] = (self._state(weight), pending)
-            while len(self._entries) > self.keep:
-                self._entries.popitem(last=False)
-        return result
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._entries.clear()
-
-
-weight_cache = WeightCache()
+    def start(self, weight: Tensor, *, early: bool) -> Pending:
+        """[P, ...weight's shape], or [P, N/P, K/P]. `early`: on the side, so that activations go past it."""
+        group = side_group(self.group) if early and weight.is_cuda else self.group
+        local = weight.detach()
+        if self.part == "whole":
+            return start_gather_major(local, group)
+        n_first = local if self.k_dim == 1 else local.t()
+        return start_exchange_rows(n_first, split_sizes(n_first.shape[0], group.size), group)
 
 
 @dataclass(frozen=True)
@@ -108,45 +72,42 @@ class ShardedWeight:
     local    k_dim 1: [N, K/P] (row-parallel forward); k_dim 0: [K/P, N] (column-parallel dgrad)
     k_dim    the dim that is sharded and summed over
     stride   partition_stride of that dim
+    grad     whether gradients are on where the product is asked for
     """
 
     local: Tensor
     k_dim: int
     stride: int
     group: Group
+    grad: bool = False
 
     @property
     def cols(self) -> int:
         """N, the columns of C."""
         return self.local.shape[1 - self.k_dim]
 
-    def _start_gather(self) -> Pending:
-        return start_gather_major(self.local, self.group)
-
-    def _start_exchange(self) -> Pending:
-        n_first = self.local if self.k_dim == 1 else self.local.t()
-        return start_exchange_rows(n_first, split_sizes(self.cols, self.group.size), self.group)
+    def _layout(self, owner_map: str) -> WeightLayout:
+        return WeightLayout("cols" if owner_map == "cols" else "whole", self.k_dim, self.group)
 
     def prefetch(self, owner_map: str) -> None:
         """Starts gathering what `owner_map` will need of this weight."""
-        start = self._start_exchange if owner_map == "cols" else self._start_gather
-        weight_cache.prefetch(self.local, self._layout(owner_map), start)
+        weight_cache.prefetch(self.local, self._layout(owner_map))
 
     def is_cached(self, owner_map: str) -> bool:
         return weight_cache.holds(self.local, self._layout(owner_map))
 
-    def whole(self) -> RankMajor:
-        """All of B on this rank."""
-        buffer = weight_cache.take(self.local, self._layout("rows"), self._start_gather)
-        return RankMajor(buffer, self.k_dim, self.stride)
+    def start(self, owner_map: str) -> Callable[[], RankMajor]:
+        """All of B, or for `cols` all of K of this rank's share of its columns; to be asked for when needed."""
+        pending = weight_cache.take(self.local, self._layout(owner_map), grad=self.grad)
 
-    def own_cols(self) -> RankMajor:
-        """All of K of this rank's share of B's columns."""
-        buffer = weight_cache.take(self.local, self._layout("cols"), self._start_exchange)
-        return RankMajor(buffer, 1, self.stride)
+        def finish() -> RankMajor:
+            buffer = pending.wait()
+            if buffer.is_cuda:  # its gather may have been started on another stream
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+            weight_cache.run_ahead(self.group)
+            return RankMajor(buffer, 1 if owner_map == "cols" else self.k_dim, self.stride)
 
-    def _layout(self, owner_map: str) -> tuple:
-        return "cols" if owner_map == "cols" else "whole", self.k_dim, id(self.group.process_group)
+        return finish
 
 
 # --- the maps -------------------------------------------------------------------------------------------------------
@@ -170,73 +131,102 @@ class Product:
     def row_sizes(self) -> list[int]:
         return split_sizes(self.a_shard.shape[0], self.group.size)
 
-    def a_whole(self) -> RankMajor:
-        return RankMajor(gather_major(self.a_shard, self.group), 1, self.weight.stride)
-
-    def gemm(self, a: RankMajor, b: RankMajor, bias: Tensor | None) -> Tensor:
-        return gemm_rank_major(self.gemm_fn, a, b, bias=bias)
-
-
-def _replicate(p: Product) -> Tensor:
-    c = p.gemm(p.a_whole(), p.weight.whole(), p.bias)
-    return c.split(p.row_sizes)[p.group.rank].clone() if p.scatter_rows else c
+    def gemm(self, a: Pending, weight: Callable[[], RankMajor], bias: Tensor | None) -> Tensor:
+        a_major = RankMajor(a.wait(), 1, self.weight.stride)
+        # the weight last: what it starts ahead then waits for nothing that this product waits for
+        return gemm_rank_major(self.gemm_fn, a_major, weight(), bias=bias)
 
 
-def _rows(p: Product) -> Tensor:
-    # the weight first: where it is gathered ahead of time, nothing waits for it
-    weight = p.weight.whole()
-    a = RankMajor(exchange_rows(p.a_shard, p.row_sizes, p.group), 1, p.weight.stride)
-    c = p.gemm(a, weight, p.bias)
-    return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group)
+def _replicate(p: Product) -> Callable[[], Tensor]:
+    a, weight = start_gather_major(p.a_shard, p.group), p.weight.start("replicate")
+
+    def finish() -> Tensor:
+        c = p.gemm(a, weight, p.bias)
+        return c.split(p.row_sizes)[p.group.rank].clone() if p.scatter_rows else c
+
+    return finish
 
 
-def _cols(p: Product) -> Tensor:
-    weight, n = p.weight.own_cols(), p.weight.cols
+def _rows(p: Product) -> Callable[[], Tensor]:
+    a, weight = start_exchange_rows(p.a_shard, p.row_sizes, p.group), p.weight.start("rows")
+
+    def finish() -> Tensor:
+        c = p.gemm(a, weight, p.bias)
+        return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group)
+
+    return finish
+
+
+def _cols(p: Product) -> Callable[[], Tensor]:
+    a, weight, n = start_gather_major(p.a_shard, p.group), p.weight.start("cols"), p.weight.cols
     col_sizes = split_sizes(n, p.group.size)
-    bias = None if p.bias is None else p.bias.split(col_sizes)[p.group.rank]
-    c = p.gemm(p.a_whole(), weight, bias)
-    return (
-        exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
-        if p.scatter_rows
-        else gather_uneven(c, 1, n, p.group)
-    )
+
+    def finish() -> Tensor:
+        c = p.gemm(a, weight, None if p.bias is None else p.bias.split(col_sizes)[p.group.rank])
+        if p.scatter_rows:
+            return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
+        return gather_uneven(c, 1, n, p.group)
+
+    return finish
 
 
-_MAPS: dict[str, Callable[[Product], Tensor]] = {"replicate": _replicate, "rows": _rows, "cols": _cols}
-
-# A byte over the link against a byte read from memory. On an H200 NVLink moves 270 GB/s a rank in an all-gather and
-# memory 4.3 TB/s.
-_LINK_OVER_MEMORY = 16
-
-
-def choose(
-    rows: int, cols: int, k: int, world: int, *, scatter_rows: bool, rows_cached: bool, cols_cached: bool
-) -> str:
-    """`rows` or `cols`, whichever moves less; a function of global sizes alone, so the same on every rank.
-
-    Counts elements over the link, and those of the weight that a rank must read to compute its share.
-    """
-    far = _LINK_OVER_MEMORY * (world - 1) / world
-    by_rows = rows * k / world * far + (0 if rows_cached else cols * k * far) + cols * k
-    by_rows += 0 if scatter_rows else rows * cols * far
-    by_cols = rows * k * far + (0 if cols_cached else cols * k / world * far) + cols * k / world
-    by_cols += rows * cols * far / (world if scatter_rows else 1)
-    return "rows" if by_rows <= by_cols else "cols"
+_MAPS: dict[str, Callable[[Product], Callable[[], Tensor]]] = {"replicate": _replicate, "rows": _rows, "cols": _cols}
 
 
 def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, scatter_rows: bool) -> str:
-    """`owner_map`, or what `auto` stands for here."""
+    """`owner_map`, or what `auto` stands for here: the cheaper of rows and cols by cost_model.py."""
     if owner_map != "auto":
         return owner_map
-    return choose(
-        a_shard.shape[0],
-        weight.cols,
-        a_shard.shape[1] * weight.group.size,
-        weight.group.size,
+    problem = Problem(
+        rows=a_shard.shape[0],
+        cols=weight.cols,
+        k=a_shard.shape[1] * weight.group.size,
+        world=weight.group.size,
         scatter_rows=scatter_rows,
+        itemsize=a_shard.element_size(),
         rows_cached=weight.is_cached("rows"),
         cols_cached=weight.is_cached("cols"),
+        ahead=weight_cache.ahead,
+        kept=weight_cache.keep > 0 and not weight.grad,
     )
+    return choose(problem, costs_of(a_shard.device))
+
+
+def explain_choice(
+    rows: int,
+    cols: int,
+    k: int,
+    world: int,
+    *,
+    scatter_rows: bool,
+    device: str | torch.device | None = None,
+    **facts: Any,
+) -> str:
+    """What owner_map="auto" picks for C [rows, cols] = A [rows, k] B, k sharded over `world` ranks, and why, as text.
+
+    Args:
+        scatter_rows: whether each rank wants its rows of C alone (sequence parallelism).
+        device: a torch.device, or a name as torch.cuda.get_device_name gives it; None is the current device.
+        facts: others of cost_model.Problem's fields: itemsize, rows_cached, cols_cached, ahead, kept.
+    """
+    problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": weight_cache.ahead, **facts})
+    return explain(problem, costs_of(device))
+
+
+def start_product(
+    a_shard: Tensor,
+    weight: ShardedWeight,
+    *,
+    bias: Tensor | None = None,
+    scatter_rows: bool,
+    owner_map: str,
+    gemm_fn: GemmFn | None,
+) -> Callable[[], Tensor]:
+    """`sharded_product` in two: what must travel first starts now, and calling what is returned does the rest."""
+    if weight.group.size == 1:
+        return lambda: gemm(gemm_fn, a_shard, weight.local if weight.k_dim == 0 else weight.local.t(), bias=bias)
+    product = Product(a_shard, weight, bias, scatter_rows, gemm_fn)
+    return _MAPS[resolve_owner_map(owner_map, a_shard, weight, scatter_rows)](product)
 
 
 def sharded_product(
@@ -253,7 +243,4 @@ def sharded_product(
     a_shard [T, K/P]; weight's local [N, K/P] or [K/P, N]; bias [N], whole on every rank.
     Returns [T, N], or rows rank*T/P .. of it if scatter_rows (T divisible by P).
     """
-    if weight.group.size == 1:
-        return gemm(gemm_fn, a_shard, weight.local if weight.k_dim == 0 else weight.local.t(), bias=bias)
-    product = Product(a_shard, weight, bias, scatter_rows, gemm_fn)
-    return _MAPS[resolve_owner_map(owner_map, a_shard, weight, scatter_rows)](product)
+    return start_product(a_shard, weight, bias=bias, scatter_rows=scatter_rows, owner_map=owner_map, gemm_fn=gemm_fn)()

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import check_agreement
+from .agreement import check_agreement, check_gradient, refuse
 from .collectives import Group, resolve_group
 from .gemm import check_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_tp_invariant_mode_enabled
-from .norm import NORMALIZATIONS, Norm, NormCall, stock_norm
+from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardedModule, ShardSpec, mark_sharded
 
 
@@ -128,28 +128,26 @@ class ParallelNorm(ShardedModule):
             TypeError: a dtype that the kernels do not take.
         """
         group = self.group
-        if x.shape[-1] != self.features:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)} on rank {group.rank}: its last dim must be features={self.features}"
-            )
-        if self.heads is not None and self.heads_dim is not None:
-            local = self.heads // group.size
-            if not 0 <= self.heads_dim < x.dim() - 1 or x.shape[self.heads_dim] != local:
-                raise ValueError(
-                    f"x has shape {tuple(x.shape)} on rank {group.rank}: its dim {self.heads_dim} (heads_dim) must "
-                    f"hold {local} heads, this rank's of heads={self.heads} at TP degree {group.size}"
-                )
-        invariant = is_tp_invariant_mode_enabled()
-        if invariant:
-            check_dtype(None, x, f"x on rank {group.rank}")
         sharded = self.sequence_parallel and group.size > 1
-        if group.size > 1 and (sharded or self.heads is not None):
+        moves_bytes = group.size > 1 and (sharded or self.heads is not None)
+        try:
+            self._check_input(x)
+            invariant = is_tp_invariant_mode_enabled()
+            if invariant:
+                check_dtype(None, x, f"x on rank {group.rank}")
+        except (TypeError, ValueError) as error:
+            if moves_bytes:
+                refuse(error, group, x.device, self._agreed)
+            raise
+        name = f"{type(self).__name__}({self.extra_repr()})"
+        if moves_bytes:
             facts = {
                 "the TP-invariant mode": invariant,
-                "the layer": f"{type(self).__name__}({self.extra_repr()})",
+                "the layer": name,
                 "the shape of x": tuple(x.shape),
                 "the dtype of x": str(x.dtype),
-                "whether the weight needs a gradient": torch.is_grad_enabled() and self.weight.requires_grad,
+                "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
+                "whether the weight needs one": torch.is_grad_enabled() and self.weight.requires_grad,
             }
             check_agreement(facts, group, x.device, self._agreed)
         call = NormCall(
@@ -160,8 +158,20 @@ class ParallelNorm(ShardedModule):
             self.zero_centered_gamma,
             self.heads_dim,
         )
-        norm = Norm.apply if invariant else stock_norm
-        return norm(x, self.weight, self.bias, call)
+        y = (invariant_norm if invariant else stock_norm)(x, self.weight, self.bias, call)
+        return check_gradient(y, name, group, self._agreed) if moves_bytes else y
+
+    def _check_input(self, x: Tensor) -> None:
+        where = f"x has shape {tuple(x.shape)} on rank {self.group.rank}"
+        if x.shape[-1] != self.features:
+            raise ValueError(f"{where}: its last dim must be features={self.features}")
+        if self.heads is not None and self.heads_dim is not None:
+            local = self.heads // self.group.size
+            if not 0 <= self.heads_dim < x.dim() - 1 or x.shape[self.heads_dim] != local:
+                raise ValueError(
+                    f"{where}: its dim {self.heads_dim} (heads_dim) must hold {local} heads, this rank's of "
+                    f"heads={self.heads} at TP degree {self.group.size}"
+                )
 
     def extra_repr(self) -> str:
         text = f"{self.features}, eps={self.eps}, normalization={self.normalization!r}"

@@ -21,6 +21,7 @@ from . import mode
 from .gemm import set_default_gemm_fn
 from .owners import weight_cache
 from .rank_pool import Outcome, dumps
+from .token_gathers import token_gathers
 
 
 def serve(address: str, rank: int, size: int) -> None:
@@ -65,7 +66,8 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    dtype, threads, kept = torch.get_default_dtype(), torch.get_num_threads(), weight_cache.keep
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    kept, ahead, reuse = weight_cache.keep, weight_cache.ahead, token_gathers.reuse
     try:
         with mode.set_tp_invariant_mode(state["override"]):
             yield fn, args
@@ -73,8 +75,9 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         set_default_gemm_fn(None)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        weight_cache.keep = kept
+        weight_cache.keep, weight_cache.ahead, token_gathers.reuse = kept, ahead, reuse
         weight_cache.clear()
+        token_gathers.clear()
 
 
 def _end_with_parent(parent: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .collectives import Group, gather_dim
-from .functions import LinearCall
+from .compiled import at_run_time, opaque
+from .functions import LinearCall, flatten_tokens, no_op
+from .liveness import explain
 
 logger = logging.getLogger(__name__)
 _logged = False
@@ -25,28 +28,42 @@ _logged = False
 
 def log_once(group: Group) -> None:
     """Says once per process, at INFO, that bits depend on the degree here."""
+    if group.size > 1:
+        _log_once(group.size)
+
+
+def _log_once_now(size: int) -> None:
     global _logged
-    if not _logged and group.size > 1:
+    if not _logged:
         _logged = True
         logger.info(
             "TP-invariant mode is off: tensor-parallel layers (degree %d) take the stock path, whose bits depend on "
             "the degree; set TP_INVARIANT_MODE=1 to turn it on",
-            group.size,
+            size,
         )
 
 
-def _sum(x: Tensor, group: Group) -> Tensor:
+_log_once = at_run_time(_log_once_now, name="log_stock", arguments="int size")
+
+
+def _sum(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group.process_group)
+    try:
+        dist.all_reduce(total, op, group=group.process_group)
+    except RuntimeError as error:
+        raise explain(error, group, f"all-reduce of {tuple(x.shape)} {x.dtype}") from error
     return total
 
 
 def _sum_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     moved = x.movedim(dim, 0).contiguous()
     out = moved.new_empty((moved.shape[0] // group.size, *moved.shape[1:]))
-    with warnings.catch_warnings():  # torch 2.13 renames the function; 2.11 has only this name
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.reduce_scatter_tensor(out, moved, group=group.process_group)
+    try:
+        with warnings.catch_warnings():  # torch 2.13 renames the function; 2.11 has only this name
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.reduce_scatter_tensor(out, moved, group=group.process_group)
+    except RuntimeError as error:
+        raise explain(error, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
     return out.movedim(0, dim)
 
 
@@ -105,58 +122,131 @@ class _ReduceScatterFromRegion(torch.autograd.Function):
         return gather_dim(grad, ctx.dim, ctx.group), None, None
 
 
+class _MaxOverRanks(torch.autograd.Function):
+    """The largest of each element; no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _sum(x, group, dist.ReduceOp.MAX)
+
+
+def _restore(ctx: Any, dtypes: Any, *settings: Any) -> None:
+    ctx.group = settings[-1]
+    ctx.dim = settings[0]
+
+
+def _region_op(function: type[torch.autograd.Function], name: str, scale: Callable[[int], tuple[int, int]]) -> Callable:
+    """`scale`: by what a dim, the first setting, is longer in the result than in x, and by what it is shorter."""
+
+    def outputs(x: Tensor, *settings: Any) -> list[Tensor]:
+        shape, (longer, shorter) = list(x.shape), scale(settings[-1].size)
+        if len(settings) > 1:
+            shape[settings[0]] = shape[settings[0]] * longer // shorter
+        return [x.new_empty(shape)]
+
+    return opaque(function, name=name, tensors=("x",), outputs=outputs, restore=_restore)
+
+
+_copy_to_region = _region_op(_CopyToRegion, "copy_to_region", lambda size: (1, 1))
+_reduce_from_region = _region_op(_ReduceFromRegion, "reduce_from_region", lambda size: (1, 1))
+_gather_for_region = _region_op(_GatherForRegion, "gather_for_region", lambda size: (size, 1))
+_reduce_scatter_from_region = _region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", lambda size: (1, size))
+_max_over_ranks = _region_op(_MaxOverRanks, "max_over_ranks", lambda size: (1, 1))
+
+
 def sum_over_ranks(x: Tensor, group: Group, scatter_dim: int | None = None) -> Tensor:
     """The sum, whole on every rank or scattered along a dim; its gradient is complete on every rank already."""
     if group.size == 1:
         return x
     if scatter_dim is None:
-        return _ReduceFromRegion.apply(x, group)
-    return _ReduceScatterFromRegion.apply(x, scatter_dim, group)
+        return _reduce_from_region(x, group)
+    return _reduce_scatter_from_region(x, scatter_dim, group)
 
 
 def max_over_ranks(x: Tensor, group: Group) -> Tensor:
     """The largest of each element; no gradient."""
-    largest = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.size > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group)
-    return largest
+    largest = x.detach()
+    return largest.clone() if group.size == 1 else _max_over_ranks(largest, group)
 
 
 def complete_grad(parameter: Tensor | None, group: Group, tokens_sharded: bool) -> Tensor | None:
     """A replicated parameter whose gradient is a sum over all ranks' tokens."""
     if parameter is None or group.size == 1 or not tokens_sharded:
         return parameter
-    return _CopyToRegion.apply(parameter, group)
+    return _copy_to_region(parameter, group)
+
+
+class _LinearIntoMainGrad(torch.autograd.Function):
+    """F.linear whose weight gradient, in fp32, goes into main_grad; `sum_dw`: summed over ranks before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, sum_dw: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call, ctx.sum_dw = call, sum_dw
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        dx = dy @ weight if need_x else None
+        rows, dw, main_grad = flatten_tokens(dy), None, ctx.call.main_grad
+        if need_w:
+            a, b = rows.t(), flatten_tokens(x)
+            wide = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+            with torch.autocast(a.device.type, enabled=False):
+                product = torch.mm(a, b, out_dtype=torch.float32) if wide else a.float() @ b.float()
+            if ctx.sum_dw:
+                product = _sum(product, ctx.call.group)
+            if main_grad.accumulate:
+                main_grad.buffer().add_(product)
+            else:
+                main_grad.buffer().copy_(product)
+            dw = main_grad.done(weight)
+        return dx, dw, rows.sum(0) if need_b else None, None, None
+
+
+_linear_into_main_grad = no_op(_LinearIntoMainGrad)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, sum_dw: bool = False) -> Tensor:
+    if call.main_grad is None:
+        return F.linear(x, weight, bias)
+    return _linear_into_main_grad(x, weight, bias, call, sum_dw and call.group.size > 1)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """Shapes as functions.ColumnLinear."""
     if call.group.size > 1:
         if call.sequence_parallel:
-            x = _GatherForRegion.apply(x, call.sequence_dim, call.group)
+            x = _gather_for_region(x, call.sequence_dim, call.group)
         else:
-            x = _CopyToRegion.apply(x, call.group)
-    return F.linear(x, weight, bias)
+            x = _copy_to_region(x, call.group)
+    return _linear(x, weight, bias, call)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """Shapes as functions.RowLinear. The bias is added once, after the sum over ranks."""
     if call.group.size == 1:
-        return F.linear(x, weight, bias)
-    y = F.linear(x, weight)
+        return _linear(x, weight, bias, call)
+    y = _linear(x, weight, None, call)
     if call.sequence_parallel:
-        y = _ReduceScatterFromRegion.apply(y, call.sequence_dim, call.group)
+        y = _reduce_scatter_from_region(y, call.sequence_dim, call.group)
     else:
-        y = _ReduceFromRegion.apply(y, call.group)
+        y = _reduce_from_region(y, call.group)
     bias = complete_grad(bias, call.group, call.sequence_parallel)
     return y if bias is None else y + bias
 
 
 def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """Shapes as functions.ReplicatedLinear."""
+    bias = complete_grad(bias, call.group, call.sequence_parallel)
+    if call.main_grad is not None:
+        return _linear(x, weight, bias, call, sum_dw=call.sequence_parallel)
     whole_weight = complete_grad(weight, call.group, call.sequence_parallel)
     assert whole_weight is not None
-    return F.linear(x, whole_weight, complete_grad(bias, call.group, call.sequence_parallel))
+    return F.linear(x, whole_weight, bias)
 
 
 def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
+from .compiled import at_run_time, setting
 
 
+@setting
 @dataclass(frozen=True)
 class VocabShard:
     """This rank's part of a vocabulary of `size` ids: `width` columns or rows from `first` on, the last ones padding.
@@ -51,6 +53,10 @@ def check_ids(ids: Tensor, size: int, *, name: str, rank: int, ignored: int | No
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} is {ids.dtype} on rank {rank}: it must be torch.int64 or torch.int32")
+    _check_range(ids, size, name, rank, ignored)
+
+
+def _check_range_now(ids: Tensor, size: int, name: str, rank: int, ignored: int | None) -> None:
     inside = (ids >= 0) & (ids < size)
     if ignored is not None:
         inside |= ids == ignored
@@ -63,3 +69,8 @@ def check_ids(ids: Tensor, size: int, *, name: str, rank: int, ignored: int | No
             f"{name} holds {outside[0].item()} on rank {rank} ({outside.numel()} of {ids.numel()} ids are out of "
             f"range): allowed is {allowed}"
         )
+
+
+_check_range = at_run_time(
+    _check_range_now, name="check_ids", arguments="Tensor ids, int size, str name, int rank, int? ignored"
+)

@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import stock
-from .agreement import check_agreement
+from .agreement import check_agreement, check_gradient, refuse
 from .collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
+from .compiled import opaque, setting
 from .functions import flatten_tokens
 from .gemm import BUNDLED_DTYPES
 from .layout import check_divides, fresh_view, split_sizes
@@ -34,6 +35,7 @@ from .parameters import ShardedModule, ShardSpec, full_initialisation, mark_shar
 from .vocab import VocabShard, check_ids
 
 
+@setting
 @dataclass(frozen=True)
 class EmbeddingCall:
     """What one call is told besides its tensors. `sequence_dim` is None unless the output's tokens are sharded."""
@@ -168,31 +170,23 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
         group, weight = self.group, self.weight
-        check_ids(ids, self.num_embeddings, name="ids", rank=group.rank)
         sharded = self.sequence_parallel and group.size > 1
-        if self.sequence_parallel:
-            if not 0 <= self.sequence_dim < ids.dim():
-                raise ValueError(
-                    f"sequence_dim={self.sequence_dim} is not a dim of ids with shape {tuple(ids.shape)} on rank "
-                    f"{group.rank}: it must be from 0 to {ids.dim() - 1}"
-                )
-            name = f"size of sequence_dim {self.sequence_dim} of ids"
-            check_divides(ids.shape[self.sequence_dim], group.size, size_name=name, parts_name="TP degree")
-        invariant = is_tp_invariant_mode_enabled()
-        if invariant and weight.dtype not in BUNDLED_DTYPES:
-            raise TypeError(
-                f"weight is {weight.dtype} on rank {group.rank}: with the mode on it must be one of "
-                + ", ".join(map(str, BUNDLED_DTYPES))
-            )
+        try:
+            invariant = is_tp_invariant_mode_enabled()
+            self._check_input(ids, invariant)
+        except (IndexError, TypeError, ValueError) as error:
+            refuse(error, group, ids.device, self._agreed)
+            raise
         call = EmbeddingCall(
             VocabShard(group, self.num_embeddings, weight.shape[0]),
             self.sequence_dim if sharded else None,
             self.padding_idx,
         )
+        name = f"{type(self).__name__}({self.padded_num_embeddings}, {self.embedding_dim})"
         if group.size > 1:
             facts = {
                 "the TP-invariant mode": invariant,
-                "the layer": f"{type(self).__name__}({self.padded_num_embeddings}, {self.embedding_dim})",
+                "the layer": name,
                 "padding_idx": self.padding_idx,
                 "the sequence_dim that is sharded": call.sequence_dim,
                 "the shape of ids": tuple(ids.shape),
@@ -200,10 +194,27 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                 "whether the weight needs a gradient": torch.is_grad_enabled() and weight.requires_grad,
             }
             check_agreement(facts, group, ids.device, self._agreed)
-        if invariant:
-            return _VocabEmbedding.apply(weight, ids, call)
-        stock.log_once(group)
-        return _stock_embedding(weight, ids, call)
+        if not invariant:
+            stock.log_once(group)
+        y = (_vocab_embedding if invariant else _stock_embedding)(weight, ids, call)
+        return check_gradient(y, name, group, self._agreed)
+
+    def _check_input(self, ids: Tensor, invariant: bool) -> None:
+        rank, world = self.group.rank, self.group.size
+        check_ids(ids, self.num_embeddings, name="ids", rank=rank)
+        if self.sequence_parallel:
+            if not 0 <= self.sequence_dim < ids.dim():
+                raise ValueError(
+                    f"sequence_dim={self.sequence_dim} is not a dim of ids with shape {tuple(ids.shape)} on rank "
+                    f"{rank}: it must be from 0 to {ids.dim() - 1}"
+                )
+            name = f"size of sequence_dim {self.sequence_dim} of ids"
+            check_divides(ids.shape[self.sequence_dim], world, size_name=name, parts_name="TP degree")
+        if invariant and self.weight.dtype not in BUNDLED_DTYPES:
+            raise TypeError(
+                f"weight is {self.weight.dtype} on rank {rank}: with the mode on it must be one of "
+                + ", ".join(map(str, BUNDLED_DTYPES))
+            )
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, tp={self.group.rank}/{self.group.size}"
@@ -264,6 +275,27 @@ class _VocabEmbedding(torch.autograd.Function):
             mine &= ids.reshape(-1) != ctx.call.padding_idx
         local = torch.where(mine, local, shard.width)  # beyond the rows: counts nowhere
         return _kernels(dy.device).embedding_grad(flatten_tokens(dy), local, shard.width, ctx.dtype), None, None
+
+
+def _outputs(weight: Tensor, ids: Tensor, call: EmbeddingCall) -> list[Tensor]:
+    shape, dim = [*ids.shape, weight.shape[1]], call.sequence_dim
+    if dim is not None:
+        shape[dim] = shape[dim] // call.shard.group.size
+    return [weight.new_empty(shape)]
+
+
+def _restore(ctx: Any, dtypes: Any, call: EmbeddingCall) -> None:
+    ctx.call, ctx.dtype = call, dtypes[0]
+
+
+_vocab_embedding = opaque(
+    _VocabEmbedding,
+    name="vocab_embedding",
+    tensors=("weight", "ids"),
+    outputs=_outputs,
+    restore=_restore,
+    saved=(1,),
+)
 
 
 # --- the mode off ---------------------------------------------------------------------------------------------------

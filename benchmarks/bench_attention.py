@@ -1,0 +1,249 @@
+"""tpi.attention's kernel against torch's SDPA backends, in one run on one GPU.
+
+    python benchmarks/bench_attention.py --out benchmarks/results/attention_h200
+
+bf16, causal, head size 128, 32 query and 8 key heads, batch 1, random data: forward, and forward with backward, of 2048
+to 16384 tokens; and a decode step of one query token against 8192 cached ones at batch 1 to 64. All are timed in turn,
+round after round, so that clocks and heat fall on all. TFLOP/s count the products that a causal mask leaves; a decode
+step's rate is the bytes of k and v over its time, beside that of a device-to-device copy in the same run, which counts
+bytes read and written. The memory-efficient backend takes no shared key heads: it gets them repeated, outside of the
+timed part. Writes OUT.csv, OUT.md and OUT.png. With --small a short run in small sizes, on a CPU too, that shows only
+that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torch.utils.deterministic
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tp_invariant as tpi
+
+TOKENS = (2048, 4096, 8192, 16384)
+BATCHES = (1, 4, 16, 64)
+CACHED = 8192
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+OURS = "tp_invariant"
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would write every new tensor once more
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def sdpa(backend: SDPBackend, strictly: bool = False) -> Callable[..., Callable[[], object]]:
+    """run(q, k, v, causal, grad) -> what to time; grad None is forward alone."""
+    repeats = backend == SDPBackend.EFFICIENT_ATTENTION
+
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, grad: Tensor | None) -> Callable[[], object]:
+        if repeats:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).detach() for x in (k, v))
+            k, v = (x.requires_grad_(grad is not None) for x in (k, v))
+
+        def attend() -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=not repeats)
+
+        def once() -> None:
+            with sdpa_kernel(backend), deterministic() if strictly else contextlib.nullcontext():
+                out = attend()
+                if grad is not None:
+                    torch.autograd.grad(out, (q, k, v), grad)
+
+        return once
+
+    return run
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool, grad: Tensor | None) -> Callable[[], object]:
+    def once() -> None:
+        out = tpi.attention(q, k, v, causal=causal)
+        if grad is not None:
+            torch.autograd.grad(out, (q, k, v), grad)
+
+    return once
+
+
+def contenders(device: str) -> dict[str, Callable[..., Callable[[], object]]]:
+    if device == "cpu":
+        return {OURS: ours, "math": sdpa(SDPBackend.MATH)}
+    return {
+        OURS: ours,
+        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "flash deterministic": sdpa(SDPBackend.FLASH_ATTENTION, strictly=True),
+        "memory-efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+        "memory-efficient deterministic": sdpa(SDPBackend.EFFICIENT_ATTENTION, strictly=True),
+    }
+
+
+def microseconds(fn: Callable[[], object], milliseconds: int, device: str) -> list[float]:
+    """20th, 50th and 80th percentile; CUDA events around single calls, the L2 cache cleared between them."""
+    if device == "cpu":
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            fn()
+            times.append(1e6 * (time.perf_counter() - start))
+        return [sorted(times)[i] for i in (1, 2, 3)]
+    return [1e3 * t for t in triton.testing.do_bench(fn, warmup=5, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])]
+
+
+def timed(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """name -> medians over rounds of the three percentiles; a backend that refuses the call is left out, by name."""
+    rounds: dict[str, list[list[float]]] = {}
+    for number in range(options.rounds):
+        for name, fn in runs.items():
+            if number and name not in rounds:
+                continue
+            try:
+                rounds.setdefault(name, []).append(microseconds(fn, options.milliseconds, options.device))
+            except RuntimeError as error:
+                del rounds[name]
+                print(f"{name} refuses: {str(error).splitlines()[0]}", flush=True)
+    return {name: [statistics.median(column) for column in zip(*found, strict=True)] for name, found in rounds.items()}
+
+
+def operands(batch: int, queries: int, keys: int, options: argparse.Namespace, grads: bool) -> list[Tensor]:
+    """q, k, v, grad laid out as models do: [B, S, heads, D] transposed; cached keys as caches do: contiguous."""
+    made = []
+    for tokens, heads in ((queries, HEADS), (keys, KV_HEADS), (keys, KV_HEADS), (queries, HEADS)):
+        x = torch.randn(batch, tokens, heads, HEAD_DIM, device=options.device, dtype=options.dtype).transpose(1, 2)
+        made.append((x if queries == keys else x.contiguous()).requires_grad_(grads and len(made) < 3))
+    return made
+
+
+def copy_rate(options: argparse.Namespace) -> float:
+    """TB/s of a copy, bytes read and written."""
+    source = torch.randn(1 << (20 if options.small else 29), device=options.device, dtype=options.dtype)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * source.element_size()
+    return moved / microseconds(lambda: target.copy_(source), options.milliseconds, options.device)[1] / 1e6
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+
+    def add(case: str, size: int, work: float, unit: str, runs: dict[str, Callable[[], object]]) -> None:
+        """work: floating-point operations or bytes; both over microseconds are 1e-6 of the unit."""
+        for name, (p20, us, p80) in timed(runs, options).items():
+            rate = round(work / us / 1e6, 2 if unit == "TB/s" else 1)
+            times = {"p20": round(p20, 1), "us": round(us, 1), "p80": round(p80, 1)}
+            rows.append({"case": case, "size": size, "name": name, **times, "rate": rate, "unit": unit})
+            print(rows[-1], flush=True)
+
+    every = contenders(options.device)
+    for tokens in (64, 256) if options.small else TOKENS:
+        q, k, v, grad = operands(1, tokens, tokens, options, grads=True)
+        flops = 4 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
+        with torch.no_grad():
+            forward = {name: run(q, k, v, True, None) for name, run in every.items()}
+            add("forward", tokens, flops, "TFLOP/s", forward)
+        add("both", tokens, 3.5 * flops, "TFLOP/s", {name: run(q, k, v, True, grad) for name, run in every.items()})
+    for batch in (1, 2) if options.small else BATCHES:
+        q, k, v, _ = operands(batch, 1, options.cached, options, grads=False)
+        moved = 2 * k.numel() * k.element_size()
+        with torch.no_grad():
+            add("decode", batch, moved, "TB/s", {name: run(q, k, v, False, None) for name, run in every.items()})
+    return rows
+
+
+TITLES = {
+    "forward": "Forward, causal",
+    "both": "Forward and backward, causal",
+    "decode": "Decode step, {} cached tokens",
+}
+
+
+def table(case: str, rows: list[dict], cached: int) -> list[str]:
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    unit, size = rows[0]["unit"], "batch" if case == "decode" else "tokens"
+    cells = {(row["size"], row["name"]): f"{row['rate']} ({row['us']} us)" for row in rows}
+    return [
+        f"{TITLES[case].format(cached)}: {unit} (median time)",
+        "",
+        f"| {size} | " + " | ".join(names) + " |",
+        "|" + " --- |" * (1 + len(names)),
+        *(
+            f"| {s} | " + " | ".join(cells.get((s, name), "refuses") for name in names) + " |"
+            for s in dict.fromkeys(row["size"] for row in rows)
+        ),
+        "",
+    ]
+
+
+def plot(rows: list[dict], out: Path, cached: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(TITLES), figsize=(15, 4.5))
+    for axis, (case, title) in zip(axes, TITLES.items(), strict=True):
+        chosen = [row for row in rows if row["case"] == case]
+        for name in dict.fromkeys(row["name"] for row in chosen):
+            own = [row for row in chosen if row["name"] == name]
+            width = 2.5 if name == OURS else 1.2
+            axis.plot(
+                [str(row["size"]) for row in own], [row["rate"] for row in own], "o-", label=name, linewidth=width
+            )
+        axis.set(title=title.format(cached), ylabel=chosen[0]["unit"], xlabel="batch" if case == "decode" else "tokens")
+        axis.set_ylim(bottom=0)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="path without an ending; .csv, .md and .png are written")
+    parser.add_argument("--milliseconds", type=int, default=50, help="for each timing (default 50)")
+    parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU too, to see that the script works")
+    options = parser.parse_args()
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cpu" and not options.small:
+        parser.error("there is no GPU here: only --small runs on a CPU")
+    options.dtype, options.cached = torch.bfloat16, 256 if options.small else CACHED
+    torch.manual_seed(0)
+    copied = copy_rate(options)
+    rows = measure(options)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    chip = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    lines = [
+        f"{chip}, torch {torch.__version__}, triton {triton.__version__}, {datetime.date.today()}; bf16, {HEADS} query "
+        f"and {KV_HEADS} key heads of {HEAD_DIM}, random data, median of medians; `python {' '.join(sys.argv)}`",
+        "",
+        f"A copy in the same run: {copied:.2f} TB/s, bytes read and written.",
+        "",
+    ]
+    for case in TITLES:
+        lines += table(case, [row for row in rows if row["case"] == case], options.cached)
+    out.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
+    plot(rows, out, options.cached)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""Ranks that are not alike: an error on every rank, the same one, within seconds; and a group that works afterwards."""
+
+import functools
+import pickle
+import re
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tp_invariant as tpi
+from tp_invariant import agreement, collectives, environment, liveness, mode, testing
+from tp_invariant.collectives import gather_sequence, resolve_group
+from tp_invariant.gemm import set_default_gemm_fn
+from tp_invariant.identity import identify
+from tp_invariant.kernels.reference import matmul
+from tp_invariant.testing import RankError, assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=30)
+ODD = 1  # the rank that is not like the others
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(_nothing, 4)
+
+
+def _nothing(tp_group):
+    """Starts the pool at its full size."""
+
+
+def other_gemm(a, b, *, bias=None, out_dtype=None):
+    return matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+
+class GemmObject:
+    def __call__(self, a, b, *, bias=None, out_dtype=None):
+        return matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+
+def error_on_every_rank(case, *args, world=4):
+    """The text of the error that case(tp_group, *args) raises on all ranks; and the group still works."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(case, world, *args)
+    errors = caught.value.errors
+    assert [type(errors.get(rank)) for rank in range(world)] == [RuntimeError] * world, caught.value
+    assert len({str(error) for error in errors.values()}) == 1
+    assert run_ranks(in_step, world) == [world * (world - 1) // 2] * world
+    return str(errors[0])
+
+
+def in_step(tp_group):
+    """The layers and collectives work on this group, and its ranks have the same."""
+    group = resolve_group(tp_group)
+    layer = tpi.Linear(8, 8, parallel_mode="row", tp_group=tp_group)
+    layer(torch.ones(3, 8 // group.size)).sum().backward()
+    return int(collectives.gather_major(torch.tensor([group.rank]), group).sum())
+
+
+# --- the environment ------------------------------------------------------------------------------------------------
+
+
+def in_another_environment(tp_group, name, value, variable=None):
+    """A fresh group's first call, on one rank with another environment."""
+    odd = tp_group.rank() == ODD
+    agreement._introduced.pop(tp_group, None)
+    facts = environment.environment_facts
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if odd and variable:
+                patch.setenv(variable, value)
+            elif odd:
+                patch.setattr(agreement, "environment_facts", lambda device: {**facts(device), name: value})
+            with ExitStack() as stack:
+                if variable == mode.MODE_VARIABLE:
+                    stack.enter_context(tpi.set_tp_invariant_mode(None))
+                tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)(torch.ones(3, 8))
+    finally:
+        agreement._introduced.pop(tp_group, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "variable"),
+    [
+        ("the version of torch", "2.0.0", None),
+        ("the version of triton", "1.0", None),
+        ("the device", "cuda 9.0", None),
+        ("TRITON_INTERPRET", "another", "TRITON_INTERPRET"),
+        ("TP_INVARIANT_CHECK", "1", "TP_INVARIANT_CHECK"),
+        ("the TP-invariant mode", "1", "TP_INVARIANT_MODE"),
+        ("the TP-invariant mode", "yes", "TP_INVARIANT_MODE"),
+    ],
+)
+def test_another_environment(name, value, variable):
+    text = error_on_every_rank(in_another_environment, name, value, variable)
+    assert re.search(rf"the 4 ranks of tp_group disagree: .*{name} is .* on rank 0, 2, 3; .* on rank 1", text)
+    assert value in text or variable in (mode.MODE_VARIABLE, mode.CHECK_VARIABLE)
+
+
+def test_the_environment_is_compared_once_for_a_group():
+    assert run_ranks(count_environments, 2) == [[1, 1, 1]] * 2
+
+
+def count_environments(tp_group):
+    calls, facts = [], agreement.environment_facts
+    agreement._introduced.pop(tp_group, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "environment_facts", lambda device: calls.append(1) or facts(device))
+        counts = []
+        for tokens in (3, 5, 3):
+            tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)(torch.ones(tokens, 8))
+            counts.append(len(calls))
+    return counts
+
+
+def test_this_environment():
+    facts = environment.environment_facts(torch.device("cpu"))
+    assert facts["the version of torch"] == torch.__version__
+    assert re.fullmatch(r"3\.\d+", facts["the version of Python"])
+    assert facts["the device"].endswith(torch.backends.cpu.get_cpu_capability())
+    assert facts["whether the CPU flushes subnormal numbers"] is False
+    assert facts["TP_INVARIANT_CHECK"] is False
+
+
+# --- what a call is -------------------------------------------------------------------------------------------------
+
+
+def odd_linear(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    options, x = {}, torch.ones(4, 8)
+    if what == "gemm_fn":
+        options["gemm_fn"] = functools.partial(matmul) if odd else matmul
+    if what == "owner_map":
+        options["owner_map"] = "rows" if odd else "cols"
+    dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
+    with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
+        layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, dtype=dtype, **options)
+        if odd and what == "stride":
+            layer.weight.partition_stride = 2
+        if what == "default":
+            set_default_gemm_fn(other_gemm if odd else None)
+        layer((x[:, :4] if odd and what == "features" else x).to(torch.float64 if odd and what == "x" else dtype))
+
+
+def odd_norm(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
+        dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
+        norm = tpi.ParallelNorm(8, tp_group=tp_group, sequence_parallel=True, dtype=dtype)
+        norm.weight.requires_grad_(not (odd and what == "frozen"))
+        norm(torch.ones(2, 4 if odd and what == "features" else 8, dtype=dtype))
+
+
+def odd_embedding(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
+        dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
+        layer = tpi.VocabParallelEmbedding(16, 8, tp_group=tp_group, dtype=dtype)
+        layer(torch.full((3,), 16 if odd and what == "ids" else 2))
+
+
+def odd_loss(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
+        agreement.agreed_in(resolve_group(tp_group)).clear()
+        logits = torch.ones(3, 4, dtype=torch.bfloat16 if odd and what == "dtype" else torch.float32)
+        target = torch.zeros(2 if odd and what == "target" else 3, dtype=torch.long)
+        tpi.vocab_parallel_cross_entropy(
+            logits.requires_grad_(not (odd and what == "frozen")), target, tp_group=tp_group,
+            label_smoothing=0.25 if odd and what == "option" else 0.0,
+        )  # fmt: skip
+
+
+def odd_clip(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    agreement.agreed_in(resolve_group(tp_group)).clear()
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
+        for parameter in parameters[: 0 if odd and what == "no gradient" else 1 if odd and what == "gradient" else 2]:
+            parameter.grad = torch.ones(4)
+        gemm_fn = other_gemm if odd and what == "gemm_fn" else None
+        tpi.clip_grad_norm_(parameters, 2.0 if odd and what == "option" else 1.0, tp_group=tp_group, gemm_fn=gemm_fn)
+
+
+def odd_log(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled),
+        tpi.DigestLog(Path(folder, "a.log"), nn.Linear(2, 2), tp_group=tp_group) as log,
+    ):
+        log.write(0, loss=None if odd and what == "loss" else 1.0)
+
+
+def odd_state_dict(tp_group, what, enabled):
+    odd = tp_group.rank() == ODD
+    model = nn.Sequential(tpi.Linear(8, 8, parallel_mode="row", tp_group=tp_group))
+    if odd and what == "keys":
+        model.append(nn.Linear(2, 2))
+    tpi.full_state_dict(model)
+
+
+GROUPS = [
+    (odd_linear, "mode", "the TP-invariant mode is (True|False) on rank 0, 2, 3; (True|False) on rank 1"),
+    (odd_linear, "stride", "partition_stride is 1 on rank 0, 2, 3; 2 on rank 1"),
+    (odd_linear, "owner_map", "owner_map is 'cols' on rank 0, 2, 3; 'rows' on rank 1"),
+    (odd_linear, "gemm_fn", r"gemm_fn is '.*matmul #\w+' on rank 0, 2, 3; 'partial\(.*matmul #\w+\)' on rank 1"),
+    (odd_linear, "default", r"gemm_fn is '.*matmul #\w+' on rank 0, 2, 3; '.*other_gemm #\w+' on rank 1"),
+    (odd_linear, "dtype", r"the dtype of x is 'torch.float32' on rank 0, 2, 3; 'torch.bfloat16' on rank 1"),
+    (odd_linear, "x", "an error before the call is nothing on rank 0, 2, 3; .*TypeError: x is torch.float64"),
+    (odd_linear, "features", r"an error before the call is nothing on rank 0, 2, 3; .*x has shape \(4, 4\) here"),
+    (odd_norm, "mode", "the TP-invariant mode is"),
+    (odd_norm, "dtype", "the dtype of x is"),
+    (odd_norm, "frozen", "whether the weight needs one is True on rank 0, 2, 3; False on rank 1"),
+    (odd_norm, "features", "its last dim must be features=8"),
+    (odd_embedding, "mode", "the TP-invariant mode is"),
+    (odd_embedding, "dtype", "the dtype of the weight is"),
+    (odd_embedding, "ids", "IndexError: ids holds 16 here"),
+    (odd_loss, "mode", "the TP-invariant mode is"),
+    (odd_loss, "dtype", "the dtype of logits is"),
+    (odd_loss, "frozen", "whether logits need a gradient is"),
+    (odd_loss, "option", "the options of vocab_parallel_cross_entropy is"),
+    (odd_loss, "target", r"target \(2,\) here"),
+    (odd_clip, "mode", "the TP-invariant mode is"),
+    (odd_clip, "option", "clip_grad_norm_ is"),
+    (odd_clip, "gemm_fn", "its gemm_fn is"),
+    (odd_clip, "gradient", "the gradient of parameter 1 is .* on rank 0, 2, 3; None on rank 1"),
+    (odd_clip, "no gradient", "the gradient of parameter 0 is .* on rank 0, 2, 3; None on rank 1"),
+    (odd_log, "mode", "the TP-invariant mode is"),
+    (odd_log, "loss", "what there is to log is"),
+    (odd_state_dict, "keys", "what is in the state dict is"),
+]
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize(("case", "what", "message"), GROUPS, ids=[f"{c.__name__}-{w}" for c, w, _ in GROUPS])
+def test_ranks_that_disagree(case, what, message, enabled):
+    run_ranks(case, 4, "nothing", enabled)  # the control: alike, they do not
+    assert re.search(message, error_on_every_rank(case, what, enabled))
+
+
+def test_an_error_that_all_ranks_find_is_their_own():
+    def case(tp_group):
+        tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)(torch.ones(3, 5))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(case, 4)
+    assert [type(caught.value.errors[rank]) for rank in range(4)] == [ValueError] * 4
+    assert run_ranks(in_step, 4) == [6] * 4
+
+
+def scaled(factor):
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        return matmul(a, b, bias=bias, out_dtype=out_dtype) * factor
+
+    return gemm_fn
+
+
+def test_identities():
+    first, same, other = scaled(1.0), scaled(1.0), scaled(2.0)
+    assert identify(first) == identify(same) != identify(other), "enclosed values count"
+    assert "#" in identify(first) and "scaled.<locals>.gemm_fn" in identify(first)
+    assert identify(GemmObject()) == identify(GemmObject()) != identify(other_gemm)
+    assert identify(GemmObject().__call__).endswith(f"of a {GemmObject.__module__}.GemmObject")
+    partials = [functools.partial(matmul, bias=bias) for bias in (None, 1, 1)]
+    assert identify(partials[0]) != identify(partials[1]) == identify(partials[2])
+    assert identify(lambda a: a + 1) != identify(lambda a: a + 2)
+    assert identify(torch.mm) == identify(torch.mm)
+    assert not re.search("0x[0-9a-f]{6}", " ".join(map(identify, [first, GemmObject(), *partials, torch.mm])))
+
+
+# --- at every call --------------------------------------------------------------------------------------------------
+
+
+def checked(fn):
+    """fn(tp_group, ..) with TP_INVARIANT_CHECK=1, on a group that does not know of it yet."""
+
+    def case(tp_group, *args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(mode.CHECK_VARIABLE, "1")
+            return fn(tp_group, *args)
+
+    return case
+
+
+def later(tp_group, what, enabled):
+    """Two steps alike, which a first-time check sees; in the third one rank goes its own way, to a call seen before."""
+    odd = tp_group.rank() == ODD
+    with tpi.set_tp_invariant_mode(enabled):
+        layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, sequence_parallel=True)
+        other = tpi.Linear(8, 8, parallel_mode="row", tp_group=tp_group, sequence_parallel=True)
+        for step in range(3):
+            for tokens in (2, 3):
+                here = 5 - tokens if odd and what == "shape" and step == 2 else tokens
+                y = layer(torch.ones(here, 8))
+                if odd and what == "layer" and step == 2:
+                    y = layer(torch.ones(tokens, 8))
+                    continue
+                z = other(y)
+                if odd and what == "backward" and step == 2:
+                    y.sum().backward()
+                else:
+                    z.sum().backward()
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", r"the shape of x is \(2, 8\) on rank 0, 2, 3; \(3, 8\) on rank 1"),
+        ("layer", r"the layer is .*'row'.* on rank 0, 2, 3; .*'column'.* on rank 1"),
+        ("backward", r"the layer whose backward runs is .*'row'.* on rank 0, 2, 3; .*'column'.* on rank 1"),
+    ],
+)
+def test_every_call_is_compared_on_request(what, message, enabled):
+    assert run_ranks(checked(later), 4, "nothing", enabled) == [None] * 4
+    assert re.search(message, error_on_every_rank(checked(later), what, enabled))
+
+
+def count_gathers(tp_group, check):
+    """(gathers of eight bytes in two equal steps of a layer, forward and backward; the gradients)."""
+    gathers, gather = [], agreement.gather_major
+    agreement.introduce(resolve_group(tp_group), torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(mode.CHECK_VARIABLE, str(int(check)))
+        patch.setattr(agreement, "gather_major", lambda *args: gathers.append(1) or gather(*args))
+        torch.manual_seed(0)
+        layer = tpi.Linear(64, 8, parallel_mode="row", tp_group=tp_group)
+        for _ in range(2):
+            y = layer(torch.randn(5, 64 // tp_group.size()))
+            y += 1.0  # what users do; a view would refuse
+            y.square().sum().backward()
+    return len(gathers), y.detach(), tpi.testing.full_grads(layer)
+
+
+def test_the_check_costs_nothing_unless_asked_for_and_changes_no_bit():
+    plain, checking = (run_ranks(count_gathers, 2, check) for check in (False, True))
+    assert [result[0] for result in plain] == [1, 1]
+    assert [result[0] for result in checking] == [4, 4]
+    for one, other in zip(plain, checking, strict=True):
+        assert_bitwise_equal(other[1:], one[1:])
+
+
+@pytest.mark.parametrize("text", ["yes", "", "2"])
+def test_anything_else_in_the_variable_is_an_error(monkeypatch, text):
+    monkeypatch.setenv("TP_INVARIANT_CHECK", text)
+    expected = f"TP_INVARIANT_CHECK={text!r} is not understood: set it to 1 (on) or 0 (off), or unset it (off)"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        mode.is_call_check_enabled()
+
+
+# --- the weights ----------------------------------------------------------------------------------------------------
+
+
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+def parallelized(tp_group, what):
+    """parallelize; one rank has something else."""
+    odd = tp_group.rank() == ODD
+    torch.manual_seed(0)
+    hidden = 16 if odd and what == "shape" else 8
+    model = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 8), nn.LayerNorm(8))
+    names = {"weight": ["2.weight"], "seed": [name for name, _ in model.named_parameters()]}.get(what, [])
+    with torch.no_grad():
+        for name in names if odd else []:
+            weight = model.get_parameter(name).view(-1)
+            weight[-1] = weight[-1] * -1 if weight[-1] else -0.0  # one bit
+    if odd and what == "order":
+        model[0].weight.data = model[0].weight.data.flip(0)
+    if what == "meta" and odd:
+        model = model.to("meta")
+    before = dict(model.named_modules())
+    plan = {"0": "colwise"} if odd and what == "plan" else PLAN
+    if what == "problem" and odd:
+        model.append(nn.Dropout(0.5))
+        before = dict(model.named_modules())
+    try:
+        tpi.parallelize(model, tp_group, plan)
+    except RuntimeError:
+        assert dict(model.named_modules()) == before, "nothing is changed"
+        raise
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "weight",
+            r"different weights in 1 of 6 parameters; .*\n  2.weight: one value on rank 0, 2, 3, another on rank 1$",
+        ),
+        ("seed", r"in 6 of 6 parameters(.*\n){6}  and 1 more$"),
+        ("order", "in 1 of 6 parameters"),
+        ("shape", "the model is 'Sequential, 6 parameters, .* on rank 0, 2, 3; .* on rank 1"),
+        ("plan", "the plan of 2 is .*rowwise.* on rank 0, 2, 3; nothing on rank 1"),
+        ("problem", r"what parallelize cannot honour is \[\] on rank 0, 2, 3; .*dropout p=0.5"),
+    ],
+)
+def test_ranks_with_different_models(what, message):
+    assert re.search(message, error_on_every_rank(parallelized, what))
+
+
+def test_ranks_with_the_same_model_or_none_yet():
+    for what in ("nothing", "meta"):
+        assert run_ranks(parallelized, 4, what) == [None] * 4
+
+
+# --- who is alive ---------------------------------------------------------------------------------------------------
+
+
+def test_contacts_travel_as_they_are():
+    contact = liveness.Contact(3, 4711, "a host", "boot:4", "10.0.0.7", 5000)
+    assert len(contact.encode()) == liveness.CONTACT_BYTES
+    assert liveness.Contact.decode(contact.encode()) == contact
+
+
+def look_around(tp_group):
+    """What `_look` says of the others, of a port where nobody listens, and of another network's loopback."""
+    group = resolve_group(tp_group)
+    agreement.introduce(group, torch.device("cpu"))
+    contacts = [liveness._contacts[rank] for rank in range(group.size)]
+    looks = [liveness._look(contact, "") for contact in contacts]
+    with liveness.socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    nobody = liveness.Contact(9, 1, "h", liveness._network(), "127.0.0.1", port)
+    elsewhere = liveness.Contact(9, 1, "h", "another", "127.0.0.1", port)
+    error = RuntimeError("sizes differ")
+    same = liveness.explain(error, group, "nothing") is error
+    if group.rank == ODD:  # the others are alive, and have not failed
+        late = liveness.explain(RuntimeError("Timed out waiting 9ms"), group, "all-gather of x")
+        assert type(late) is RuntimeError
+        assert re.match(
+            r"all-gather of x failed on rank 1 of 3 with all ranks alive: rank 0 \(global rank 0, process \d+ on .*\), "
+            r"2 \(.*\) did not join it in time: .*TP_INVARIANT_CHECK=1 .*\(Timed out waiting 9ms\)$",
+            str(late),
+        )
+    gather_sequence(torch.ones(2, 2), tp_group)  # nobody looks at a rank that has gone on
+    return looks, liveness._look(nobody, ""), liveness._look(elsewhere, ""), same
+
+
+def test_looking_at_live_ranks():
+    assert run_ranks(look_around, 3) == [(["alive"] * 3, "ended", "unknown", True)] * 3
+
+
+@pytest.mark.parametrize("left_word", [True, False])
+def test_a_survivor_is_not_blamed_for_ending(monkeypatch, left_word):
+    """Ranks 1 and 2 are gone; 2 had found that 1 was, and left word of it. Without it, both are named."""
+    monkeypatch.setattr(liveness.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(liveness.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+    own = liveness.own_contact()
+    contacts = {0: own}
+    for rank in (1, 2):
+        with liveness.socket.create_server(("127.0.0.1", 0)) as s:
+            contacts[rank] = liveness.Contact(rank, 40 + rank, "h", own.network, *s.getsockname())
+    monkeypatch.setattr(liveness, "_contacts", contacts)
+    monkeypatch.setattr(liveness, "_words", {})
+    if left_word:
+        assert liveness._look(own, "2:1\n") == "alive"
+    group = SimpleNamespace(process_group=object(), rank=0, size=3)
+    error = liveness.explain(RuntimeError("Connection closed by peer"), group, "all-gather of x")
+    if left_word:
+        named = "rank 1 (global rank 1, process 41 on h) has ended (rank 2 ended after, for the same reason)"
+    else:
+        named = "rank 1 (global rank 1, process 41 on h), 2 (global rank 2, process 42 on h) have ended"
+    assert str(error).startswith(f"{named}: all-gather of x failed on rank 0 of 3. Look for")
+    assert isinstance(error, tpi.DeadRankError)
+    assert error.ranks == ((1,) if left_word else (1, 2)) == pickle.loads(pickle.dumps(error)).ranks

@@ -1,0 +1,415 @@
+"""tpi.attention: a head's bits depend on its own data alone, a query's on itself and the keys; values; refusals.
+
+On a CPU the reference runs, in small sizes; on a GPU the Triton kernel, in large ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tp_invariant as tpi
+from tp_invariant.testing import wide_randn
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+KINDS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=37),
+    "softcap": dict(causal=True, softcap=3.0, scale=0.3),
+}
+# device, dtype, head size
+PLACES = [
+    pytest.param("cpu", torch.float32, 24, id="cpu-fp32-24"),
+    pytest.param("cpu", torch.bfloat16, 16, id="cpu-bf16-16"),
+    *(
+        pytest.param("cuda", dtype, dim, marks=GPU, id=f"cuda-{dtype}-{dim}")
+        for dtype, dims in (
+            (torch.bfloat16, (64, 96, 128, 256)),
+            (torch.float16, (64, 96, 128, 256)),
+            (torch.float32, (64,)),
+            (torch.bfloat16, (80, 320)),
+        )
+        for dim in dims
+    ),
+]
+BOTH = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=GPU, id="cuda")]
+
+
+def tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim, spread=2) -> list[Tensor]:
+    """q, k, v and the gradient of the output, laid out as models do: [B, S, heads, D] transposed."""
+    generator = torch.Generator().manual_seed(1000 * queries + keys)
+    shapes = ((queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim), (queries, heads, dim))
+    made = (wide_randn(batch, *shape, generator=generator, spread=spread) for shape in shapes)
+    return [x.to(device, dtype).transpose(1, 2) for x in made]
+
+
+def attend(q, k, v, grad, attention=tpi.attention, **options) -> dict[str, Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, **options)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad.to(out.dtype))
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_same_bytes(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    """assert_bitwise_equal's verdict, found on the device: on a GPU these tensors are large and many."""
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        y = expected[name]
+        assert x.dtype == y.dtype and x.shape == y.shape, f"{name}, {what}"
+        as_int = {2: torch.int16, 4: torch.int32}[x.element_size()]
+        differ = int((x.contiguous().view(as_int) != y.contiguous().view(as_int)).sum())
+        assert not differ, f"{what}: {differ} of {x.numel()} elements of {name} differ"
+
+
+def part_of(results: dict[str, Tensor], dim: int, index: int, parts: int) -> dict[str, Tensor]:
+    return {name: x.chunk(parts, dim)[index] for name, x in results.items()}
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A copy laid out as a rank's own projection leaves it."""
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+# --- bits: heads, batches, packing ----------------------------------------------------------------------------------
+
+
+def sizes_for(device, dim):
+    """batch, heads, kv heads, [(queries, keys)]"""
+    if device == "cpu":
+        return 2, 4, 2, ((1, 37), (150, 150), (40, 170))
+    if dim > 256:  # plain torch
+        return 2, 8, 4, ((300, 300),)
+    return 2, 32, 8, ((1, 4096), (77, 77), (1000, 1000), (300, 4096), (4096, 4096), (8192, 8192))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_a_head_and_a_sequence_do_not_see_the_others(device, dtype, dim, kind):
+    batch, heads, kv_heads, lengths = sizes_for(device, dim)
+    for queries, keys in lengths:
+        q, k, v, grad = data = tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim)
+        whole = attend(*data, **KINDS[kind])
+        where = f"{queries} queries, {keys} keys"
+        assert_same_bytes(attend(*data, **KINDS[kind]), whole, f"the same call again, {where}")
+        for dim_cut, parts in ((1, 2), (1, kv_heads), (0, batch)):
+            for index in {0, parts - 1} if device == "cuda" else range(parts):
+                mine = [fresh(x.chunk(parts, dim_cut)[index]) for x in data]
+                expected = part_of(whole, dim_cut, index, parts)
+                cut = f"part {index} of {parts} along dim {dim_cut}, {where}"
+                assert_same_bytes(attend(*mine, **KINDS[kind]), expected, cut)
+        # all heads of one key head, each query head by itself: out and dq are the same (dk and dv are sums over them)
+        group = heads // kv_heads
+        alone = attend(q[:, :1], k[:, :1], v[:, :1], grad[:, :1], **KINDS[kind])
+        for name in ("out", "dq"):
+            assert_same_bytes({name: alone[name]}, {name: whole[name][:, :1]}, f"one of {group} query heads, {where}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_packed_sequences_are_separate_calls(device, dtype, dim, kind):
+    scale = 1 if device == "cpu" else 16
+    of_q = [scale * n for n in (30, 0, 9, 140)] + [1, 1]
+    of_k = [scale * n for n in (30, 5, 60, 140)] + [1, 77]
+    q, k, v, grad = tensors(device, dtype, 1, 4, 2, sum(of_q), sum(of_k), dim)
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (of_q, of_k)
+    )
+    options = dict(KINDS[kind], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    packed = attend(q, k, v, grad, **options)
+    longer = attend(q, k, v, grad, **options, max_seqlen_q=sum(of_q), max_seqlen_k=max(of_k))
+    assert_same_bytes(longer, packed, "other longest lengths")
+    for n in range(len(of_q)):
+        of_queries, of_keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        mine = [fresh(x[:, :, s]) for x, s in ((q, of_queries), (k, of_keys), (v, of_keys), (grad, of_queries))]
+        expected = {
+            name: x[:, :, of_queries if name in ("out", "dq") else of_keys].contiguous() for name, x in packed.items()
+        }
+        assert_same_bytes(attend(*mine, **KINDS[kind]), expected, f"sequence {n}")
+
+
+# --- bits: a query, the other queries, and where keys are cut -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_chunks_and_single_steps_are_the_prefill(device, dtype, dim, kind):
+    length = 300 if device == "cpu" or dim > 256 else 4096
+    q, k, v, _ = tensors(device, dtype, 2, 4, 2, length, length, dim)
+    whole = {"out": tpi.attention(q, k, v, **KINDS[kind])}
+
+    def part(start: int, stop: int, cache: int) -> None:
+        """Queries start .. stop against keys 0 .. stop of a cache that has place for `cache`."""
+        keys, values = (F.pad(x, (0, 0, 0, cache - length), value=torch.nan)[:, :, :stop] for x in (k, v))
+        got = {"out": tpi.attention(fresh(q[:, :, start:stop]), keys, values, **KINDS[kind])}
+        expected = {"out": whole["out"][:, :, start:stop].contiguous()}
+        assert_same_bytes(got, expected, f"queries {start} to {stop}")
+
+    cuts = [0, 1, 64, 127, 128, 129, 200, length]
+    for start, stop in itertools.pairwise(cuts):
+        part(start, stop, length)
+    for last in (*range(0, length, length // 8), *cuts[1:-1], length - 1):
+        part(last, last + 1, length + 50)
+    only = {"out": tpi.attention(q[:, :, -1:], k, v)} if kind == "causal" else whole
+    assert_same_bytes(
+        {"out": only["out"][:, :, -1:]}, {"out": whole["out"][:, :, -1:]}, "causal or full, the last query"
+    )
+
+
+@pytest.mark.parametrize("device, dtype, dim", PLACES[:1] + PLACES[2:4])
+def test_keys_cut_at_other_places_would_show(device, dtype, dim):
+    """The control: the keys of a window, counted from its first one instead of from the sequence's."""
+    q, k, v, _ = tensors(device, dtype, 1, 4, 2, 2500, 2500, dim)
+    q, window, differ = q[:, :, -300:], 1700, 0
+    whole = tpi.attention(q, k, v, causal=True, window=window)
+    for i in range(0, 300, 50):
+        stop = 2500 - 300 + i + 1
+        seen = slice(stop - window, stop)
+        alone = tpi.attention(q[:, :, i : i + 1], k[:, :, seen], v[:, :, seen])
+        torch.testing.assert_close(alone, whole[:, :, i : i + 1], rtol=2e-2, atol=2e-2)
+        differ += not torch.equal(alone, whole[:, :, i : i + 1])
+    assert differ
+
+
+def test_threads_do_not_count():
+    data = tensors("cpu", torch.float32, 2, 8, 4, 150, 150, 24)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(attend(*data, causal=True, softcap=3.0))
+    finally:
+        torch.set_num_threads(before)
+    for got in results[1:]:
+        assert_same_bytes(got, results[0], "threads")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_repeats_beside_a_busy_stream():
+    data = tensors("cuda", torch.bfloat16, 1, 32, 8, 4096, 4096, 128)
+    first = attend(*data, causal=True)
+    other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(10):
+                a @ a
+        assert_same_bytes(attend(*data, causal=True), first, "beside products of another stream")
+    torch.cuda.synchronize()
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def visible(queries: int, keys: int, options: dict, device: str) -> Tensor:
+    position = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    key = torch.arange(keys, device=device)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if options.get("causal"):
+        seen &= key <= position
+    if options.get("window"):
+        seen &= key > position - options["window"]
+    return seen
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """The formula, in the tensors' dtype; softmax at least in fp32."""
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).mT * options.get("scale", q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(q.shape[2], k.shape[2], options, q.device)
+    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(~seen.any(1, keepdim=True), 0.0)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+    return weights * seen @ v.repeat_interleave(groups, 1)
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    if "softcap" in options:
+        return plainly(q, k, v, **options)
+    seen = visible(q.shape[2], k.shape[2], options, q.device)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # a fused kernel with a mask wants that
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_error_against_float64(device, dtype, dim, kind):
+    """At most 1.2 times that of torch's SDPA, or a few units in fp32's last place."""
+    options = KINDS[kind]
+    lengths = ((1, 1), (150, 150), (40, 170), (7, 3)) if device == "cpu" else ((1, 2000), (700, 1500))
+    for (queries, keys), kv_heads in itertools.product(lengths, (2, 1)):
+        data = tensors(device, dtype, 2, 4, kv_heads, queries, keys, dim, spread=0)
+        exact = attend(*(x.double() for x in data), plainly, **options)
+        theirs, ours = attend(*data, torchs, **options), attend(*data, **options)
+        for name, value in exact.items():
+            assert ours[name].dtype == dtype and ours[name].isfinite().all()
+            if float(value.norm()) < 1e-9:  # one query that sees one key has no slope
+                assert min(queries, keys) == 1 and float(ours[name].double().norm()) < 1e-2
+                continue
+            errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+            assert errors[0] <= max(1.2 * errors[1], 4 * torch.finfo(torch.float32).eps), (name, queries, keys, errors)
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_a_query_that_sees_nothing_gives_zeros(device):
+    q, k, v, grad = tensors(device, torch.float32, 2, 4, 2, 7, 3, 16)
+    results = attend(q, k, v, grad, causal=True)  # queries 0 to 3 stand before the first key
+    assert_same_bytes({"out": results["out"][:, :, :4]}, {"out": torch.zeros(2, 4, 4, 16, device=device)}, "zeros")
+    assert_same_bytes({"dq": results["dq"][:, :, :4]}, {"dq": torch.zeros(2, 4, 4, 16, device=device)}, "zeros")
+    assert results["out"][:, :, 4:].abs().min() > 0
+    for shapes in (((0, 4, 3), (0, 2, 3)), ((2, 4, 0), (2, 2, 3)), ((2, 4, 3), (2, 2, 0))):
+        q, k, v = (torch.randn(*shape, 8, device=device) for shape in (shapes[0], shapes[1], shapes[1]))
+        for name, x in attend(q, k, v, torch.ones_like(q), causal=True).items():
+            assert not x.any(), name
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_values_of_another_head_size(device):
+    """v [.., E]: narrower, as in multi-head latent attention, or wider."""
+    for wide, narrow in ((48, 32), (32, 48)):
+        q, k, v, grad = tensors(device, torch.float32, 1, 4, 2, 40, 40, wide)
+        v, grad = (F.pad(x, (0, max(narrow - wide, 0)))[..., :narrow] for x in (v, grad))
+        ours, exact = attend(q, k, v, grad, causal=True), attend(q, k, v, grad, plainly, causal=True)
+        for name, value in exact.items():
+            assert ours[name].shape == value.shape
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
+
+
+def test_strides_do_not_count():
+    q, k, v, grad = data = tensors("cpu", torch.bfloat16, 2, 4, 2, 40, 40, 16)
+    whole = attend(*data, causal=True)
+    strided = [x.mT.contiguous().mT for x in data]
+    assert_same_bytes(attend(*strided, causal=True), whole, "transposed")
+    one = torch.ones((), dtype=torch.bfloat16).expand_as(grad)  # the gradient of a sum
+    assert_same_bytes(attend(q, k, v, one, causal=True), attend(q, k, v, one.contiguous(), causal=True), "expanded")
+
+
+# --- as a node of a graph -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_compiled_whole_it_has_the_same_bits(device):
+    data = tensors(device, torch.float32 if device == "cpu" else torch.bfloat16, 2, 8, 4, 40, 40, 64)
+    compiled = torch.compile(
+        lambda q, k, v: 2 * tpi.attention(q, k, v, causal=True, window=30),
+        fullgraph=True,
+        backend="aot_eager" if device == "cpu" else "inductor",
+    )
+    eager = attend(*data, lambda q, k, v: 2 * tpi.attention(q, k, v, causal=True, window=30))
+    assert_same_bytes(attend(*data, compiled), eager, "compiled")
+    packed = torch.compile(
+        lambda q, k, v, cu: tpi.attention(q, k, v, causal=True, cu_seqlens_q=cu), fullgraph=True, backend="aot_eager"
+    )
+    one, cu = [x[:1] for x in data], torch.tensor([0, 13, 40], dtype=torch.int32, device=device)
+    expected = attend(*one, causal=True, cu_seqlens_q=cu)
+    assert_same_bytes(attend(*one, lambda q, k, v: packed(q, k, v, cu)), expected, "compiled, packed")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_it_has_the_same_bits(reentrant):
+    data = tensors("cpu", torch.float32, 2, 8, 4, 40, 40, 16)
+
+    def checkpointed(q, k, v):
+        return checkpoint(lambda *x: tpi.attention(*x, causal=True), q, k, v, use_reentrant=reentrant)
+
+    q, k, v, grad = data
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = checkpointed(q, k, v)
+    out.backward(grad)  # the reentrant kind knows no autograd.grad
+    got = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    assert_same_bytes(got, attend(*data, causal=True), "checkpointed")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_replayed_from_a_cuda_graph_it_has_the_same_bits(packed):
+    q, k, v, grad = data = tensors("cuda", torch.bfloat16, 1, 8, 2, 300, 300, 128)
+    options = dict(causal=True)
+    if packed:
+        cu = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+        options |= dict(cu_seqlens_q=cu, max_seqlen_q=200)
+    eager = attend(*data, **options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            attend(*data, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(q, k, v, grad, **options)
+    for x in captured.values():
+        x.zero_()
+    graph.replay()
+    assert_same_bytes(captured, eager, "replayed")
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_autocasts_dtype_wins(device):
+    q, k, v, grad = tensors(device, torch.float32, 1, 4, 2, 20, 20, 64)
+    with torch.autocast(device, torch.bfloat16):
+        got = attend(q, k, v.bfloat16(), grad, causal=True)
+    expected = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), grad.bfloat16(), causal=True)
+    assert got["dq"].dtype == torch.float32
+    assert_same_bytes({name: x.bfloat16() for name, x in got.items()}, expected, "autocast")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+CU = torch.tensor([0, 3, 6], dtype=torch.int32)
+Q = torch.zeros(1, 4, 6, 8)
+KV = torch.zeros(1, 2, 6, 8)
+REFUSED = [
+    (dict(q=Q[0]), ValueError, r"q \(4, 6, 8\), k .* must be \[batch, heads, sequence, head size\]"),
+    (dict(k=KV[:, :, :5]), ValueError, "k and v one sequence and heads"),
+    (dict(q=Q[:, :3]), ValueError, "q has 3 heads and k 2: q's must be a multiple of k's"),
+    (
+        dict(q=Q.double()),
+        TypeError,
+        r"q is torch\.float64: attention takes torch\.bfloat16, torch\.float16, torch\.float32",
+    ),
+    (dict(v=KV.bfloat16()), TypeError, r"q is torch\.float32 and v is torch\.bfloat16: they must have one dtype"),
+    (dict(q=Q[..., :0], k=KV[..., :0]), ValueError, "heads of size 0"),
+    (dict(q=Q.to("meta"), k=KV.to("meta"), v=KV.to("meta")), NotImplementedError, "attention runs on cuda and cpu"),
+    (dict(k=KV.to("meta")), ValueError, "q is on cpu and k on meta"),
+    (dict(window=3), ValueError, "window=3 with causal=False: a window is at least 1 and needs causal=True"),
+    (dict(window=0, causal=True), ValueError, "window=0 with causal=True"),
+    (dict(softcap=0.0), ValueError, r"softcap=0\.0 must be positive, or None"),
+    (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive: negate q"),
+    (dict(cu_seqlens_k=CU), ValueError, "cu_seqlens_k is given and cu_seqlens_q is not"),
+    (dict(max_seqlen_q=3), ValueError, "max_seqlen_q is given and cu_seqlens_q is not"),
+    (dict(cu_seqlens_q=CU.long()), ValueError, r"cu_seqlens_q is torch\.int64 \(3,\) on cpu: it must be int32"),
+    (
+        dict(cu_seqlens_q=CU, cu_seqlens_k=CU[::2]),
+        ValueError,
+        r"cu_seqlens_q \(3,\) and cu_seqlens_k \(2,\) must have one",
+    ),
+    (dict(cu_seqlens_q=CU[:2]), ValueError, r"cu_seqlens_q=\[0, 3\] must rise from 0 to 6"),
+    (dict(cu_seqlens_q=CU, max_seqlen_q=2), ValueError, "max_seqlen_q=2 is less than the longest sequence, 3"),
+    (dict(cu_seqlens_q=CU, max_seqlen_q=-1), ValueError, "max_seqlen_q=-1 must be at least 0"),
+    (
+        dict(q=Q.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1), cu_seqlens_q=CU),
+        ValueError,
+        "q has batch 2: packed sequences",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, error, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_refused(given, error, text):
+    with pytest.raises(error, match=text):
+        tpi.attention(**{"q": Q, "k": KV, "v": KV, **given})
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, _ = (x.requires_grad_() for x in tensors("cpu", torch.float32, 1, 4, 2, 5, 5, 8))
+    (dq,) = torch.autograd.grad(tpi.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative: call backward without create_graph=True"):
+        dq.sum().backward()

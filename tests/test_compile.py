@@ -1,0 +1,341 @@
+"""torch.compile(fullgraph=True): the same bits as eager mode, forward and backward, at every degree."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from layer_cases import Case, assert_cases_invariant, error
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.collectives import gather_dim, gather_sequence, resolve_group
+from tp_invariant.gemm import gemm
+from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
+
+ON_ON_OFF = (True, True, False)
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+# --- each layer -----------------------------------------------------------------------------------------------------
+
+BASE = Case("column", 144, 48, (12, 2), backend="aot_eager")
+SP = BASE.with_(sequence_parallel=True)
+ROW = dict(parallel_mode="row", in_features=144, out_features=40)
+CASES = [
+    BASE.with_(parallel_mode=None, sequence_parallel=True),
+    SP.with_(stride=2, late_stride=True, return_bias=True),
+    BASE.with_(gather_output=True, return_bias=True),
+    SP.with_(**ROW, tokens=(2, 12), sequence_dim=1, owner_map="cols"),
+    BASE.with_(**ROW, input_is_parallel=False, return_bias=True, owner_map="rows"),
+    SP.with_(norm="LayerNorm", tokens=(3, 32, 2), sequence_dim=1, return_norm=True, return_norm_gathered=True),
+    BASE.with_(norm="RMSNorm", zero_centered=True, bias=False, return_norm=True),
+]
+
+
+@pytest.mark.parametrize("degree", (1, 2))
+def test_layers(degree):
+    assert_cases_invariant(CASES, degree)
+
+
+# --- a whole model --------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Every kind of layer; q and k are independent of each other, and so are their gradients."""
+
+    def __init__(self, tp_group: Any, sequence_parallel: bool, dtype: torch.dtype = torch.float32, device="cpu"):
+        super().__init__()
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel
+        both = dict(tp_group=tp_group, sequence_parallel=sequence_parallel, sequence_dim=1, dtype=dtype, device=device)
+        column, row = dict(parallel_mode="column", **both), dict(parallel_mode="row", **both)
+        self.embedding = tpi.VocabParallelEmbedding(72, 96, pad_vocab_to_multiple_of=16, **both)
+        self.norm = tpi.ParallelNorm(96, **both)
+        self.q, self.k = tpi.Linear(96, 128, **column), tpi.Linear(96, 128, bias=False, **column)
+        of_heads = {name: both[name] for name in ("tp_group", "dtype", "device")}
+        self.q_norm = tpi.ParallelNorm(16, heads=8, heads_dim=2, **of_heads)
+        self.down = tpi.Linear(128, 96, **row)
+        self.up = tpi.LayerNormLinear(96, 256, normalization="RMSNorm", partition_stride=2, **column)
+        self.fc2 = tpi.Linear(128, 96, bias=False, **row)
+        self.head = tpi.Linear(96, 80, bias=False, **column)
+
+    def forward(self, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(ids)
+        h = self.norm(x)
+        q, k = self.q(h).unflatten(-1, (-1, 16)), self.k(h).unflatten(-1, (-1, 16))
+        x = x + self.down((self.q_norm(q) * k).flatten(-2))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        x = x + self.fc2(gate * up)
+        logits = self.head(x)
+        if logits.dtype == torch.float64:  # the reference
+            rows, ids = logits[..., :72].flatten(0, 1), target.flatten()
+            loss = F.cross_entropy(rows, ids, label_smoothing=0.1) + 0.01 * rows[ids >= 0].logsumexp(1).square().mean()
+        else:
+            loss = tpi.vocab_parallel_cross_entropy(
+                logits, target, tp_group=self.tp_group, vocab_size=72, label_smoothing=0.1, z_loss=0.01
+            )
+        return loss, x if not self.sequence_parallel else gather_sequence(x, self.tp_group, 1)
+
+
+def steps(
+    tp_group: Any,
+    sequence_parallel: bool,
+    backend: str | None,
+    modes: tuple[bool, ...] = (True, True),
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> list[Any]:
+    """Losses, outputs and whole gradients of one step for each mode, the steps of different lengths."""
+    torch.manual_seed(0)
+    model = Model(tp_group, sequence_parallel, dtype, device)
+    with torch.no_grad():
+        for i, (_, p, spec) in enumerate(tpi.parameters.named_shard_specs(model)):
+            full = spec.full(p)
+            p.copy_(spec.local(wide_randn(*full.shape, generator=torch.Generator().manual_seed(i), spread=3).to(full)))
+    call = model
+    if backend:
+        torch.compiler.reset()  # code compiled for other cases counts towards its limit
+        call = torch.compile(model, backend=backend, fullgraph=True)
+    results = []
+    for step, mode in enumerate(modes):
+        g = torch.Generator().manual_seed(step)
+        ids, target = (torch.randint(0, 72, (2, (8, 12, 4)[step % 3]), generator=g).to(device) for _ in range(2))
+        target[0, 0] = -100
+        model.zero_grad()
+        with tpi.set_tp_invariant_mode(mode):
+            loss, x = call(ids, target)
+            (loss + x.square().mean()).backward()
+        results.append((loss.detach().cpu(), x.detach().cpu(), testing.full_grads(model)))
+    return results
+
+
+@pytest.mark.parametrize("sequence_parallel, degrees", [(False, (1, 2)), (True, (1, 2, 4))])
+def test_model(sequence_parallel, degrees):
+    """On, on with another length, off: the same bits as eager TP=1 while on; while off, those of no other degree."""
+    expected = steps(None, sequence_parallel, None)
+    off = steps(None, sequence_parallel, None, ON_ON_OFF)[2]
+    exact = steps(None, sequence_parallel, None, (False, False), torch.float64)
+    for degree in degrees:
+        for got in run_ranks(steps, degree, sequence_parallel, "aot_eager", ON_ON_OFF):
+            assert_bitwise_equal(got[:2], expected)
+            assert degree == 1 or digest(got[2]) != digest(off)
+            for (loss, x, grads), (exact_loss, exact_x, exact_grads) in zip(got, (*exact, off), strict=True):
+                assert error(loss, exact_loss.double()) < 1e-4 and error(x, exact_x.double()) < 1e-4
+                assert max(error(grads[name], exact_grads[name].double()) for name in grads) < 1e-3
+
+
+class Pair(nn.Module):
+    """Two layers that do not see each other, each with collectives in forward and backward."""
+
+    def __init__(self, tp_group: Any, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        options = dict(parallel_mode="column", tp_group=tp_group, sequence_parallel=True, device=device, dtype=dtype)
+        torch.manual_seed(0)
+        self.a, self.b = (tpi.Linear(96, 64, **options) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x)
+
+
+def pair_grads(tp_group: Any, backend: str | None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    group = resolve_group(tp_group)
+    pair = Pair(tp_group, device, dtype)
+    torch.compiler.reset()
+    call = torch.compile(pair, backend=backend, fullgraph=True) if backend else pair
+    results = []
+    for tokens in (8, 16):
+        x = wide_randn(tokens, 96, generator=torch.Generator().manual_seed(1), spread=3).to(device, dtype)
+        x = x.chunk(group.size)[group.rank].clone().requires_grad_()
+        with tpi.set_tp_invariant_mode(True):
+            y = call(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        results.append((gather_dim(y.detach(), 1, group).cpu(), gather_dim(x.grad, 0, group).cpu()))
+    return results, {name: None if g is None else g.cpu() for name, g in testing.full_grads(pair).items()}
+
+
+def test_inductor_with_independent_layers():
+    expected = pair_grads(None, None)
+    for degree in (1, 2):
+        for got in run_ranks(pair_grads, degree, "inductor"):
+            assert_bitwise_equal(got, expected)
+
+
+def ordered_ops(tp_group: Any) -> tuple[list[str], list[str]]:
+    """The names of the ops in the graphs of forward and backward that hold on to the one before them, in order."""
+    graphs: list[list[str]] = []
+
+    def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        chain, token = [], None
+        for node in module.graph.nodes:
+            if node.target is torch.ops.higher_order.with_effects:
+                assert token is None or node.args[0].args[0] is token
+                token = node
+                chain.append(node.args[1].name())
+        graphs.append(chain)
+        return make_boxed_func(module.forward)
+
+    pair = Pair(tp_group)
+    torch.compiler.reset()
+    call = torch.compile(pair, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
+    call(torch.ones(4, 96, requires_grad=True)).sum().backward()
+    forward, backward = graphs
+    return forward, backward
+
+
+def test_calls_of_several_ranks_are_ordered():
+    """A token goes from each op that communicates to the next; at TP=1 nothing is held up."""
+    with tpi.set_tp_invariant_mode(True):
+        assert ordered_ops(None) == ([], [])
+        for forward, backward in run_ranks(ordered_ops, 2):
+            assert forward == ["tp_invariant::check_agreement", "tp_invariant::column_linear_ranks"] * 2
+            assert backward == ["tp_invariant::column_linear_ranks_backward"] * 2
+
+
+# --- the gate -------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_code_follows_the_mode(monkeypatch):
+    """By the call and by either variable; each change shows at the next call."""
+    layer, x = tpi.Linear(4096, 8), wide_randn(4, 4096, generator=torch.Generator().manual_seed(0))
+    torch.compiler.reset()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    seen = {}
+    for mode in (True, False):
+        with tpi.set_tp_invariant_mode(mode):
+            seen[mode] = layer(x)
+            assert_bitwise_equal(call(x), seen[mode])
+    assert digest(seen[True]) != digest(seen[False])
+    with tpi.set_tp_invariant_mode(None):
+        for variable in ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE"):
+            for text, mode in (("1", True), ("0", False), (None, False), ("1", True), (None, False)):
+                monkeypatch.delenv(variable, raising=False)
+                if text is not None:
+                    monkeypatch.setenv(variable, text)
+                assert_bitwise_equal(call(x), seen[mode])
+
+
+def test_a_graph_break_is_an_error():
+    """So that fullgraph=True above means something."""
+
+    class Broken(tpi.Linear):
+        def forward(self, x: Tensor) -> Any:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(Broken(8, 8), backend="aot_eager", fullgraph=True)(torch.ones(2, 8))
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def scaled(scale: float) -> Any:
+    """gemm_fns of the same code, which torch.compile takes for one function if it is allowed to."""
+    return lambda a, b, *, bias=None, out_dtype=None: (a @ b * scale).to(out_dtype or a.dtype)
+
+
+def test_each_layer_keeps_its_gemm_fn():
+    layers = [tpi.Linear(8, 8, bias=False, gemm_fn=scaled(scale)) for scale in (1.0, 2.0)]
+    x = torch.ones(2, 8)
+    torch.compiler.reset()
+    with tpi.set_tp_invariant_mode(True):
+        for layer in layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+            assert_bitwise_equal(layer(x), layer.forward(x))
+        layers[0].gemm_fn = layers[1].gemm_fn
+        assert_bitwise_equal(layers[0](x), 2.0 * (x @ layers[0].weight.t()))
+
+
+def test_partition_stride_autocast_and_wrong_input():
+    layer = tpi.Linear(32, 24, parallel_mode="column")
+    torch.compiler.reset()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 32)
+    with tpi.set_tp_invariant_mode(True):
+        for stride in (1, 2):
+            layer.weight.partition_stride = stride
+            assert_bitwise_equal(call(x), layer(x))
+            assert layer.partition_stride == stride
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert call(x).dtype == torch.bfloat16
+            assert_bitwise_equal(call(x), layer(x))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"it must be \[\.\., 32\]|Observed exception"):
+            call(torch.randn(4, 31))
+
+
+def test_ids_out_of_range_are_found_when_compiled_code_runs():
+    embedding = tpi.VocabParallelEmbedding(10, 4)
+    torch.compiler.reset()
+    call = torch.compile(embedding, backend="aot_eager", fullgraph=True)
+    with tpi.set_tp_invariant_mode(True):
+        assert_bitwise_equal(call(torch.tensor([1, 9])), embedding.weight[[1, 9]])
+        with pytest.raises(IndexError, match="ids holds 10 on rank 0"):
+            call(torch.tensor([1, 10]))
+
+
+def unequal(tp_group: Any) -> None:
+    group = resolve_group(tp_group)
+    torch.compiler.reset()
+    layer = tpi.Linear(8, 8, parallel_mode="row", tp_group=tp_group, owner_map=("rows", "cols")[group.rank])
+    with tpi.set_tp_invariant_mode(True), pytest.raises(RuntimeError, match="owner_map is 'rows' on rank 0"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.ones(2, 4))
+
+
+def test_ranks_that_disagree():
+    run_ranks(unequal, 2)
+
+
+# --- the product as an op -------------------------------------------------------------------------------------------
+
+
+def test_gemm_op():
+    gemm_op = torch.ops.tp_invariant.gemm
+    g = torch.Generator().manual_seed(0)
+    a, b, bias = (wide_randn(*shape, generator=g, spread=3).requires_grad_() for shape in ((5, 300), (300, 7), (7,)))
+    c = gemm_op(a, b, bias)
+    assert_bitwise_equal(c.detach(), gemm(None, a.detach(), b.detach(), bias=bias.detach()))
+    assert gemm_op(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32).dtype == torch.float32
+    dc = wide_randn(5, 7, generator=g, spread=3)
+    grads = torch.autograd.grad(c, (a, b, bias), dc)
+    assert_bitwise_equal(grads[0], gemm(None, dc, b.detach().t()))
+    exact = (dc.double() @ b.double().t(), a.double().t() @ dc.double(), dc.double().sum(0))
+    torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-4, check_dtype=False)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda a, b, bias: gemm_op(a, b, bias).relu(), backend="aot_eager", fullgraph=True)
+    for rows in (5, 3):
+        results = []
+        for fn in (compiled, lambda a, b, bias: gemm_op(a, b, bias).relu()):
+            y = fn(a[:rows], b, bias)
+            results.append((y.detach(), torch.autograd.grad(y, (a, b, bias), dc[:rows])))
+        assert_bitwise_equal(*results)
+    torch.library.opcheck(gemm_op.default, (a, b, bias))
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("degree", (1, 2))
+def test_gpu(degree, backend):
+    if degree > torch.cuda.device_count():
+        pytest.skip(f"needs {degree} GPUs")
+    ranks = functools.partial(testing.run_ranks, device="cuda")
+    (expected,) = ranks(pair_grads, 1, None, "cuda", torch.bfloat16)
+    for got in ranks(pair_grads, degree, backend, "cuda", torch.bfloat16):
+        assert_bitwise_equal(got, expected)
+    (whole,) = ranks(steps, 1, True, None, (True, True), torch.bfloat16, "cuda")
+    for got in ranks(steps, degree, True, "aot_eager", (True, True), torch.bfloat16, "cuda"):
+        assert_bitwise_equal(got, whole)

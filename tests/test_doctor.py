@@ -1,0 +1,284 @@
+"""The doctor command: what it finds, that a claim which does not hold is said, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tp_invariant import doctor, doctor_claims, doctor_facts, owners
+from tp_invariant.cli import main
+from tp_invariant.doctor_claims import FAILS, HOLDS, UNCHECKED, Claim
+from tp_invariant.testing import run_ranks
+
+NO_GPU = not torch.cuda.is_available()
+
+# nvidia-smi topo -m, of a machine with four GPUs, two of them on NVLink
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\tSYS\tNODE\t0-31\t0
+GPU1\tNV18\t X \tPHB\tSYS\tNODE\t0-31\t0
+GPU2\tPIX\tPHB\t X \tSYS\tNODE\t0-31\t0
+GPU3\tSYS\tSYS\tSYS\t X \tSYS\t32-63\t1
+NIC0\tNODE\tNODE\tNODE\tSYS\t X
+
+Legend:
+
+  X    = Self
+"""
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """One whole examination, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE"):
+            patch.delenv(name, raising=False)
+        return doctor.collect([(640, 48)], tokens=64)
+
+
+def claim_named(facts, text):
+    (found,) = [claim for claim in facts["claims"] if text in claim["claim"]]
+    return found
+
+
+def no_checks(monkeypatch):
+    """For what is about something else: the checks that take seconds return at once."""
+    for name in ("_gemm", "_attention", "_norms"):
+        monkeypatch.setattr(doctor_claims, name, lambda device: "not run")
+    for name in ("_blas", "_tensor_core"):
+        monkeypatch.setattr(doctor_claims, name, lambda: "not run")
+    monkeypatch.setattr(doctor_facts, "settings", lambda: [])
+
+
+# --- an examination -------------------------------------------------------------------------------------------------
+
+
+def test_versions_and_devices(facts):
+    assert facts["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert facts["versions"]["python"].split(".")[0] == "3"
+    cpu, *gpus = facts["devices"]
+    assert cpu["device"] == "cpu" and cpu["name"] and cpu["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert len(gpus) == doctor_facts.gpu_count()
+
+
+def test_gate_and_settings(facts):
+    assert facts["gate"] == {
+        "TP_INVARIANT_MODE": None,
+        "NVTE_TP_INVARIANT_MODE": None,
+        "mode": "off",
+        "error": None,
+    }
+    settings = {row["setting"]: row for row in facts["settings"]}
+    assert settings["torch.backends.cudnn.benchmark"]["set"] is True
+    assert settings["NCCL_ALGO"]["profiles"] == ["wire", "vllm"]
+
+
+def test_every_typical_attention_is_named(facts):
+    found = facts["attention"]
+    assert set(found["SDPA backends enabled"]) == {"flash", "memory-efficient", "cuDNN", "math"}
+    known = ("this library's own, ", "SDPA's memory-efficient kernel, deterministic", "head by head")
+    assert len(found["choices"]) == 4
+    for choice in found["choices"]:
+        assert choice["runs"].startswith(known), choice
+
+
+def test_owner_maps_are_those_that_auto_picks(facts):
+    rows = facts["owner maps"]
+    assert {(row["K"], row["N"], row["TP"]) for row in rows} >= {(12288, 4096, p) for p in (2, 4, 8)}
+    (mine,) = [row for row in rows if row["layer"] == "yours, 640 to 48" and row["TP"] == 4]
+    assert mine["auto"] in ("rows", "cols") and mine["auto"] in owners.OWNER_MAPS
+    assert "rows: " in mine["why"] and "cols: " in mine["why"] and mine["tokens"] == 64
+
+
+@pytest.mark.skipif(not NO_GPU, reason="about a machine without one")
+def test_claims_without_a_gpu(facts):
+    for claim in facts["claims"]:
+        assert claim["status"] in (HOLDS, UNCHECKED), claim
+        assert bool(claim["next_step"]) == (claim["status"] != HOLDS), claim
+        if claim["claim"].startswith("GPU"):
+            assert claim["status"] == UNCHECKED
+            assert claim["next_step"] == "no GPU: GPU claims are not checked; run this on a machine with one"
+        if claim["claim"].startswith("CPU"):
+            assert claim["status"] == HOLDS
+    assert claim_named(facts, "at every TP degree")["next_step"] == "tp-invariant verify --device cpu"
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_tables_for_people(facts, rich, monkeypatch, capsys):
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(doctor, "collect", lambda layers, **options: facts)
+    status = main(["doctor"])
+    out = capsys.readouterr().out
+    assert status == (1 if any(claim["status"] == FAILS for claim in facts["claims"]) else 0)
+    for text in ("Versions", "Devices", "Gate", "What runs with the mode on", "MLP down", "yours, 640 to 48", "Claims"):
+        assert text in out
+    assert out.splitlines()[-1].startswith(f"Verdict: of {len(facts['claims'])} claims ")
+
+
+# --- what does not hold ---------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_gate_through_the_command(tmp_path):
+    code = "import sys; from tp_invariant.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = os.environ | {"TP_INVARIANT_MODE": "yes"}
+    command = [sys.executable, "-c", code, "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["gate"]["mode"] is None and facts["gate"]["error"].startswith("TP_INVARIANT_MODE='yes' is not ")
+    claim = claim_named(facts, "gate's variables")
+    assert claim["status"] == FAILS and "TP_INVARIANT_MODE='yes'" in claim["detail"]
+    assert claim["next_step"] == "set them to 1 or 0, or unset them"
+    assert claim_named(facts, "CPU: the bundled GEMM")["status"] == HOLDS
+
+
+def test_variables_that_contradict_each_other(monkeypatch, capsys):
+    no_checks(monkeypatch)
+    monkeypatch.setenv("TP_INVARIANT_MODE", "1")
+    monkeypatch.setenv("NVTE_TP_INVARIANT_MODE", "0")
+    assert main(["doctor", "--json"]) == 1
+    gate = json.loads(capsys.readouterr().out)["gate"]
+    assert "contradict each other" in gate["error"] and gate["TP_INVARIANT_MODE"] == "1"
+
+
+def test_a_gemm_that_splits_by_shape_does_not_hold(monkeypatch, capsys):
+    def splits(a, b, *, bias=None, out_dtype=None):
+        parts = zip(a.chunk(1 + a.shape[0] % 3, 1), b.chunk(1 + a.shape[0] % 3, 0), strict=True)
+        c = sum(left.float() @ right.float() for left, right in parts)
+        return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
+
+    gemm_claim = doctor_claims._gemm
+    no_checks(monkeypatch)
+    monkeypatch.setattr(doctor_claims, "_gemm", gemm_claim)
+    monkeypatch.setattr(doctor_claims, "bundled_gemm_fn", lambda device: splits)
+    assert main(["doctor", "--json"]) == 1
+    claim = claim_named(json.loads(capsys.readouterr().out), "CPU: the bundled GEMM")
+    assert claim["status"] == FAILS and "not slice-invariant for " in claim["detail"] and "report" in claim["next_step"]
+
+
+def test_heads_and_rows_that_see_others_do_not_hold(monkeypatch):
+    def sees_other_heads(q, k, v, **options):
+        return q + (k.sum() + v.sum()) * 1e-3
+
+    monkeypatch.setattr(doctor_claims, "safe_attention", sees_other_heads)
+    with pytest.raises(AssertionError, match=r"out of torch\.float32 heads, part 0"):
+        doctor_claims._attention("cpu")
+
+    class SeesOtherRows:
+        @staticmethod
+        def apply(x, weight, bias, call):
+            return x * x.float().sum().to(x.dtype)
+
+    monkeypatch.setattr(doctor_claims, "Norm", SeesOtherRows)
+    with pytest.raises(AssertionError, match="LayerNorm of rows slice"):
+        doctor_claims._norms("cpu")
+
+
+def test_a_blas_in_another_order_is_said(monkeypatch):
+    from tp_invariant.kernels import reference
+
+    monkeypatch.setattr(reference, "_blas_tile", lambda a, b: torch.mm(torch.cat(a, 1), torch.cat(b)))
+    reference._blas_agrees.cache_clear()
+    try:
+        claim = doctor_claims._tried("fast form", doctor_claims._blas, "slower")
+    finally:
+        reference._blas_agrees.cache_clear()
+    assert claim.status == FAILS and "in another order than expected" in claim.detail
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "text"),
+    [
+        ("2.9.1", FAILS, "2.9.1 is older than tested, 2.11 to 2.13"),
+        (None, FAILS, "not installed"),
+        ("2.11.0+cu130", HOLDS, "2.11.0+cu130; tested are 2.11 to 2.13"),
+        ("2.13.0", HOLDS, "2.13.0"),
+        ("2.20.0a0", UNCHECKED, "2.20.0a0 is newer than tested"),
+    ],
+)
+def test_versions_are_compared_with_the_tested_ones(found, status, text):
+    claim = doctor_claims.version_claim("torch", found, doctor_claims.TESTED_TORCH)
+    assert claim.status == status and text in claim.detail
+    assert bool(claim.next_step) == (status != HOLDS)
+
+
+def test_a_triton_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    claim = doctor_claims._triton("3.7.1", gpus=0)
+    assert claim.status == FAILS and claim.next_step == "pip install --force-reinstall triton"
+    assert doctor_claims._triton(None, gpus=0).status == UNCHECKED
+    assert doctor_claims._triton(None, gpus=1) == Claim(
+        "triton is a version that was tested", FAILS, "not installed", "pip install triton"
+    )
+
+
+def test_a_gpu_that_is_no_hopper(monkeypatch):
+    no_checks(monkeypatch)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    pairs = [{"pair": "cuda:0 - cuda:1", "peer access": False, "link": "SYS"}]
+    facts = {"gemm": {"kernel": "Triton, generic", "tiles measured here": False}, "links": {"pairs": pairs}}
+    found = {claim.claim: claim for claim in doctor_claims._gpu_claims(facts, 2, "")}
+    model, speed, peers = list(found.values())[-3:]
+    assert (model.status, speed.status, peers.status) == (UNCHECKED, UNCHECKED, FAILS)
+    assert speed.detail == "GPU is not Hopper: the generic kernel is used, same contract, speed not measured"
+    assert peers.detail == "no peer access: cuda:0 - cuda:1"
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def test_topology():
+    links = doctor_facts.parse_topology(TOPOLOGY)
+    assert links[0, 1] == links[1, 0] == "NV18"
+    assert (links[0, 2], links[1, 2], links[0, 3]) == ("PIX", "PHB", "SYS")
+    assert all(row < 4 and column < 4 for row, column in links)
+    assert doctor_facts.parse_topology("") == {}
+
+
+def test_a_measured_gather():
+    for seconds, size in run_ranks(doctor_facts._time_gather, 2, "cpu", device="cpu"):
+        assert size == 8 * 2**20 and 0 < seconds < 60
+
+
+def test_attention_that_cannot_run_is_a_finding(monkeypatch):
+    def missing(*args, **options):
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(doctor_facts, "safe_attention", missing)
+    (*_, last) = doctor_facts.attention("cpu")["choices"]
+    assert last["runs"] == "fails: ImportError: No module named 'triton'"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--layer 8192", "'8192' is no pair of positive whole numbers K,N, as in 8192,2048"),
+        ("--layer 0,8", "'0,8' is no pair"),
+        ("--tokens 0", "'0' is not a positive whole number"),
+        ("--jsn", "unrecognized arguments: --jsn"),
+    ],
+)
+def test_usage_errors(options, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *options.split()])
+    assert caught.value.code == 2 and text in capsys.readouterr().err
+
+
+# --- a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU, reason="needs a GPU")
+def test_every_claim_holds_on_a_gpu(facts):
+    for claim in facts["claims"]:
+        assert claim["status"] != FAILS, claim
+    assert claim_named(facts, "GPU: the bundled GEMM")["status"] == HOLDS

@@ -1,0 +1,101 @@
+"""A rank dies in the middle of a step: the others fail at once with its name, and a restart reaches the same bits."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tp_invariant.diff import compare, read_log
+
+WORKER = Path(__file__).parent / "fault_worker.py"
+TIMEOUT = 60  # of the group; gloo's ranks must fail long before
+
+
+def run(world, *runs, **options):
+    """[(exit status, stderr, seconds until its end)] of each rank of processes that do `runs`, one after another."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    options = {"device": "cpu", "timeout": TIMEOUT, **options, "folder": str(options["folder"]), "runs": runs}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if options["device"] == "cuda":  # so that waiting is on the host, where it can be explained; see liveness.py
+        environment["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    # into files: a full pipe would hold up a rank
+    outputs = [Path(options["folder"], f"stderr_{rank}") for rank in range(world)]
+    start, ends = time.monotonic(), [0.0] * world
+    processes = []
+    try:
+        for rank, output in enumerate(outputs):
+            command = [sys.executable, str(WORKER), str(rank), str(world), str(port), json.dumps(options)]
+            with output.open("w") as file:
+                processes.append(subprocess.Popen(command, env=environment, stderr=file))
+        while not all(ends):
+            for rank, process in enumerate(processes):
+                if not ends[rank] and process.poll() is not None:
+                    ends[rank] = time.monotonic() - start
+            assert time.monotonic() - start < 240, "a rank hangs"
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [
+        (process.returncode, out.read_text(), end) for process, out, end in zip(processes, outputs, ends, strict=True)
+    ]
+
+
+def check_deaths(results, who, within):
+    assert results[who][0] == -9
+    for rank, (status, text, end) in enumerate(results):
+        if rank == who:
+            continue
+        assert status == 1, text
+        errors = [line for line in text.splitlines() if "tp_invariant.liveness.DeadRankError: " in line]
+        assert len(errors) == 1, text
+        named = rf"rank {who} \(global rank {who}, process \d+ on [^)]+\) has ended"
+        assert re.search(named, errors[0]), errors[0]
+        assert f"failed on rank {rank} of {len(results)}" in errors[0]
+        assert "restart all ranks from the last checkpoint" in errors[0]
+        assert end - results[who][2] < within, f"rank {rank} ended {end - results[who][2]:.1f} s after"
+
+
+def finish(world, *runs, **options):
+    for rank, (status, text, _) in enumerate(run(world, *runs, **options)):
+        assert status == 0, f"rank {rank}: {text}"
+
+
+def restart_after_a_death(folder, world, who, within, device="cpu", timeout=TIMEOUT):
+    """Killed in step 3, after the checkpoint of 2, and resumed at TP=2; against TP=1 without faults."""
+    common = dict(folder=folder, steps=6, device=device, timeout=timeout)
+    check_deaths(run(world, dict(log="a.log", save=True, die_at=3, who=who), **common), who, within)
+    assert sorted(read_log(folder / "a.log").steps) == [0, 1, 2], "the step in which it died was not logged"
+    finish(1, dict(log="straight.log"), dict(log="wrong.log", resume=True, pretend=1), **common)
+    finish(2, dict(log="a.log", resume=True), **common)
+    straight = read_log(folder / "straight.log")
+    text, same = compare(read_log(folder / "a.log"), straight)
+    assert same and text.endswith("identical for 6 steps, 0 to 5"), text
+    text, same = compare(read_log(folder / "wrong.log"), straight)
+    assert not same and "step 3 differs" in text, text
+
+
+def test_a_rank_dies_and_the_run_is_restarted(tmp_path):
+    restart_after_a_death(tmp_path, world=3, who=1, within=TIMEOUT / 3)
+
+
+def test_the_rank_that_holds_the_store_dies(tmp_path):
+    """Rank 0's death takes the job's store along, which nothing here needs; with the mode off, in a reduce-scatter."""
+    results = run(2, dict(log="a.log", die_at=1, who=0), folder=tmp_path, steps=2, mode=False)
+    check_deaths(results, 0, within=TIMEOUT / 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_dies_on_nccl(tmp_path):
+    restart_after_a_death(tmp_path, world=2, who=1, within=60, device="cuda", timeout=20)

@@ -1,0 +1,261 @@
+"""attn_implementation="tp_invariant": what a model sees, decoding and padding to the bit, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import hf_models
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, StaticCache, masking_utils
+
+import tp_invariant as tpi
+from tp_invariant import hugging_face, testing
+from tp_invariant.convert import parallelize
+from tp_invariant.hugging_face_masks import visible_keys
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+IDS = torch.randint(3, hf_models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    tpi.hugging_face.register_attention()
+    run_ranks(_nothing, 4)
+
+
+def _nothing(tp_group):
+    """Starts the pool at its full size."""
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The VisibleKeys of each call; none where a mask stayed a matrix."""
+    calls = []
+    attend = hugging_face.attend
+
+    def spy(q, k, v, visible, **options):
+        calls.append(visible)
+        return attend(q, k, v, visible, **options)
+
+    monkeypatch.setattr(hugging_face, "attend", spy)
+    return calls
+
+
+def padding(side: str) -> torch.Tensor:
+    mask = torch.ones_like(IDS)
+    mask[1, {"right": slice(-5, None), "left": slice(5)}[side]] = 0
+    return mask
+
+
+def padded_batch(side: str) -> dict[str, torch.Tensor]:
+    mask = padding(side)
+    return dict(input_ids=IDS, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def train_on_rank(tp_group):
+    hugging_face.register_attention()
+    model = hf_models.build("qwen3")
+    model.set_attn_implementation("tp_invariant")
+    with tpi.set_tp_invariant_mode(True):
+        return hf_models.train(parallelize(model, tp_group), tp_group, 2)
+
+
+def test_training_has_the_same_bits_at_every_degree():
+    """By the name; test_convert.py has "sdpa", in whose place the same runs, for all families."""
+    (expected,) = run_ranks(train_on_rank, 1)
+    for degree in (2, 4):
+        for got in run_ranks(train_on_rank, degree):
+            assert_bitwise_equal(got, expected)
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decoded(tp_group, mode, prompt):
+    """Logits of a full forward; and those of a prompt, then token by token against a cache; what was decoded."""
+    model = parallelize(hf_models.build("qwen3"), tp_group).eval()
+    with tpi.set_tp_invariant_mode(mode), torch.no_grad():
+        ids, cache, steps = IDS[:, :prompt], DynamicCache(), []
+        next_ids = ids
+        while True:
+            steps.append(model(input_ids=next_ids, past_key_values=cache).logits)
+            if ids.shape[1] == IDS.shape[1]:
+                break
+            next_ids = steps[-1][:, -1:].argmax(-1)
+            ids = torch.cat([ids, next_ids], dim=1)
+        return model(input_ids=ids, use_cache=False).logits, torch.cat(steps, dim=1), ids
+
+
+def test_decoding_with_a_cache_gives_the_logits_of_the_full_forward():
+    (expected,) = run_ranks(decoded, 1, True, 5)
+    assert_bitwise_equal(expected[1], expected[0])
+    for got in run_ranks(decoded, 2, True, 1):
+        assert_bitwise_equal(got[1], got[0])
+    for got in run_ranks(decoded, 2, True, 5):
+        assert_bitwise_equal(got, expected)
+    full, steps, _ = decoded(None, False, 5)  # the control
+    torch.testing.assert_close(steps, full, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(steps, full)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_caches_and_chunks(family, seen):
+    """A growing cache, one that drops what a window has passed, and a static one, whose end is empty."""
+    model = parallelize(hf_models.build(family), None).eval()
+    caches = {
+        "dynamic": DynamicCache(),
+        "sliding": DynamicCache(config=model.config),
+        "static": StaticCache(config=model.config, max_cache_len=40),
+    }
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        full = model(input_ids=IDS, use_cache=False).logits
+        for kind, cache in caches.items():
+            cuts = [0, 10, 17, 18, 24]
+            pieces = itertools.pairwise(cuts)
+            got = torch.cat([model(input_ids=IDS[:, a:b], past_key_values=cache).logits for a, b in pieces], dim=1)
+            if kind == "dynamic" or family == "qwen3":
+                assert_bitwise_equal(got, full, kind)
+            torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
+    assert len(seen) == model.config.num_hidden_layers * 13, "nothing went by a matrix"
+
+
+# --- padding and packing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", hf_models.FAMILIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_near_transformers_own_attention(family, side, seen):
+    """On its own, without the mode and without parallelize."""
+    model = hf_models.build(family).eval()
+    outputs = {}
+    for name in ("eager", "tp_invariant"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            outputs[name] = model(**padded_batch(side), use_cache=False).logits[padding(side).bool()]
+    torch.testing.assert_close(outputs["tp_invariant"], outputs["eager"], rtol=1e-4, atol=1e-4)
+    assert len(seen) == model.config.num_hidden_layers
+    assert all(visible.packing is not None for visible in seen)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_sequence_has_the_bits_that_it_has_alone(family, side):
+    model = parallelize(hf_models.build(family), None).eval()
+    tokens = padding(side)[1].bool()
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        padded = model(**padded_batch(side), use_cache=False).logits
+        alone = model(input_ids=IDS[1:, tokens], use_cache=False).logits
+        assert_bitwise_equal(padded[1][tokens], alone[0])
+        assert_bitwise_equal(padded[:1], model(input_ids=IDS[:1], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_packed_sequences_have_the_bits_that_they_have_alone(family, seen):
+    model = parallelize(hf_models.build(family), None).eval()
+    lengths = [9, 1, 14]
+    cu = torch.tensor([0, 9, 10, 24])
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        by_positions = model(input_ids=IDS[:1], position_ids=positions, use_cache=False).logits
+        names = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=14, max_length_k=14)
+        by_lengths = model(input_ids=IDS[:1], position_ids=positions, use_cache=False, **names).logits
+        alone = [model(input_ids=x, use_cache=False).logits for x in IDS[:1].split(lengths, dim=1)]
+    assert_bitwise_equal(by_positions, torch.cat(alone, dim=1))
+    assert_bitwise_equal(by_lengths, by_positions)
+    assert [v.packing is not None for v in seen] == [True] * 4 + [False] * 6
+
+
+def test_gradients_of_padded_sequences():
+    """Against transformers' own attention, in float32."""
+    grads = {}
+    for name in ("eager", "tp_invariant"):
+        model = hf_models.build("qwen3")
+        model.set_attn_implementation(name)
+        labels = IDS.masked_fill(padding("left") == 0, -100)
+        labels[1, 5] = -100  # which the last padding token would have to predict
+        model(**padded_batch("left"), labels=labels, use_cache=False).loss.backward()
+        grads[name] = {n: p.grad for n, p in model.named_parameters()}
+    for name, grad in grads["eager"].items():
+        error = (grads["tp_invariant"][name] - grad).norm() / grad.norm()
+        assert error < 1e-5, (name, float(error))
+
+
+# --- masks that are no causal, full, sliding or packed one ----------------------------------------------------------
+
+SIZES = dict(batch_size=2, q_length=6, kv_length=6, q_offset=0, kv_offset=0, device="cpu")
+HOLES = torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6]).bool()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(mask_function=masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))),
+        dict(mask_function=masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k < 2)),
+        dict(mask_function=masking_utils.sliding_window_bidirectional_mask_function(3)),
+        dict(mask_function=masking_utils.sliding_window_causal_mask_function(3), attention_mask=HOLES),
+        dict(mask_function=masking_utils.causal_mask_function, q_offset=3),  # more keys than there are
+    ],
+    ids=["chunked", "or", "both ways", "holes and a window", "offset"],
+)
+def test_others_stay_a_matrix(given):
+    assert visible_keys(**{**SIZES, **given}) is None
+
+
+def test_holes_are_left_out():
+    visible = visible_keys(**SIZES, mask_function=masking_utils.causal_mask_function, attention_mask=HOLES)
+    assert visible.packing.k_rows.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert visible.packing.cu_k.tolist() == visible.packing.cu_q.tolist() == [0, 5, 11]
+
+
+def test_full_attention_leaves_out_keys_alone():
+    visible = visible_keys(**SIZES, mask_function=masking_utils.bidirectional_mask_function, attention_mask=HOLES)
+    assert not visible.causal and visible.packing.q_rows is None
+    assert visible.packing.cu_q.tolist() == [0, 6, 12] and visible.packing.cu_k.tolist() == [0, 5, 11]
+
+
+def test_a_matrix_of_ones_own(seen):
+    """4-D masks are taken as they are, by attention_choice.py's ways."""
+    model = hf_models.build("llama").eval()
+    mask = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
+    outputs = {}
+    for name in ("sdpa", "tp_invariant"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            outputs[name] = model(input_ids=IDS, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(outputs["tp_invariant"], outputs["sdpa"], rtol=1e-4, atol=1e-4)
+    assert not seen
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused():
+    model = hf_models.build("llama")
+    model.set_attn_implementation("tp_invariant")
+    attention = model.model.layers[0].self_attn
+    q, k = torch.zeros(1, 8, 6, 8), torch.zeros(1, 4, 6, 8)
+    call = functools.partial(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["tp_invariant"], **{**SIZES, "batch_size": 1})
+    causal = call(mask_function=masking_utils.causal_mask_function)
+    run = functools.partial(hugging_face._HuggingFace(None), attention, q, k, k)
+    for name in ("position_bias", "cache", "s_aux"):
+        with pytest.raises(ValueError, match=f"LlamaAttention passes {name}, which tpi.attention does not take"):
+            run(causal, **{name: q})
+    with pytest.raises(ValueError, match=r"attention dropout=0\.1"):
+        run(causal, dropout=0.1)
+    cu = torch.tensor([0, 6])
+    with pytest.raises(ValueError, match=r"passes cu_seq_lens_\.\. with a mask that is not causal"):
+        run(torch.ones(1, 1, 6, 6, dtype=torch.bool), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    with pytest.raises(ValueError, match="need both cu_seq_lens_q and cu_seq_lens_k"):
+        run(causal, cu_seq_lens_q=cu)
+    padded = call(mask_function=masking_utils.causal_mask_function, attention_mask=F.pad(torch.ones(1, 5), (1, 0)))
+    with pytest.raises(ValueError, match="and no padding mask beside them"):
+        run(padded, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    with tpi.set_tp_invariant_mode(False), pytest.raises(RuntimeError, match="turned off inside a forward"):
+        hugging_face._HuggingFace("sdpa")(attention, q, k, k, causal)

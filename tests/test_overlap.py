@@ -1,0 +1,367 @@
+"""What layers start before they need it: the same bits as without, in an order that hides it, at a bounded cost."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tp_invariant as tpi
+from tp_invariant import collectives, owners, testing, token_gathers, wire
+from tp_invariant.collectives import Group, Pending, gather_sequence, resolve_group, scatter_sequence
+from tp_invariant.gemm import gemm
+from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
+from tp_invariant.token_gathers import TokenGathers
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+class Block(torch.nn.Module):
+    """q, k and v share an input, gate and up another one; what stands for attention mixes features of a head alone."""
+
+    def __init__(self, tp_group, sp, hidden=32, ffn=64, **options):
+        super().__init__()
+        place = dict(tp_group=tp_group, sequence_parallel=sp, bias=False, **options)
+        column, row = dict(parallel_mode="column", **place), dict(parallel_mode="row", **place)
+        self.norm = tpi.ParallelNorm(hidden, tp_group=tp_group, sequence_parallel=sp, device=options.get("device"))
+        self.q, self.k, self.v = (tpi.Linear(hidden, hidden, **column) for _ in range(3))
+        self.o = tpi.Linear(hidden, hidden, **row)
+        self.gate, self.up = (tpi.Linear(hidden, ffn, **column) for _ in range(2))
+        self.down = tpi.Linear(ffn, hidden, **row)
+
+    def forward(self, x):
+        h = self.norm(x)
+        x = x + self.o(self.q(h) * self.k(h) + self.v(h))
+        return x + self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+def train(tp_group, *, sp=True, mode=True, on=True, keep=0, checkpointed=False, steps=2, sizes=(8, 32, 64), **options):
+    """Steps of SGD over two micro-batches each; whole outputs, input gradients, gradients and parameters."""
+    tokens, hidden, ffn = sizes
+    device = options.get("device", "cpu")
+    group = resolve_group(tp_group)
+    owners.weight_cache.ahead = token_gathers.token_gathers.reuse = on
+    owners.weight_cache.keep = keep
+    torch.manual_seed(0)
+    results = {}
+    with tpi.set_tp_invariant_mode(mode):
+        blocks = [Block(tp_group, sp, hidden, ffn, **options) for _ in range(2)]
+        model = torch.nn.Sequential(*blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(steps):
+            for micro_batch in range(2):
+                generator = torch.Generator().manual_seed(10 * step + micro_batch)
+                x = wide_randn(tokens, 2, hidden, generator=generator, spread=3).to(device).requires_grad_()
+                y = scatter_sequence(x, group) if sp else x
+                for block in blocks:
+                    y = checkpoint(block, y, use_reentrant=False) if checkpointed else block(y)
+                y = gather_sequence(y, group) if sp else y
+                y.square().mean().backward()
+                results[f"y {step} {micro_batch}"], results[f"dx {step} {micro_batch}"] = y.detach().cpu(), x.grad.cpu()
+            for name, grad in full_grads(model).items():
+                results[f"d {name} {step}"] = grad.cpu()
+            optimizer.step()
+            optimizer.zero_grad()
+        results |= {name: parameter.cpu() for name, parameter in full_parameters(model).items()}
+    return results
+
+
+OTHER_WAYS = [dict(), dict(on=False), dict(keep=3), dict(keep=100), dict(checkpointed=True)]
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_same_bits_with_everything_switched_off(sp):
+    def on_rank(tp_group):
+        want = train(tp_group, sp=sp, on=False)
+        for options in [*OTHER_WAYS, dict(owner_map="rows"), dict(owner_map="cols"), dict(owner_map="replicate")]:
+            assert_bitwise_equal(train(tp_group, sp=sp, **options), want, str(options))
+        return want
+
+    world = 4 if sp else 2
+    reference = train(None, sp=sp)
+    for rank, got in enumerate(run_ranks(on_rank, world)):
+        assert_bitwise_equal(got, reference, f"rank {rank}")
+    for got in run_ranks(lambda tp_group: train(tp_group, sp=sp, mode=False, steps=1), world):  # the control
+        assert any(not torch.equal(got[name], reference[name]) for name in got if name in reference)
+
+
+# --- the order of what is started -----------------------------------------------------------------------------------
+
+
+def trace(tp_group, **options):
+    """Names of collectives as they start and of GEMMs as they run, in the second step's second micro-batch."""
+    events = []
+
+    def traced(fn, name):
+        def call(*args, **kwargs):
+            events.append(name)
+            return fn(*args, **kwargs)
+
+        return call
+
+    def spy(a, b, *, bias=None, out_dtype=None):
+        events.append("gemm")
+        return gemm(None, a, b, bias=bias, out_dtype=out_dtype)
+
+    group = resolve_group(tp_group)
+    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
+        patch.setattr(wire, "start_all_gather", traced(wire.start_all_gather, "gather"))
+        patch.setattr(wire, "start_all_to_all", traced(wire.start_all_to_all, "exchange"))
+        x = torch.randn(8, 16)
+        column = tpi.Linear(16, 32, bias=False, parallel_mode="column", tp_group=tp_group, gemm_fn=spy, **options)
+        row = tpi.Linear(32, 16, bias=False, parallel_mode="row", tp_group=tp_group, gemm_fn=spy, **options)
+        for _ in range(3):
+            events.clear()
+            local = (scatter_sequence(x, group) if options.get("sequence_parallel") else x).requires_grad_()
+            y = row(F.relu(column(local)))
+            events.append("backward")
+            token_gathers.token_gathers.clear()  # where more layers follow it is gone by now
+            y.sum().backward()
+        return events
+
+
+EXPECTED_ORDER = {
+    # forward: x; z's rows to their owners, row's weight (a pass's first is never ahead), column's weight ahead
+    True: "gather gemm exchange gather gather gemm backward "
+    # dy; column's x beside row's dgrad and wgrad; dz's rows travel beside column's wgrad; dgrad last
+    "gather gather gemm gemm exchange gemm gemm",
+    # forward ends with the result's rows to all, backward with dx's
+    False: "gemm exchange gather gather gemm gather backward gemm gemm exchange gemm gemm gather",
+}
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_what_travels_starts_before_what_hides_it(sp):
+    for events in run_ranks(lambda tp_group: trace(tp_group, sequence_parallel=sp, owner_map="rows"), 2):
+        assert " ".join(events) == EXPECTED_ORDER[sp]
+
+
+def count_gathers(tp_group, sp, checkpointed, on):
+    """How many gathers of tokens, and weights gathered ahead, one block's training starts in the last of four steps."""
+    group = resolve_group(tp_group)
+    owners.weight_cache.ahead = token_gathers.token_gathers.reuse = on
+    counts = {"tokens": 0, "ahead": 0}
+    run_ahead = owners.weight_cache.run_ahead
+
+    def start_gather_dim(*args):
+        counts["tokens"] += 1
+        return collectives.start_gather_dim(*args)
+
+    def counted_run_ahead(of):
+        before = owners.weight_cache._early.get(of)
+        run_ahead(of)
+        counts["ahead"] += owners.weight_cache._early.get(of) is not before
+
+    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
+        patch.setattr(token_gathers, "start_gather_dim", start_gather_dim)
+        patch.setattr(owners.weight_cache, "run_ahead", counted_run_ahead)
+        block = Block(tp_group, sp)
+        for _ in range(4):
+            counts["tokens"] = counts["ahead"] = 0
+            x = torch.randn(8 // group.size, 32).requires_grad_()
+            y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+            y.sum().backward()
+        held = token_gathers.token_gathers._held
+        return counts["tokens"], counts["ahead"], held is None
+
+
+def test_shared_inputs_are_gathered_once():
+    """Two inputs of five column-parallel layers, in forward and in backward; nothing is left when a step is over.
+
+    The last gather of the forward is the first that backward needs, so there are three.
+    """
+    both = [run_ranks(lambda tp_group, on=on: count_gathers(tp_group, True, False, on), 2) for on in (True, False)]
+    # 2 row-parallel forwards and 5 column-parallel dgrads, of which the first is not foreseen
+    assert both[0] == [(3, 6, True)] * 2
+    assert both[1] == [(10, 0, True)] * 2
+
+
+def test_weights_are_foreseen_under_checkpointing():
+    """Saved tensors come back as others with the same memory; the recomputed forward uses its weights once more."""
+    for tokens, ahead, held_nothing in run_ranks(lambda tp_group: count_gathers(tp_group, True, True, True), 2):
+        assert (ahead, held_nothing) == (8, True)
+        assert tokens <= 2 + 2 + 5
+
+
+# --- the gather that layers share -----------------------------------------------------------------------------------
+
+TWO = Group(None, 0, 2)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Every x that is gathered, as it was."""
+    seen = []
+
+    def start(x, dim, group):
+        seen.append(x.detach().clone())
+        return Pending(torch.cat([x.detach()] * group.size, dim), None)
+
+    monkeypatch.setattr(token_gathers, "start_gather_dim", start)
+    return seen
+
+
+def users(count):
+    return [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def take(gathers, x, user, dim=0):
+    result = gathers.take(x, dim, TWO, user).wait()
+    assert_bitwise_equal(result, torch.cat([x.detach()] * 2, dim))
+    return result
+
+
+def test_layers_share_a_gather_and_the_last_lets_it_go(starts):
+    gathers, (q, k, v, up) = TokenGathers(), users(4)
+    for step in range(4):
+        x, other = torch.randn(2, 3), torch.randn(2, 3)
+        for user in (q, k, v):
+            take(gathers, x, user)
+        assert (gathers._held is None) == (step > 0), "from the second time on it is known that v is the last"
+        take(gathers, other, up)
+        assert len(starts) == 2 * (step + 1)
+    x = torch.randn(2, 3)
+    for user in (v, q, k):  # v is the last no more: gathered twice once, then not again
+        take(gathers, x, user)
+    assert len(starts) == 10
+    x = torch.randn(2, 3)
+    for user in (v, q, k):
+        take(gathers, x, user)
+    assert len(starts) == 11
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[0].zero_()], ids=["whole", "view"])
+def test_an_input_changed_in_place_is_gathered_again(starts, change):
+    gathers, (q, k) = TokenGathers(), users(2)
+    x = torch.randn(2, 3)
+    take(gathers, x, q)
+    change(x)
+    take(gathers, x, k)
+    take(gathers, x, k, dim=1)
+    assert len(starts) == 3
+
+
+def test_a_layer_gets_a_gather_once(starts):
+    """A buffer may hold other values at the next call, written by what raises no version."""
+    gathers, (q, k) = TokenGathers(), users(2)
+    x = torch.randn(2, 3)
+    for _ in range(3):
+        take(gathers, x, q)
+        take(gathers, x, k)
+        x.data.add_(1)
+    assert len(starts) == 3
+
+
+def test_what_is_never_shared(starts):
+    gathers, (q, k) = TokenGathers(), users(2)
+    with torch.inference_mode():
+        x = torch.randn(2, 3)
+        for user in (q, k):
+            take(gathers, x, user)
+    assert (len(starts), gathers._held) == (2, None)
+    gathers.reuse = False
+    x = torch.randn(2, 3)
+    for user in (q, k):
+        take(gathers, x, user)
+    assert (len(starts), gathers._held) == (4, None)
+
+
+def test_one_gather_is_held_and_none_of_a_dead_input(starts):
+    gathers, (q, *_) = TokenGathers(), users(1)
+    held = []
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        held.append(torch.utils.weak.TensorWeakRef(take(gathers, x, q, dim=len(held) % 2)))
+        assert sum(ref() is not None for ref in held) <= 1
+    del x
+    gc.collect()
+    assert gathers._held is None
+
+
+def test_one_started_early_is_taken(starts):
+    gathers, (q, k) = TokenGathers(), users(2)
+    x = torch.randn(2, 3)
+    gathers.start(x, 0, TWO)
+    gathers.start(x, 0, TWO)
+    take(gathers, x, q)
+    take(gathers, x, k)
+    assert len(starts) == 1
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+GPUS = torch.cuda.device_count()
+
+
+def train_while_busy(tp_group, **options):
+    """`train` while another stream keeps the GPU busy."""
+    side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(200):
+        with torch.cuda.stream(side):
+            busy @ busy
+    results = train(tp_group, device="cuda", dtype=torch.float32, sizes=(256, 1024, 2048), **options)
+    torch.cuda.synchronize()
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_same_bits_on_gpus(degree, sp):
+    if degree > GPUS:
+        pytest.skip(f"needs {degree} GPUs")
+
+    def on_rank(tp_group):
+        want = train_while_busy(tp_group, sp=sp, on=False)
+        for options in OTHER_WAYS * 2:
+            assert_bitwise_equal(train_while_busy(tp_group, sp=sp, **options), want, str(options))
+        return want
+
+    reference = testing.run_ranks(lambda tp_group: train_while_busy(tp_group, sp=sp), 1, device="cuda")[0]
+    for rank, got in enumerate(testing.run_ranks(on_rank, degree, device="cuda")):
+        assert_bitwise_equal(got, reference, f"rank {rank}")
+
+
+def decode_in_a_graph(tp_group, keep):
+    """A block's forward of four tokens, eagerly and replayed, before and after a change of the weights."""
+    owners.weight_cache.keep = keep
+    torch.manual_seed(0)
+    results = []
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        block = Block(tp_group, False, 1024, 2048, device="cuda", dtype=torch.bfloat16).bfloat16()
+        x = torch.randn(4, 1, 1024, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            eager = block(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = block(x)
+        for _ in range(2):
+            x.copy_(torch.randn(4, 1, 1024, generator=torch.Generator().manual_seed(1)))
+            eager = block(x)
+            if not keep:  # gathered inside the graph, so it sees changes
+                for parameter in block.parameters():
+                    parameter.mul_(2)
+                eager = block(x)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_bitwise_equal(captured.cpu(), eager.cpu())
+            results.append(eager.cpu())
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("keep", [0, 100])
+def test_cuda_graphs(keep):
+    reference = testing.run_ranks(decode_in_a_graph, 1, keep, device="cuda")[0]
+    for got in testing.run_ranks(decode_in_a_graph, 2, keep, device="cuda"):
+        assert_bitwise_equal(got, reference)

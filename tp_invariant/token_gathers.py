@@ -1,0 +1,97 @@
+"""One gather of an activation's tokens for every layer that reads it: q, k and v; gate and up; in forward and backward.
+
+Under sequence parallelism a column-parallel layer gathers its input's tokens, and again in backward for its weight's
+gradient, rather than keep them. `token_gathers` holds the last activation that was gathered, until another one is, it
+dies, or the layer is through that was the last to ask for it the time before: so not more than one is held, and none
+where inputs are not shared. It goes by the tensor itself and its autograd version, so that one changed in place is
+gathered again; inference tensors, which have no version, are never held, nor what a CUDA graph being captured gathers.
+A layer gets a gather once: if it asks again, the tensor may be a buffer that holds another step's values, written by
+something that raises no version (a receive, a kernel of the user's).
+
+Like the weight cache it decides by what ranks of one program share, so all gather or none does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef
+
+from .collectives import Group, Pending, start_gather_dim
+
+
+@dataclass
+class _Held:
+    key: tuple
+    pending: Pending
+    users: list[tuple] = field(default_factory=list)  # who took it, in order
+
+
+class TokenGathers:
+    """See the module. `reuse` False gathers anew each time."""
+
+    def __init__(self, reuse: bool = True) -> None:
+        self.reuse = reuse
+        self._held: _Held | None = None
+        self._let_go: tuple | None = None  # key and user of what its last user let go
+        self._last_users: set[tuple] = set()
+
+    def start(self, x: Tensor, dim: int, group: Group) -> None:
+        """Starts gathering x [.., features] along `dim` before a `take` of the same asks for it."""
+        key = self._key(x, dim, group)
+        if self.reuse and key is not None and (self._held is None or self._held.key != key):
+            self._drop()
+            self._held = _Held(key, start_gather_dim(x, dim, group))
+
+    def take(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
+        """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of."""
+        key = self._key(x, dim, group)
+        if group.size == 1 or not self.reuse or key is None or user.is_inference():
+            return start_gather_dim(x, dim, group)
+        held, asks = self._held, (WeakIdRef(user), _in_backward())
+        if held is None or held.key != key or asks in held.users:
+            self._drop()
+            held = _Held(key, start_gather_dim(x, dim, group))
+        if self._let_go is not None and self._let_go[0] == key and self._let_go[1] != asks:
+            self._last_users.discard(self._let_go[1])  # it was not the last user after all
+        held.users.append(asks)
+        self._held, self._let_go = held, None
+        if asks in self._last_users:
+            self._held, self._let_go = None, (key, asks)
+        return held.pending
+
+    def _key(self, x: Tensor, dim: int, group: Group) -> tuple | None:
+        # a captured CUDA graph gathers by itself: what it reads must change when x does
+        if x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+        return WeakIdRef(x, self._forget), x._version, dim, group, stream
+
+    def _forget(self, dead: Any) -> None:
+        if self._held is not None and self._held.key[0] is dead:
+            self._held.pending.wait()
+            self._held = None
+
+    def _drop(self) -> None:
+        held, self._held = self._held, None
+        if held is None:
+            return
+        held.pending.wait()  # its memory is free once nothing writes to it
+        if held.users:
+            self._last_users = {user for user in self._last_users if user[0]() is not None} | {held.users[-1]}
+
+    def clear(self) -> None:
+        """Forgets everything, also who asked last."""
+        self._drop()
+        self._last_users.clear()
+        self._let_go = None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+token_gathers = TokenGathers()

@@ -1,0 +1,193 @@
+"""Gathered weights: started before they are needed, or kept after use until they change.
+
+When a weight is taken, the gather of the one that the schedule expects next starts, and runs beside the GEMM of the
+first. At most two gathered weights are alive then: the one in use and the one on its way. That is a matter of speed
+alone, and safe:
+
+    bits     What was gathered early serves only while the weight is the same tensor at the same autograd version, and
+             only the very next use; weight_schedule.py says over which stretches of a program nothing is foreseen, and
+             an optimizer's step drops what is on its way.
+    hangs    Whether a gather starts is a function of the uses before it, which all ranks share, and of versions, which
+             ranks of one program share. It is started where all ranks pass in the same order.
+    memory   A result is allocated on the stream that starts its gather and is used on the stream that waits for it; the
+             collective itself starts after what that first stream has queued. What is dropped is waited for first, so
+             its memory is not given away while bytes still arrive, and `record_stream` says where it was used.
+    graphs   While a CUDA graph is captured nothing starts early and nothing under way is used: weights are gathered
+             inside the graph, or are kept ones. A kept one stays alive as long as the process, for replays read it;
+             when its weight changes, capture again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdRef
+
+from .collectives import Group, Pending
+from .weight_schedule import Phase, Schedule
+
+
+class Layout(Protocol):
+    """What of a weight is wanted, and how it is had. Hashable; must not refer to the weight."""
+
+    @property
+    def group(self) -> Group: ...
+    def start(self, weight: Tensor, *, early: bool) -> Pending:
+        """Starts the communication; `early` if it must not hold up others."""
+        ...
+
+
+def _state(weight: Tensor) -> tuple:
+    return weight._version, weight.data_ptr(), tuple(weight.shape), weight.dtype
+
+
+def _backward_task() -> int:
+    """Which backward this thread is inside of, -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass
+class _Entry:
+    key: tuple[WeakIdRef, Layout]
+    state: tuple
+    task: int
+    pending: Pending
+
+
+class WeightCache:
+    """Weights gathered ahead of time, or kept after use until they change.
+
+    An entry is used only while the weight is the same tensor at the same autograd version: optimizers, `copy_` and
+    other in-place operations raise the version. Writes through `.data` do not: after them call `clear()` where weights
+    are kept, or where they come between two layers of one pass over a model. All ranks must agree on what is cached,
+    which they do when they run the same program.
+
+        keep    how many gathered weights stay after use; the least recently used goes first
+        ahead   whether the next weight's gather starts by itself while one is used
+    """
+
+    def __init__(self, keep: int = 0, ahead: bool = True) -> None:
+        self.keep, self.ahead = keep, ahead
+        self._entries: OrderedDict[tuple, _Entry] = OrderedDict()
+        self._early: dict[Group, _Entry] = {}  # what this cache started by itself: one for a group
+        self._schedules: dict[Group, Schedule] = {}
+        self._captured: list[Tensor] = []
+        self._watching = False
+
+    def holds(self, weight: Tensor, layout: Layout) -> bool:
+        """Whether `layout` of `weight` as it is now is here or on its way."""
+        if weight.is_inference():  # has no version to go by
+            return False
+        key = (WeakIdRef(weight), layout)
+        return any(self._serves(entry, key) for entry in (self._entries.get(key), self._early.get(layout.group)))
+
+    def _serves(self, entry: _Entry | None, key: tuple[WeakIdRef, Layout]) -> bool:
+        weight = key[0]()
+        if entry is None or weight is None or entry.key != key or entry.state != _state(weight):
+            return False
+        if entry.task not in (-1, _backward_task()):  # started by itself inside another backward
+            return False
+        return entry.pending.waited or not _capturing(weight)
+
+    def prefetch(self, weight: Tensor, layout: Layout) -> None:
+        """Starts gathering `layout` of `weight` unless it is already here or on its way."""
+        for key in [key for key in self._entries if key[0]() is None]:  # of weights that are gone
+            self._drop(key)
+        if weight.is_inference() or self.holds(weight, layout) or _capturing(weight):
+            return
+        key = (WeakIdRef(weight), layout)
+        self._drop(key)
+        self._entries[key] = _Entry(key, _state(weight), -1, layout.start(weight, early=True))
+
+    def take(self, weight: Tensor, layout: Layout, *, grad: bool = False) -> Pending:
+        """`layout` of `weight`, from the cache where it is there and current; else its gather starts now.
+
+        `grad`: whether gradients are on (inside an autograd function torch says that they are off).
+        """
+        if weight.is_inference():
+            return layout.start(weight, early=False)
+        key = (WeakIdRef(weight), layout)
+        kept = self._entries.get(key)
+        if _capturing(weight):
+            if kept is None or not self._serves(kept, key):
+                return layout.start(weight, early=False)
+            self._captured.append(kept.pending.result)
+            return _there(kept.pending.result)
+        task = _backward_task()
+        phase = Phase.BACKWARD if task != -1 else Phase.FORWARD if grad else Phase.INFERENCE
+        self._schedules.setdefault(layout.group, Schedule()).note(key, phase, task)
+        entry = self._early.get(layout.group)
+        if self._serves(entry, key):
+            self._early.pop(layout.group)
+        else:
+            entry = kept if self._serves(kept, key) else None
+        self._drop_early(layout.group)
+        if entry is not kept or not self.keep:
+            self._drop(key, unless=entry)
+        if entry is None:
+            entry = _Entry(key, _state(weight), -1, layout.start(weight, early=False))
+        if self.keep:
+            entry.task, entry.pending.for_all_streams = -1, True
+            self._entries[key] = entry
+            self._entries.move_to_end(key)
+            while len(self._entries) > self.keep:
+                self._drop(next(iter(self._entries)))
+        return entry.pending
+
+    def run_ahead(self, group: Group) -> None:
+        """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
+        schedule = self._schedules.get(group)
+        use: Any = schedule.expected() if schedule is not None and self.ahead else None
+        if use is None:
+            return
+        weight, layout = use[0](), use[1]
+        # FSDP frees the storage of what is not in use
+        if weight is None or weight.untyped_storage().nbytes() == 0 or _capturing(weight):
+            return
+        if self.holds(weight, layout):
+            return
+        if not self._watching:  # optimizers of others write through .data
+            self._watching = True
+            register_optimizer_step_pre_hook(lambda *_: self._drop_all_early())
+        self._drop_early(group)
+        pending = layout.start(weight, early=True)
+        self._early[group] = _Entry(use, _state(weight), _backward_task(), pending)
+
+    def _drop(self, key: tuple, unless: _Entry | None = None) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry is not unless:
+            entry.pending.wait()  # its memory is free once nothing writes to it
+
+    def _drop_early(self, group: Group) -> None:
+        entry = self._early.pop(group, None)
+        if entry is not None:
+            entry.pending.wait()
+
+    def _drop_all_early(self) -> None:
+        for group in list(self._early):
+            self._drop_early(group)
+
+    def clear(self) -> None:
+        """Forgets everything, also what was learnt of the order of uses."""
+        self._drop_all_early()
+        for key in list(self._entries):
+            self._drop(key)
+        self._schedules.clear()
+
+
+def _there(result: Tensor) -> Pending:
+    pending = Pending(result, None)
+    pending.wait()
+    return pending
+
+
+weight_cache = WeightCache()
