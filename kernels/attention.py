@@ -225,7 +225,7 @@ def _merge_kernel(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     base = (index * heads + head) * chunks * rows_of_tiles + rows
-    for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK), loop_unroll_factor=4):
+    for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK), loop_unroll_factor=8):
         place = base + chunk * rows_of_tiles
         part = tl.load(
             part_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + size[None, :], mask=inside[:, None], other=0.0
@@ -277,7 +277,7 @@ def _forward(
         return out, lse
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    tile = forward_tile(head_dim, q.dtype)
+    tile = forward_tile(head_dim, q.dtype, p.longest_k if p.longest_q > 64 else 0)
     tiles = _cdiv(p.longest_q, tile.queries)
     chunks = _cdiv(p.longest_k, CHUNK)
     # Splitting changes no bits: it is for calls that would leave most of the chip idle.
@@ -292,7 +292,7 @@ def _forward(
     # Programs may take halves of the value's columns, each with its own scores. Not in fp32, where a row's weights are
     # summed in an order that the compiler draws from all of a program's shapes.
     while split and v_columns > _LEAST_COLUMNS and q.dtype != torch.float32 and q.is_cuda:
-        if programs * parts * (head_dim // v_columns) >= 2 * _multiprocessors(index):
+        if programs * parts * (head_dim // v_columns) >= _multiprocessors(index):
             break
         v_columns //= 2
     q, k_rows, v_rows = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))

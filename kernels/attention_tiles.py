@@ -36,11 +36,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """By head size and dtype alone: the order in which a row's weights are summed lies in `keys` and `warps`."""
+def forward_tile(head_dim: int, dtype: torch.dtype, longest_k: int = 0) -> Tile:
+    """keys by head size and dtype alone, and a warp for 16 rows: in these lies the order of a row's weights' sum.
+
+    More queries to a tile read keys less often, which pays where a few heads' keys leave the second-level cache.
+    """
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2) if head_dim <= 128 else Tile(64, 16, 8, 1)
-    return Tile(64, 64, 4, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
+    if head_dim > 128:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 64, 4, 3) if longest_k < 16384 else Tile(128, 64, 8, 3)
 
 
 def backward_key_tile(head_dim: int, dtype: torch.dtype) -> Tile:
