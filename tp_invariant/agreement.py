@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -34,17 +34,17 @@ _SHOWN = 8  # differences in one error
 _OWN_ERROR = "an error before the call"
 
 _introduced: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()  # kinds of device
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
-def agreed_in(group: Group) -> set[int]:
+def agreed_in(group: Group) -> set[Hashable]:
     """The agreed calls of a group, for callers that are functions and have no place of their own to keep them."""
     if torch.compiler.is_compiling():
         return set()  # compiled calls take the group's own when they run, see _check_named
     return set() if group.process_group is None else _agreed.setdefault(group.process_group, set())
 
 
-def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device, agreed: set[int]) -> None:
+def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device, agreed: set[Hashable]) -> None:
     """Compares `facts` (name -> value) over the group, unless these very facts are in `agreed` already.
 
     The first call with some facts costs an all-gather of eight bytes and a wait for it, the very first of a group two
@@ -65,14 +65,18 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
         _check_later(group_name(group), str(device), repr(fixed), repr(dims), sizes)
         return
     introduce(group, device)
-    facts = {**facts, "the kind of device": device.type}
-    mark = _mark(facts)
-    if mark in agreed and not is_call_check_enabled():
+    known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
+    try:
+        hash(known)
+    except TypeError:  # lists
+        known = repr(known)
+    if known in agreed and not is_call_check_enabled():
         return
-    _compare(mark, facts, group, device)
+    facts = {**facts, "the kind of device": device.type}
+    _compare(_mark(facts), facts, group, device)
     if len(agreed) >= _MOST:
         agreed.clear()  # on all ranks alike, as all have agreed on the same
-    agreed.add(mark)
+    agreed.add(known)
 
 
 def _check_named(name: str, device: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
@@ -110,7 +114,7 @@ def introduce(group: Group, device: torch.device) -> None:
     kinds.add(device.type)
 
 
-def refuse(error: Exception, group: Group, device: torch.device, agreed: set[int]) -> None:
+def refuse(error: Exception, group: Group, device: torch.device, agreed: set[Hashable]) -> None:
     """For a call that this rank finds wrong by itself, before it raises `error`: tells the others, who would wait.
 
         except (TypeError, ValueError) as error:
@@ -177,7 +181,7 @@ class _CheckedGradient(torch.autograd.Function):
     """The identity; its adjoint compares what gradient the ranks got, before anything is done with it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, layer: str, group: Group, agreed: set[int]) -> Tensor:
+    def forward(ctx: Any, y: Tensor, layer: str, group: Group, agreed: set[Hashable]) -> Tensor:
         ctx.layer, ctx.group, ctx.agreed = layer, group, agreed
         return fresh_view(y, y.shape)
 
@@ -193,7 +197,7 @@ class _CheckedGradient(torch.autograd.Function):
         return dy, None, None, None
 
 
-def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[int]) -> Tensor:
+def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[Hashable]) -> Tensor:
     """y; with TP_INVARIANT_CHECK=1 one whose gradient is compared over the group when backward comes to it."""
     if not y.requires_grad or group.size == 1 or not is_call_check_enabled():
         return y

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class DigestLog:
         tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
     ) -> None:
         self.group, self.model = resolve_group(tp_group), model
-        self._agreed: set[int] = set()  # see agreement.py
+        self._agreed: set[Hashable] = set()  # see agreement.py
         header = {
             "format": FORMAT,
             "tp_invariant": __version__,

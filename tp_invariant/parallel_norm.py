@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class ParallelNorm(ShardedModule):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.heads, self.heads_dim = heads, heads_dim
-        self._agreed: set[int] = set()  # see agreement.py
+        self._agreed: set[Hashable] = set()  # see agreement.py
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         mark_sharded(self.weight, None, 1)
         self.bias: nn.Parameter | None = None

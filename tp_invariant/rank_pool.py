@@ -144,10 +144,8 @@ class RankPool:
         for process in self._processes:
             process.wait()
 
-    def run(self, fn: Callable, world_size: int, args: tuple, timeout: float) -> list[Outcome | None]:
-        """fn(tp_group, *args) on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
-        # in two parts: functions are looked up on the parent's path, so that comes first
-        work = pickle.dumps((_parent_state(), dumps((fn, args))))
+    def run(self, work: bytes, world_size: int, timeout: float) -> list[Outcome | None]:
+        """What `packed` made, on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
         # everybody hears of the group before anybody gets work: making a group takes all ranks, and work that is larger
         # than a socket's buffer waits for its rank to read it
         outcomes: list[Outcome | None] = [None] * world_size
@@ -180,6 +178,12 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()
+
+
+def packed(fn: Callable, args: tuple) -> bytes:
+    """The call fn(tp_group, *args), to be sent to ranks."""
+    # in two parts: functions are looked up on the parent's path, so that comes first
+    return pickle.dumps((_parent_state(), dumps((fn, args))))
 
 
 def _parent_state() -> dict[str, Any]:

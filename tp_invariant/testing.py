@@ -26,7 +26,7 @@ from .bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves, raw
 from .gemm import GemmFn
 from .mode import set_tp_invariant_mode
 from .parameters import named_shard_specs
-from .rank_pool import RankError, discard_pool, pool_lock, shared_pool
+from .rank_pool import RankError, discard_pool, packed, pool_lock, shared_pool
 
 __all__ = [
     "RankError",
@@ -69,9 +69,10 @@ def run_ranks(
     if device == "cuda" and world_size > torch.cuda.device_count():
         raise ValueError(f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine")
     with pool_lock:
+        work = packed(fn, args)  # an error here is before anything was sent, and leaves the pool as it is
         pool = shared_pool(world_size, device)
         try:
-            outcomes = pool.run(fn, world_size, args, timeout)
+            outcomes = pool.run(work, world_size, timeout)
         except BaseException:
             # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
             discard_pool(device)

@@ -11,7 +11,7 @@ Legend: P ranks, T tokens, D = embedding_dim, V = num_embeddings, n = (V + paddi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -100,7 +100,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         self.group = resolve_group(tp_group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
-        self._agreed: set[int] = set()  # see agreement.py
+        self._agreed: set[Hashable] = set()  # see agreement.py
         self.padded_num_embeddings = -(-num_embeddings // multiple) * multiple
         if self.padded_num_embeddings % self.group.size:
             raise ValueError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from enum import Enum
 
-# Forgets everything after so many uses and learns again: a hundred steps of a large model. Some megabytes at most, where
+# Forgets everything after so many uses and learns again: a hundred steps of a large model. Some megabytes at most where
 # each use is of a new tensor (under autocast, say).
 LIMIT = 16384
 

@@ -5,16 +5,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from .liveness import Ranks, explain
 
 T = TypeVar("T")
+
+# The process group's own methods: what torch.distributed's functions put around them (a logger, checks for complex
+# tensors and coalescing) takes the host longer than the call. torch 2.13 renames them.
+_ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+_GATHER_OPTIONS, _EXCHANGE_OPTIONS = AllgatherOptions(), AllToAllOptions()
+_GATHER_OPTIONS.asyncOp = _EXCHANGE_OPTIONS.asyncOp = True
 
 
 def _explained(error: RuntimeError, operand: Tensor, group: Ranks) -> Exception:
@@ -23,9 +30,7 @@ def _explained(error: RuntimeError, operand: Tensor, group: Ranks) -> Exception:
 
 def start_all_gather(out: Tensor, local: Tensor, group: Ranks) -> dist.Work | None:
     try:
-        with warnings.catch_warnings():  # torch 2.13 renames the function; 2.11 has only this name
-            warnings.simplefilter("ignore", FutureWarning)
-            return dist.all_gather_into_tensor(out, local, group=group.process_group, async_op=True)
+        return getattr(group.process_group, _ALL_GATHER)(out, local, _GATHER_OPTIONS)
     except RuntimeError as error:
         raise _explained(error, local, group) from error
 
@@ -34,7 +39,7 @@ def start_all_to_all(
     out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Ranks
 ) -> dist.Work | None:
     try:
-        return dist.all_to_all_single(out, x, list(received), list(sent), group=group.process_group, async_op=True)
+        return getattr(group.process_group, _ALL_TO_ALL)(out, x, list(received), list(sent), _EXCHANGE_OPTIONS)
     except RuntimeError as error:
         raise _explained(error, x, group) from error
 
