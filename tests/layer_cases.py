@@ -1,8 +1,8 @@
 """Cases of the layers: built from a seed for any degree, run forward and backward, their results gathered whole.
 
 A Case says what the full layer and its data are; `run(tp_group, case)` gives, on every rank, the full outputs and
-gradients after some micro-batches, so that degrees can be compared byte for byte. `reference(case)` is TP=1, and
-`check_accuracy` compares TP=1 with float64 and with torch's own layer.
+gradients after some micro-batches, so that degrees can be compared byte for byte. `run(None, case.as_reference)` is
+TP=1, and `check_accuracy` compares TP=1 with float64 and with torch's own layer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant.collectives import gather_dim, resolve_group
+from tp_invariant.collectives import resolve_group
 from tp_invariant.layout import shard, unshard
+from tp_invariant.parameters import named_shard_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +116,17 @@ def build(case: Case, tp_group: Any) -> tpi.Linear:
     return layer
 
 
-def run(tp_group: Any, case: Case) -> dict[str, Any]:
-    """Forward and backward over the micro-batches on one rank; every result gathered to its full shape, on the CPU."""
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A rank's part of a result, along `dim`; the whole of it for None."""
+
+    local: Tensor
+    dim: int | None
+    stride: int = 1
+
+
+def run_local(tp_group: Any, case: Case) -> dict[str, Piece | None]:
+    """Forward and backward over the micro-batches on one rank; this rank's part of every result, on the CPU."""
     group = resolve_group(tp_group)
     world, rank = group.size, group.rank
     data = {name: tensor.to(case.device) for name, tensor in full_data(case).items()}
@@ -127,18 +138,16 @@ def run(tp_group: Any, case: Case) -> dict[str, Any]:
     def split_features(t: Tensor, really: bool) -> Tensor:
         return shard(t, dim=-1, rank=rank, world=world, stride=case.stride) if really else t.clone()
 
-    def whole_tokens(t: Tensor) -> Tensor:
-        return gather_dim(t.detach(), case.sequence_dim, group) if tokens_sharded else t.detach()
+    def by_tokens(t: Tensor) -> Piece:
+        return Piece(t.detach().cpu(), case.sequence_dim if tokens_sharded else None)
 
-    def whole_features(t: Tensor, really: bool) -> Tensor:
-        if not really or world == 1:
-            return t.detach()
-        return unshard(gather_dim(t.detach().unsqueeze(0), 0, group), dim=t.dim() - 1, stride=case.stride)
+    def by_features(t: Tensor, really: bool) -> Piece:
+        return Piece(t.detach().cpu(), t.dim() - 1 if really else None, case.stride)
 
     column, row = case.parallel_mode == "column", case.parallel_mode == "row"
     x_by_features = row and case.input_is_parallel
     y_by_features = column and not case.gather_output
-    results: dict[str, Any] = {}
+    results: dict[str, Piece | None] = {}
     with tpi.set_tp_invariant_mode(case.mode):
         layer = build(case, tp_group)
         with torch.no_grad():
@@ -165,18 +174,39 @@ def run(tp_group: Any, case: Case) -> dict[str, Any]:
                 dn = data[f"dn{step}"]
                 outputs.append(normed)
                 grads.append(dn.clone() if whole else split_tokens(dn))
-                results[f"normed{step}"] = normed.detach() if whole else whole_tokens(normed)
+                results[f"normed{step}"] = by_features(normed, False) if whole else by_tokens(normed)
             torch.autograd.backward(outputs, grads)
-            results[f"y{step}"] = whole_features(outputs[0], y_by_features) if column else whole_tokens(outputs[0])
+            results[f"y{step}"] = by_features(outputs[0], y_by_features) if column else by_tokens(outputs[0])
             assert x_local.grad is not None
-            results[f"dx{step}"] = whole_features(x_local.grad, x_by_features) if row else whole_tokens(x_local.grad)
-    for name, grad in tpi.testing.full_grads(layer).items():
-        results[f"d_{name}"] = grad
-    return {name: None if t is None else t.cpu() for name, t in results.items()}
+            results[f"dx{step}"] = by_features(x_local.grad, x_by_features) if row else by_tokens(x_local.grad)
+    for name, p, spec in named_shard_specs(layer):
+        results[f"d_{name}"] = None if p.grad is None else Piece(p.grad.cpu(), spec.dim, spec.stride)
+    return results
+
+
+def run(tp_group: Any, case: Case) -> dict[str, Any]:
+    """Every result of the case, in its full shape."""
+    return run_all(tp_group, [case])[0]
 
 
 def run_all(tp_group: Any, cases: list[Case]) -> list[dict[str, Any]]:
-    return [run(tp_group, case) for case in cases]
+    """`run` of each; all results are gathered at once, since a gather for each would take longer than the layers do."""
+    own = [run_local(tp_group, case) for case in cases]
+    everyone = [own]
+    group = resolve_group(tp_group)
+    if group.size > 1:
+        everyone = [[] for _ in range(group.size)]
+        dist.all_gather_object(everyone, own, group=group.process_group)
+    return [
+        {name: piece and whole(piece, [results[i][name] for results in everyone]) for name, piece in own[i].items()}
+        for i in range(len(cases))
+    ]
+
+
+def whole(own: Piece, everyone: list[Piece | None]) -> Tensor:
+    if own.dim is None:
+        return own.local
+    return unshard([piece.local for piece in everyone if piece], dim=own.dim, stride=own.stride)
 
 
 def assert_cases_invariant(cases: list[Case], degree: int, device: str = "cpu") -> None:

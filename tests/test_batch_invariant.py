@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import re
 import threading
+from unittest import mock
 
+import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tp_invariant as tpi
+from tp_invariant import attention_choice
 from tp_invariant.batch_invariant import (
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
@@ -590,6 +593,35 @@ def test_real_sizes(dtype):
             for g in (lambda x: x.softmax(-1), lambda x: x.log_softmax(-1), lambda x: x.mean(-1), lambda x: x.sum(-1)):
                 assert first_bit_that_follows_the_batch(g, rows) is None
     assert first_bit_that_follows_the_batch(lambda x: x @ w, x, batches=batches) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_a_hugging_face_model():
+    """Four of Qwen3-0.6B's layers, causal and without a mask: the fused attention, and a row's logits in any batch."""
+    pytest.importorskip("transformers")
+    layers, batches = 4, (1, 2, 4, 8, 16, 32, 64)
+    sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    with torch.device(DEVICE):
+        model = hf_models.build("qwen3", torch.bfloat16, num_hidden_layers=layers, vocab_size=4096, **sizes).eval()
+    ids = torch.randint(3, 4096, (max(batches), 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def logits(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+
+    with torch.no_grad():
+        with tpi.batch_invariant():
+            assert first_bit_that_follows_the_batch(logits, ids, batches=batches) is None
+            fused = mock.patch.object(attention_choice, "attention", wraps=attention_choice.attention)
+            with fused as calls:
+                ours = logits(ids[:2])
+            assert [call.kwargs["causal"] for call in calls.call_args_list] == [True] * layers
+        assert first_bit_that_follows_the_batch(logits, ids, batches=batches) is not None
+        theirs = logits(ids[:2])
+        model.float()
+        exact = logits(ids[:2])
+    error, torchs = (float((y - exact).norm() / exact.norm()) for y in (ours, theirs))
+    assert error <= 1.2 * torchs < 0.5, f"{error} against torch's {torchs}"
 
 
 @pytest.mark.gpu

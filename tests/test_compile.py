@@ -25,7 +25,7 @@ run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 @pytest.fixture(scope="session", autouse=True)
 def pool():
-    run_ranks(lambda tp_group: None, 4)
+    run_ranks(lambda tp_group: None, 2)
 
 
 # --- each layer -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def steps(
     return results
 
 
-@pytest.mark.parametrize("sequence_parallel, degrees", [(False, (1, 2)), (True, (1, 2, 4))])
+@pytest.mark.parametrize("sequence_parallel, degrees", [(False, (2,)), (True, (1, 2))])
 def test_model(sequence_parallel, degrees):
     """On, on with another length, off: the same bits as eager TP=1 while on; while off, those of no other degree."""
     expected = steps(None, sequence_parallel, None)

@@ -24,11 +24,11 @@ from tp_invariant.plans import Part, own_plan
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
-STEPS = {"qwen3": 10, "llama": 10, "mistral": 10, "gemma": 10, "phi3": 10}  # of others 2
+STEPS = {"qwen3": 10}  # of others 2, the second with padding
 # (family, degree, sequence_parallel)
 CASES = [
     *((family, 4, sp) for family in hf_models.FAMILIES for sp in (False, True)),
-    *((family, 2, False) for family in STEPS),
+    *((family, 2, False) for family in ("qwen3", "llama", "mistral", "gemma", "phi3")),
     ("qwen3", 2, True),
 ]
 
@@ -299,7 +299,7 @@ def test_the_example():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "TP_INVARIANT_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*torchrun, swap_linear.__file__], env=environment, capture_output=True, text=True, timeout=120
+        [*torchrun, swap_linear.__file__], env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["constructed", expected[0], "swapped", expected[0]]

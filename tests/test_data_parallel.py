@@ -20,7 +20,16 @@ from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)
 
 SHAPES = {"a": (9, 13), "b": (61,), "c": (16, 10), "d": (3,), "e": (2, 40)}
+LARGE = {"a": (512, 640), "b": (4099,), "c": (64, 33), "d": (3,), "e": (1024, 1024), "f": (300, 77)}
+SHAPES_ON = {"cpu": SHAPES, "cuda": LARGE}
 WORLDS = (2, 3, 4, 8)
+GPUS = torch.cuda.device_count()
+ON_GPUS = {
+    world: pytest.param(
+        "cuda", world, marks=[pytest.mark.gpu, pytest.mark.skipif(world > GPUS, reason=f"needs {world} GPUs")]
+    )
+    for world in (2, 4)
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,22 +53,22 @@ class Leaf(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
 
     def forward(self, gradient):
-        return (self.weight * gradient.to(self.weight.dtype)).sum()
+        return (self.weight * gradient.to(self.weight)).sum()
 
 
 class Leaves(torch.nn.Module):
-    def __init__(self, names, dtype=torch.float32):
+    def __init__(self, names, dtype=torch.float32, shapes=SHAPES):
         super().__init__()
         for name in names:
-            self.add_module(name, Leaf(SHAPES[name], dtype))
+            self.add_module(name, Leaf(shapes[name], dtype))
 
     def forward(self, gradients):
         return sum(leaf(gradients[name]) for name, leaf in self.named_children())
 
 
-def gradients_of(rank, dtype=torch.float32):
+def gradients_of(rank, dtype=torch.float32, shapes=SHAPES):
     generator = torch.Generator().manual_seed(rank)
-    return {name: wide_randn(*shape, generator=generator, spread=4).to(dtype) for name, shape in SHAPES.items()}
+    return {name: wide_randn(*shape, generator=generator, spread=4).to(dtype) for name, shape in shapes.items()}
 
 
 def tree_sum(summands):
@@ -69,24 +78,31 @@ def tree_sum(summands):
     return tree_sum(summands[:left]) + tree_sum(summands[left:])
 
 
-def expected_sum(world, dtype=torch.float32, divide_by=1):
+def expected_sum(world, dtype=torch.float32, divide_by=1, shapes=SHAPES):
     """The ranks' gradients added by a binary tree in fp32, divided, and rounded once."""
-    per_rank = [gradients_of(rank, dtype) for rank in range(world)]
-    return {name: (tree_sum([g[name].float() for g in per_rank]) / divide_by).to(dtype) for name in SHAPES}
+    per_rank = [gradients_of(rank, dtype, shapes) for rank in range(world)]
+    return {name: (tree_sum([g[name].float() for g in per_rank]) / divide_by).to(dtype) for name in shapes}
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------------------------
 
 # bucket_cap_mb, reversed registration, gradient_as_bucket_view; the smallest has one parameter a bucket
-BUCKETS = ((25, False, False), (2e-6, False, True), (0.0008, False, False), (0.0008, True, True), (25, True, False))
+BUCKETS = {
+    "cpu": ((25, False, False), (2e-6, False, True), (0.0008, False, False), (0.0008, True, True), (25, True, False)),
+    "cuda": (
+        (25, False, False), (0.01, False, True), (0.1, False, False), (1, False, False),
+        (1, True, True), (0.1, True, False), (0.01, True, False), (25, True, True),
+    ),
+}  # fmt: skip
 
 
-def ddp_gradients(tp_group, dtype, with_hook):
+def ddp_gradients(tp_group, dtype, with_hook, device):
     """For each of BUCKETS the gradients of a second step, when DDP has rebuilt its buckets; and how many there were."""
-    gradients = gradients_of(dist.get_rank(tp_group), dtype)
+    shapes = SHAPES_ON[device]
+    gradients = gradients_of(dist.get_rank(tp_group), dtype, shapes)
     results, buckets = [], []
-    for cap, backwards, view in BUCKETS:
-        model = Leaves(sorted(SHAPES, reverse=backwards), dtype)
+    for cap, backwards, view in BUCKETS[device]:
+        model = Leaves(sorted(shapes, reverse=backwards), dtype, shapes).to(device)
         ddp = DistributedDataParallel(model, process_group=tp_group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
         seen = []
 
@@ -100,23 +116,26 @@ def ddp_gradients(tp_group, dtype, with_hook):
             seen.clear()
             ddp.zero_grad()
             ddp(gradients).backward()
-        results.append({name: leaf.weight.grad.clone() for name, leaf in model.named_children()})
+        results.append({name: leaf.weight.grad.to("cpu", copy=True) for name, leaf in model.named_children()})
         buckets.append(len(seen))
     return results, buckets
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", WORLDS)
-def test_ddp_sums_in_one_order(world, dtype):
-    expected = expected_sum(world, dtype)
-    for rank, (results, buckets) in enumerate(run_ranks(ddp_gradients, world, dtype, True)):
-        assert buckets[0] == 1
-        assert buckets[1] == len(SHAPES)
-        assert 1 < buckets[2] < len(SHAPES) or dtype == torch.bfloat16
-        for case, grads in zip(BUCKETS, results, strict=True):
+@pytest.mark.parametrize(("device", "world"), [*(("cpu", world) for world in WORLDS), *ON_GPUS.values()])
+def test_ddp_sums_in_one_order(device, world, dtype):
+    shapes = SHAPES_ON[device]
+    expected = expected_sum(world, dtype, shapes=shapes)
+    for rank, (results, buckets) in enumerate(run_ranks(ddp_gradients, world, dtype, True, device, device=device)):
+        if device == "cpu":
+            assert buckets[:2] == [1, len(shapes)]
+            assert 1 < buckets[2] < len(shapes) or dtype == torch.bfloat16
+        else:
+            assert buckets[0] < buckets[3] < buckets[1]
+        for case, grads in zip(BUCKETS[device], results, strict=True):
             assert_bitwise_equal(grads, expected, f"rank {rank} of {world}, {case}")
     for name, grad in expected.items():
-        parts = torch.stack([gradients_of(rank, dtype)[name].double() for rank in range(world)])
+        parts = torch.stack([gradients_of(rank, dtype, shapes)[name].double() for rank in range(world)])
         exact, one_rounding = parts.sum(0), torch.finfo(dtype).eps / 2
         bound = one_rounding * exact.abs() + world * torch.finfo(torch.float32).eps * parts.abs().sum(0)
         assert bool(((grad.double() - exact).abs() <= bound).all())
@@ -128,11 +147,13 @@ def test_adding_in_bfloat16_gives_something_else():
     assert not torch.equal(rounded_each_time, expected_sum(8, torch.bfloat16)["a"])
 
 
-@pytest.mark.parametrize("world", [4, 8])
-def test_the_bits_of_ddps_own_all_reduce_depend_on_buckets(world):
+@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), ON_GPUS[4]])
+def test_the_bits_of_ddps_own_all_reduce_depend_on_buckets(device, world):
     """The control: the ring adds elements in another order where they lie elsewhere in a bucket."""
-    results, _ = run_ranks(ddp_gradients, world, torch.float32, False)[0]
+    results, _ = run_ranks(ddp_gradients, world, torch.float32, False, device, device=device)[0]
     assert len({testing.digest(grads) for grads in results}) > 1
+    mean = expected_sum(world, divide_by=world, shapes=SHAPES_ON[device])
+    assert all(not torch.equal(grads["a"], mean["a"]) for grads in results), "nor is it the tree's order"
 
 
 def classifier(seed=0):
@@ -237,13 +258,13 @@ def test_ddp_of_tensor_parallel_layers():
 WRAPPINGS = ("root", "each", "some")
 
 
-def fsdp_gradients(tp_group, dtype, reduction, steps=1):
+def fsdp_gradients(tp_group, dtype, reduction, device="cpu", steps=1):
     """For each of WRAPPINGS the whole gradients, accumulated over `steps` backwards of which the last one reduces."""
-    rank, world = dist.get_rank(tp_group), dist.get_world_size(tp_group)
-    mesh = DeviceMesh.from_group(tp_group, "cpu")
+    rank, world, shapes = dist.get_rank(tp_group), dist.get_world_size(tp_group), SHAPES_ON[device]
+    mesh = DeviceMesh.from_group(tp_group, device)
     results = []
     for wrapping in WRAPPINGS:
-        model = Leaves(SHAPES if wrapping != "some" else sorted(SHAPES, reverse=True), dtype)
+        model = Leaves(sorted(shapes, reverse=wrapping == "some"), dtype, shapes).to(device)
         for name, leaf in model.named_children():
             if wrapping == "each" or (wrapping == "some" and name in "bd"):
                 fully_shard(leaf, mesh=mesh)
@@ -253,7 +274,7 @@ def fsdp_gradients(tp_group, dtype, reduction, steps=1):
         elif reduction == "tokens":
             tokens = TokenCount(tp_group)
             fix_reduction_order(model, tokens)
-            tokens.set(7 * rank)
+            tokens.set(7 * rank if device == "cpu" else 8)
         elif reduction == "mean":
             for module in model.modules():
                 if hasattr(module, "set_custom_reduce_scatter"):
@@ -265,8 +286,8 @@ def fsdp_gradients(tp_group, dtype, reduction, steps=1):
                     module.set_force_sum_reduction_for_comms(True)
         for step in range(steps):
             model.set_requires_gradient_sync(step == steps - 1)
-            model(gradients_of(rank + world * step, dtype)).backward()
-        results.append({name: leaf.weight.grad.full_tensor() for name, leaf in model.named_children()})
+            model(gradients_of(rank + world * step, dtype, shapes)).backward()
+        results.append({name: leaf.weight.grad.full_tensor().cpu() for name, leaf in model.named_children()})
     return results
 
 
@@ -282,18 +303,34 @@ def test_fsdp_sums_in_one_order(reduction, dtype):
                 assert_bitwise_equal(grads, expected, f"rank {rank} of {world}, {wrapping}")
 
 
-@pytest.mark.parametrize("world", [4, 8])
-def test_the_bits_of_fsdps_own_sum_depend_on_the_wrapping(world):
-    """The control."""
-    results = run_ranks(fsdp_gradients, world, torch.float32, "stock")[0]
-    assert len({testing.digest(grads) for grads in results}) > 1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("device", "world"), ON_GPUS.values())
+def test_fsdp_sums_in_one_order_on_gpus(device, world, dtype):
+    """Divided by powers of two alone: by others torch multiplies with the reciprocal on CUDA, not so on a CPU."""
+    for reduction, divide_by in (("sum", 1), ("tokens", 8 * world), ("mean", world)):
+        expected = expected_sum(world, dtype, divide_by, LARGE)
+        for rank, results in enumerate(run_ranks(fsdp_gradients, world, dtype, reduction, device, device=device)):
+            for wrapping, grads in zip(WRAPPINGS, results, strict=True):
+                assert_bitwise_equal(grads, expected, f"rank {rank} of {world}, {reduction}, {wrapping}")
+
+
+@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), ON_GPUS[4]])
+def test_the_bits_of_fsdps_own_sum_depend_on_the_wrapping(device, world):
+    """The control; on CUDA against the tree's order, as the rank that keeps an element, and so NCCL's ring for it, is
+    the same in every wrapping.
+    """
+    results = run_ranks(fsdp_gradients, world, torch.float32, "stock", device, device=device)[0]
+    digests = {testing.digest(grads) for grads in results}
+    if device == "cuda":
+        digests.add(testing.digest(expected_sum(world, shapes=LARGE)))
+    assert len(digests) > 1
 
 
 def test_fsdp_accumulates_and_reduces_once():
     per_step = [[gradients_of(rank + 2 * step) for rank in range(2)] for step in range(2)]
     first, second = per_step
     expected = {name: tree_sum([first[rank][name] + second[rank][name] for rank in range(2)]) for name in SHAPES}
-    for results in run_ranks(fsdp_gradients, 2, torch.float32, "sum", 2):
+    for results in run_ranks(fsdp_gradients, 2, torch.float32, "sum", "cpu", 2):
         for grads in results:
             assert_bitwise_equal(grads, expected)
 

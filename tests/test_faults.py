@@ -15,7 +15,7 @@ import torch
 from tp_invariant.diff import compare, read_log
 
 WORKER = Path(__file__).parent / "fault_worker.py"
-TIMEOUT = 60  # of the group; gloo's ranks must fail long before
+TIMEOUT = 120  # of the group; gloo's ranks must fail long before
 
 
 def run(world, *runs, **options):
@@ -40,7 +40,7 @@ def run(world, *runs, **options):
             for rank, process in enumerate(processes):
                 if not ends[rank] and process.poll() is not None:
                     ends[rank] = time.monotonic() - start
-            assert time.monotonic() - start < 240, "a rank hangs"
+            assert time.monotonic() - start < 500, "a rank hangs"
             time.sleep(0.02)
     finally:
         for process in processes:

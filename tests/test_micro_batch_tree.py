@@ -19,6 +19,8 @@ from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)
 
 SHAPES = {"a": (7, 13), "b": (31,), "c": (5, 2, 3), "scalar": (), "empty": (0, 3)}
+GPUS = torch.cuda.device_count()
+needs_four_gpus = pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,26 +49,27 @@ def gradient(micro_batch, name, dtype=torch.float32):
     return wide_randn(*SHAPES[name], generator=generator, spread=4).to(dtype)
 
 
-def make_parameters(dtypes=None):
+def make_parameters(dtypes=None, device="cpu"):
     return {
-        name: torch.nn.Parameter(torch.zeros(shape, dtype=(dtypes or {}).get(name))) for name, shape in SHAPES.items()
+        name: torch.nn.Parameter(torch.zeros(shape, dtype=(dtypes or {}).get(name), device=device))
+        for name, shape in SHAPES.items()
     }
 
 
-def summed(tp_group, micro_batches, dtypes=None, chunk=None, main_grad=False, count=None):
+def summed(tp_group, micro_batches, dtypes=None, chunk=None, main_grad=False, count=None, device="cpu"):
     """What the tree makes of one `gradient` for each micro-batch, in the second of two steps: it starts each anew."""
-    parameters = make_parameters(dtypes)
+    parameters = make_parameters(dtypes, device)
     tree = MicroBatchTree(parameters.values(), tp_group, micro_batches=micro_batches)
     for _ in range(2):
         for micro_batch in tree.share:
             for name, p in parameters.items():
-                p.grad = gradient(micro_batch, name, p.dtype)
+                p.grad = gradient(micro_batch, name, p.dtype).to(device)
             tree.add(count=count(micro_batch) if count else None)
             assert all(p.grad is None for p in parameters.values())
         with mock.patch.object(micro_batch_tree, "_CHUNK", chunk or micro_batch_tree._CHUNK):
             tree.reduce(main_grad=main_grad)
         assert not main_grad or all(p.grad is None for p in parameters.values())
-    return {name: p.main_grad if main_grad else p.grad for name, p in parameters.items()}
+    return {name: (p.main_grad if main_grad else p.grad).cpu() for name, p in parameters.items()}
 
 
 # --- the tree -------------------------------------------------------------------------------------------------------
@@ -126,16 +129,35 @@ def test_same_bits_at_every_degree(micro_batches):
         assert bool(((grad.double() - parts.sum(0)).abs() <= bound).all())
 
 
-def summed_naively(tp_group, micro_batches):
+@pytest.mark.gpu
+@needs_four_gpus
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_at_every_degree_on_gpus(dtype):
+    """The CPU's bits, too: fp32 additions in one order."""
+    dtypes = dict.fromkeys(SHAPES, dtype)
+    for micro_batches in (4, 6, 8):
+        exact = {
+            name: tree_sum([gradient(i, name, dtype).float() for i in range(micro_batches)]).to(dtype)
+            for name in SHAPES
+        }
+        for world in (1, 2, 4):
+            arguments = (micro_batches, dtypes, None, False, None, "cuda")
+            for rank, grads in enumerate(run_ranks(summed, world, *arguments, device="cuda")):
+                assert_bitwise_equal(grads, exact, f"{micro_batches} micro-batches, rank {rank} of DP={world}")
+    naive = [run_ranks(summed_naively, world, 8, "cuda", device="cuda")[0] for world in (1, 2, 4)]
+    assert len({testing.digest(total) for total in naive}) == 3, "the control: NCCL's sum of shares"
+
+
+def summed_naively(tp_group, micro_batches, device="cpu"):
     """.grad accumulated by a rank over its share, then all-reduced."""
     shares = torch.arange(micro_batches).tensor_split(dist.get_world_size(tp_group))
-    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    total = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
     for i in shares[dist.get_rank(tp_group)].tolist():
         for name, grad in total.items():
-            grad += gradient(i, name)
+            grad += gradient(i, name).to(device)
     for grad in total.values():
         dist.all_reduce(grad, group=tp_group)
-    return total
+    return {name: grad.cpu() for name, grad in total.items()}
 
 
 def test_summed_naively_the_bits_depend_on_the_degree():
@@ -206,19 +228,21 @@ def test_parameters_without_gradients():
 
 # --- with tensor parallelism ----------------------------------------------------------------------------------------
 
-TOKENS, HIDDEN, LAYOUTS = 16, 32, ((1, 8), (2, 4), (4, 2), (8, 1))
+TOKENS, HIDDEN = 16, 32
+LAYOUTS = {"cpu": ((1, 8), (2, 4), (4, 2), (8, 1)), "cuda": ((1, 4), (2, 2), (4, 1))}  # TP, DP
 
 
-def train(tp_group, dp_group, sequence_parallel, micro_batches=8, steps=2):
+def train(tp_group, dp_group, sequence_parallel, device, micro_batches=8, steps=2):
     """Every step's whole gradients and norm, and the parameters after the last; a step's loss is a mean over tokens."""
     torch.manual_seed(0)
-    tp = dict(tp_group=tp_group, sequence_parallel=sequence_parallel)
+    tp = dict(tp_group=tp_group, sequence_parallel=sequence_parallel, device=device)
     model = torch.nn.Sequential(
         tpi.LayerNormLinear(HIDDEN, 64, parallel_mode="column", **tp),
         torch.nn.ReLU(),
         tpi.Linear(64, HIDDEN, parallel_mode="row", **tp),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # one tensor at a time: on CUDA the other forms need not round alike for shards of another size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=micro_batches)
     seen = {}
     for step in range(steps):
@@ -229,36 +253,48 @@ def train(tp_group, dp_group, sequence_parallel, micro_batches=8, steps=2):
             dy[~valid] = 0.0
             if sequence_parallel:
                 x, dy = (t.chunk(dist.get_world_size(tp_group))[dist.get_rank(tp_group)] for t in (x, dy))
-            model(x).backward(dy)
+            model(x.to(device)).backward(dy.to(device))
             tree.add(count=int(valid.sum()))
         tree.reduce()
         seen[f"grads{step}"] = testing.full_grads(model)
         seen[f"norm{step}"] = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
         optimizer.step()
         optimizer.zero_grad()
-    return seen | {"parameters": testing.full_parameters(model)}
+    return on_cpu(seen | {"parameters": testing.full_parameters(model)})
 
 
-def train_layouts(world_group, variants):
-    """`train` for each (mode, sequence_parallel), at every TP x DP = 8; consecutive ranks make a TP group."""
+def on_cpu(results):
+    return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in results.items()}
+
+
+def train_layouts(world_group, variants, device):
+    """`train` for each (mode, sequence_parallel), at every TP x DP; consecutive ranks make a TP group.
+
+    A mesh takes every rank of the pool, so ranks beyond TP x DP do the same again.
+    """
     results = {}
-    for tp, dp in LAYOUTS:
-        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    for tp, dp in LAYOUTS[device]:
+        shape = (dist.get_world_size(world_group) // (tp * dp), dp, tp)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "dp", "tp"))
         for mode, sequence_parallel in variants:
             with tpi.set_tp_invariant_mode(mode):
-                results[mode, sequence_parallel, tp, dp] = train(mesh["tp"].get_group(), mesh["dp"], sequence_parallel)
+                result = train(mesh["tp"].get_group(), mesh["dp"], sequence_parallel, device)
+            results[mode, sequence_parallel, tp, dp] = result
     return results
 
 
-def train_alone(world_group):
+def train_alone(world_group, device):
     with tpi.set_tp_invariant_mode(True):
-        return train(world_group, world_group, False)
+        return train(world_group, world_group, False, device)
 
 
-def test_tp_times_dp():
-    """TP x DP = 1x8, 2x4, 4x2 and 8x1 against one rank: gradients, norms, and parameters after two steps of AdamW."""
-    (expected,) = run_ranks(train_alone, 1)
-    ranks = run_ranks(train_layouts, 8, [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("device", "world"), [("cpu", 8), pytest.param("cuda", GPUS // 4 * 4, marks=[pytest.mark.gpu, needs_four_gpus])]
+)
+def test_tp_times_dp(device, world):
+    """Every TP x DP against one rank: gradients, norms, and parameters after two steps of AdamW."""
+    (expected,) = run_ranks(train_alone, 1, device, device=device)
+    ranks = run_ranks(train_layouts, world, [(True, False), (True, True), (False, False)], device, device=device)
     for rank, results in enumerate(ranks):
         for (mode, sequence_parallel, tp, dp), result in results.items():
             if mode:

@@ -332,7 +332,7 @@ def run_python(code, cwd):
     """What `code` prints as JSON, in a fresh interpreter that sees only what is installed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

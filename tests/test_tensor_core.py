@@ -324,8 +324,8 @@ def load_probe():
 def test_the_probe_tells_recipes_apart(capsys, monkeypatch):
     """Shown a tensor core of another recipe, it says so and names that recipe; shown the model, it agrees."""
     probe = load_probe()
-    monkeypatch.setattr(probe, "M", 24)
-    monkeypatch.setattr(probe, "N", 32)
+    for name, size in dict(M=8, N=12, K=64).items():
+        monkeypatch.setattr(probe, name, size)
     cases = [("ordinary", torch.float16), ("sums below subnormals", torch.bfloat16)]
     assert probe.probe({"bundled": matmul}, "cpu", cases) == 0
     assert "every bit of 2 of 2" in capsys.readouterr().out

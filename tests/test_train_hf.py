@@ -51,16 +51,16 @@ def resumed_and_straight(folder, mode, steps, *extra):
     return read_log(resumed), read_log(straight)
 
 
-def test_thirty_steps_through_three_degrees_are_thirty_straight_ones(tmp_path):
-    resumed, straight = resumed_and_straight(tmp_path, True, 10)
+def test_steps_through_three_degrees_are_straight_ones(tmp_path):
+    resumed, straight = resumed_and_straight(tmp_path, True, 5)
     text, same = compare(resumed, straight)
     assert same, text
-    assert text.endswith("identical for 30 steps, 0 to 29")
-    assert "TP=2, mode on; then TP=4, mode on; then TP=1, mode on; 30 steps" in text
+    assert text.endswith("identical for 15 steps, 0 to 14")
+    assert "TP=2, mode on; then TP=4, mode on; then TP=1, mode on; 15 steps" in text
     losses = [step["loss"] for _, step in sorted(straight.steps.items())]
-    assert losses[0] > 5.0 and sum(losses[-5:]) / 5 < 4.5, "it trains"
+    assert losses[0] > 5.0 and sum(losses[-5:]) / 5 < losses[0] - 0.5, "it trains"
     for log in (resumed, straight):
-        names = log.steps[29]["tensors"]
+        names = log.steps[14]["tensors"]
         assert all(digest is not None for digest in names.values())
         assert sum(name.startswith("gradient model.layers.") for name in names) == 2 * 11
 
@@ -127,7 +127,7 @@ def test_torchrun(tmp_path):
         [*command, *arguments], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate(timeout=500)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

@@ -79,7 +79,7 @@ def assert_close(actual: dict, exact: dict, torch32: dict, dtype: torch.dtype) -
 @pytest.mark.parametrize("t, h", ((1, 1), (4, 7), (2, 300), (1, 1000)))
 def test_against_float64(t, h, dtype, rms):
     x, w, b, dy = case(t, h, dtype)
-    for zero_centered, bias in itertools.product((False, True), (None, b)):
+    for zero_centered, bias in zip((False, True), (None, b) if t == 1 else (b, None), strict=True):
         args = (x, w, bias, dy, rms, zero_centered)
         assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), dtype)
 

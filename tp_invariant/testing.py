@@ -174,8 +174,9 @@ def assert_tp_invariant(
 
 def wide_randn(*shape: int, generator: torch.Generator, spread: int = 8) -> Tensor:
     """Normal values times powers of two from 2^-spread to 2^spread: other orders of summation show in their sums."""
-    scale = torch.exp2(torch.randint(-spread, spread + 1, shape, generator=generator).float())
-    return torch.randn(shape, generator=generator) * scale
+    device = generator.device
+    scale = torch.exp2(torch.randint(-spread, spread + 1, shape, generator=generator, device=device).float())
+    return torch.randn(shape, generator=generator, device=device) * scale
 
 
 def assert_slice_invariant(
