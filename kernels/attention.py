@@ -9,7 +9,8 @@ query and the keys it sees alone, because
 - the running result is cut at every CHUNK keys and chunks are folded in order, whether one program walks them all or
   each has its own and another kernel folds them, as for a decode step (flash-decoding's split, at places that depend
   on the position alone);
-- a block that a query does not see changes none of its bits: weights of 0, factors of 1.
+- a block that a query does not see changes none of its bits: weights of 0, factors of 1. That takes finite keys and
+  values: 0 times Inf is NaN, for queries of the same sequence that share a tile.
 
 The query heads of one key head may share a tile as rows, so that a decode step reads keys once.
 """
@@ -108,13 +109,14 @@ def _finish(acc, largest, total, factor):
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
         "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
-        "factor", "inverse_cap", "chunks",
+        "factor", "inverse_cap", "chunks", "part_rows",
     ]
 )  # fmt: skip
 def _forward_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_ptr, part_largest_ptr, part_total_ptr, cu_q_ptr, cu_k_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
-    stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap, chunks,
+    stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
+    chunks, part_rows,
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
@@ -183,8 +185,8 @@ def _forward_kernel(
 
     columns = column + tl.arange(0, V_COLUMNS)
     if SPLIT:
-        place = ((index * heads + head) * chunks + tl.program_id(2)) * (tiles * BLOCK_Q) + rows
-        tl.store(part_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :], acc, mask=inside[:, None])
+        place = ((index * heads + head) * chunks + tl.program_id(2)).to(tl.int64) * part_rows + rows
+        tl.store(part_ptr + place[:, None] * HEAD_DIM + columns[None, :], acc, mask=inside[:, None])
         tl.store(part_largest_ptr + place, largest, mask=inside)
         tl.store(part_total_ptr + place, total, mask=inside)
     else:
@@ -197,13 +199,13 @@ def _forward_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "sequences", "rows_of_tiles", "window", "factor",
+        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "sequences", "part_rows", "window", "factor",
         "chunks",
     ]
 )  # fmt: skip
 def _merge_kernel(
     part_ptr, part_largest_ptr, part_total_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
-    tokens_q, tokens_k, heads, sequences, rows_of_tiles, window, factor, chunks,
+    tokens_q, tokens_k, heads, sequences, part_rows, window, factor, chunks,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -224,12 +226,10 @@ def _merge_kernel(
     acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    base = (index * heads + head) * chunks * rows_of_tiles + rows
+    base = ((index * heads + head) * chunks).to(tl.int64) * part_rows + rows
     for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK), loop_unroll_factor=8):
-        place = base + chunk * rows_of_tiles
-        part = tl.load(
-            part_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + size[None, :], mask=inside[:, None], other=0.0
-        )
+        place = base + chunk * part_rows
+        part = tl.load(part_ptr + place[:, None] * HEAD_DIM + size[None, :], mask=inside[:, None], other=0.0)
         part_largest = tl.load(part_largest_ptr + place, mask=inside, other=float("-inf"))
         part_total = tl.load(part_total_ptr + place, mask=inside, other=0.0)
         acc, largest, total = _fold(acc, largest, total, part, part_largest, part_total, factor)
@@ -262,13 +262,11 @@ def forward(
     head_dim = q.shape[3]
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention"):
-        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), problem(q, k, spec, lengths), spec, lengths)
+        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), problem(q, k, spec, lengths), lengths)
     return (out if padded == head_dim else out[..., :head_dim].contiguous()), lse
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, p: Problem, spec: AttentionSpec, lengths: PackedLengths | None
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, p: Problem, lengths: PackedLengths | None) -> tuple[Tensor, Tensor]:
     heads, tokens, head_dim = q.shape[1:]
     groups, index = heads // k.shape[1], q.device.index
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -297,8 +295,9 @@ def _forward(
         v_columns //= 2
     q, k_rows, v_rows = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
     part = part_largest = part_total = None
+    part_rows = p.longest_q * shared
     if split:
-        places = programs * chunks * tile.queries
+        places = p.sequences * (heads // shared) * chunks * part_rows
         part = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
         part_largest, part_total = torch.empty((2, places), dtype=torch.float32, device=q.device)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
@@ -309,7 +308,8 @@ def _forward(
         index, q, *k_rows.descriptor(run, 0, (tile.keys, head_dim)),
         *v_rows.descriptor(run, 1, (tile.keys, v_columns)), out, lse, part, part_largest, part_total, cu_q, cu_k,
         tokens, k.shape[2], *k_rows.places, *v_rows.places, *unit_strides(q),
-        heads // shared, groups, p.sequences, tiles, spec.window, p.factor, p.inverse_cap, chunks, *constants,
+        heads // shared, groups, p.sequences, tiles, p.window, p.factor, p.inverse_cap, chunks, part_rows,
+        *constants,
         grid=(programs, head_dim // v_columns, parts),
     )  # fmt: skip
     if split:
@@ -318,7 +318,7 @@ def _forward(
         run = launch(_merge_kernel, index, (q.dtype,), _MERGE_TILE, constants)
         run(
             index, part, part_largest, part_total, out, lse, cu_q, cu_k, tokens, k.shape[2],
-            heads // shared, p.sequences, tiles * tile.queries, spec.window, p.factor, chunks, *constants,
-            grid=(_cdiv(p.longest_q * shared, _MERGED_ROWS) * (heads // shared) * p.sequences, 1, 1),
+            heads // shared, p.sequences, part_rows, p.window, p.factor, chunks, *constants,
+            grid=(_cdiv(part_rows, _MERGED_ROWS) * (heads // shared) * p.sequences, 1, 1),
         )  # fmt: skip
     return out, lse

@@ -19,6 +19,7 @@ from .attention_spec import AttentionSpec, PackedLengths
 from .attention_tiles import (
     Tile,
     aligned,
+    aligned_flat,
     as_rows,
     backward_key_tile,
     backward_query_tile,
@@ -285,8 +286,9 @@ def _dq_kernel(
 @triton.jit(do_not_specialize=["size", "groups"])
 def _sum_heads_kernel(parts_ptr, out_ptr, size, groups, BLOCK: tl.constexpr):
     """parts [.., groups, size] fp32 -> out [.., size], added in order, rounded once."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(size, BLOCK)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    element = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = element < size
     part_ptr = parts_ptr + head * groups * size + element
     total = tl.load(part_ptr, mask=inside, other=0.0)
@@ -337,7 +339,7 @@ def _backward(
     p = problem(q, k, spec, lengths)
     index, unit = q.device.index, 16 // q.element_size()
     q, k, v, dout = (aligned(x) for x in (q, k, v, dout))
-    out, lse = out.contiguous(), lse.contiguous()
+    out, lse = aligned_flat(out), aligned_flat(lse)
     delta = torch.empty_like(lse)
     rows = batch * heads * tokens
     constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
@@ -359,14 +361,14 @@ def _backward(
     run(
         index, *q_rows.descriptor(run, 0, block), *d_rows.descriptor(run, 1, block), k, v, lse, delta, *parts,
         cu_q, cu_k, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
-        heads, groups, p.sequences, tiles, tokens, tokens_k, spec.window, p.factor, p.inverse_cap, spec.scale,
+        heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
     )  # fmt: skip
     if groups > 1:
         size = tokens_k * head_dim
         run = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, (_SUM_TILE.queries,))
         for part, total in zip(parts, (dk, dv), strict=True):
-            grid = (triton.cdiv(size, _SUM_TILE.queries), batch * kv_heads, 1)
+            grid = (triton.cdiv(size, _SUM_TILE.queries) * batch * kv_heads, 1, 1)
             run(index, part, total, size, groups, _SUM_TILE.queries, grid=grid)
 
     tile = backward_query_tile(head_dim, q.dtype)
@@ -378,7 +380,7 @@ def _backward(
     run(
         index, q, dout, *k_rows.descriptor(run, 0, block), *v_rows.descriptor(run, 1, block), lse, delta, dq,
         cu_q, cu_k, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
-        heads, groups, p.sequences, tiles, tokens, tokens_k, spec.window, p.factor, p.inverse_cap, spec.scale,
+        heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
     )  # fmt: skip
     return dq, dk, dv

@@ -90,7 +90,14 @@ def tile_of(program, tiles, heads, sequences):
 def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
     """tanh(scores / cap) where there is a cap; the multiplication by cap is left to the exponent's factor."""
     if SOFTCAP:
-        return 1.0 - 2.0 / (tl.exp2(scores * (inverse_cap * 2.8853900817779268)) + 1.0)
+        x = scores * inverse_cap
+        # the formula with exp loses what is small, where the series is right to 3e-7 of its value
+        square = x * x
+        series = tl.fma(square, 62.0 / 2835.0, -17.0 / 315.0)
+        series = tl.fma(series, square, 2.0 / 15.0)
+        series = tl.fma(series, square, -1.0 / 3.0)
+        series = tl.fma(series, square * x, x)
+        return tl.where(square < 0.1225, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
     return scores
 
 
@@ -147,6 +154,11 @@ class Rows(NamedTuple):
     @property
     def places(self) -> tuple[int, int, int, int]:
         return self[3:]
+
+
+def aligned_flat(x: Tensor) -> Tensor:
+    """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    return x if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -210,6 +222,7 @@ class Problem(NamedTuple):
     sequences: int
     longest_q: int
     longest_k: int
+    window: int
     factor: float  # of a (capped) score in the exponent of 2
     inverse_cap: float  # scale / softcap
     flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
@@ -220,10 +233,12 @@ def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | 
     if not spec.scale > 0:
         raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; negate q for a negative one")
     capped_scores = spec.softcap != 0.0
+    longest_k = k.shape[2] if lengths is None else lengths.max_k
     return Problem(
         q.shape[0] if lengths is None else lengths.cu_q.shape[0] - 1,
         q.shape[2] if lengths is None else lengths.max_q,
-        k.shape[2] if lengths is None else lengths.max_k,
+        longest_k,
+        min(spec.window, max(longest_k, 1)),  # a longer one hides no more, and positions minus it stay in 32 bits
         (spec.softcap if capped_scores else spec.scale) * LOG2_E,
         spec.scale / spec.softcap if capped_scores else 0.0,
         (spec.causal, spec.window > 0, capped_scores, lengths is not None),

@@ -77,6 +77,7 @@ class Launch:
         self._direct: Any = None  # the compiled launcher itself
         self._expand: Any = None  # from a descriptor to its arguments
         self._constant: tuple = ()  # what it is told between the stream and the arguments
+        self._arguments = 0  # how many it takes
         self._layouts: list[Any] = []  # of the descriptors' boxes, as compiled
         self._maps: list[dict[tuple, tuple]] = []  # (address, shape, strides) -> arguments, for each descriptor
 
@@ -114,7 +115,8 @@ class Launch:
     def __call__(self, device_index: int | None, *args: Any, grid: tuple[int, int, int] | None = None) -> None:
         """Launches on the current stream of the current device, whose index is device_index."""
         grid = grid or self._grid
-        if self._direct is not None:
+        # another thread may have found the launcher after these arguments were made
+        if self._direct is not None and len(args) == self._arguments:
             self._direct(*grid, driver.active.get_current_stream(device_index), *self._constant, *args)
             return
         if self._compiled is not None:
@@ -123,9 +125,9 @@ class Launch:
         compiled = self._kernel[grid](*args, **self._options)
         if not _INTERPRETED:
             self._compiled = compiled
-            self._find_launcher()
+            self._find_launcher(len(args))
 
-    def _find_launcher(self) -> None:
+    def _find_launcher(self, arguments: int) -> None:
         """Looks for the compiled launcher below Triton's, if this is a Triton where it is known to be."""
         run = self._compiled.run
         if not triton.__version__.startswith(_KNOWN_LAUNCHERS) or run.global_scratch_size or run.profile_scratch_size:
@@ -137,6 +139,7 @@ class Launch:
         if not all(layouts):  # descriptors that are no tensor maps: not Hopper
             return
         self._layouts, self._maps = list(layouts), [{} for _ in layouts]
+        self._arguments = arguments + sum(2 * len(layout["block_size"]) for layout in layouts)  # sizes and strides too
         compiled = self._compiled
         self._constant = (
             compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
