@@ -12,12 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant.collectives import resolve_group
+from tp_invariant.collectives import gather_major, resolve_group
 from tp_invariant.layout import shard, unshard
 from tp_invariant.parameters import named_shard_specs
 
@@ -116,9 +115,9 @@ def build(case: Case, tp_group: Any) -> tpi.Linear:
     return layer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Piece:
-    """A rank's part of a result, along `dim`; the whole of it for None."""
+    """A rank's part of a result, along `dim`; the whole of it for None, and once all parts are put together."""
 
     local: Tensor
     dim: int | None
@@ -126,7 +125,7 @@ class Piece:
 
 
 def run_local(tp_group: Any, case: Case) -> dict[str, Piece | None]:
-    """Forward and backward over the micro-batches on one rank; this rank's part of every result, on the CPU."""
+    """Forward and backward over the micro-batches on one rank; this rank's part of every result."""
     group = resolve_group(tp_group)
     world, rank = group.size, group.rank
     data = {name: tensor.to(case.device) for name, tensor in full_data(case).items()}
@@ -139,10 +138,10 @@ def run_local(tp_group: Any, case: Case) -> dict[str, Piece | None]:
         return shard(t, dim=-1, rank=rank, world=world, stride=case.stride) if really else t.clone()
 
     def by_tokens(t: Tensor) -> Piece:
-        return Piece(t.detach().cpu(), case.sequence_dim if tokens_sharded else None)
+        return Piece(t.detach(), case.sequence_dim if tokens_sharded else None)
 
     def by_features(t: Tensor, really: bool) -> Piece:
-        return Piece(t.detach().cpu(), t.dim() - 1 if really else None, case.stride)
+        return Piece(t.detach(), t.dim() - 1 if really else None, case.stride)
 
     column, row = case.parallel_mode == "column", case.parallel_mode == "row"
     x_by_features = row and case.input_is_parallel
@@ -180,33 +179,26 @@ def run_local(tp_group: Any, case: Case) -> dict[str, Piece | None]:
             assert x_local.grad is not None
             results[f"dx{step}"] = by_features(x_local.grad, x_by_features) if row else by_tokens(x_local.grad)
     for name, p, spec in named_shard_specs(layer):
-        results[f"d_{name}"] = None if p.grad is None else Piece(p.grad.cpu(), spec.dim, spec.stride)
+        results[f"d_{name}"] = None if p.grad is None else Piece(p.grad, spec.dim, spec.stride)
     return results
 
 
 def run(tp_group: Any, case: Case) -> dict[str, Any]:
-    """Every result of the case, in its full shape."""
+    """Every result of the case, in its full shape, on the CPU."""
     return run_all(tp_group, [case])[0]
 
 
 def run_all(tp_group: Any, cases: list[Case]) -> list[dict[str, Any]]:
     """`run` of each; all results are gathered at once, since a gather for each would take longer than the layers do."""
-    own = [run_local(tp_group, case) for case in cases]
-    everyone = [own]
     group = resolve_group(tp_group)
-    if group.size > 1:
-        everyone = [[] for _ in range(group.size)]
-        dist.all_gather_object(everyone, own, group=group.process_group)
-    return [
-        {name: piece and whole(piece, [results[i][name] for results in everyone]) for name, piece in own[i].items()}
-        for i in range(len(cases))
-    ]
-
-
-def whole(own: Piece, everyone: list[Piece | None]) -> Tensor:
-    if own.dim is None:
-        return own.local
-    return unshard([piece.local for piece in everyone if piece], dim=own.dim, stride=own.stride)
+    results = [run_local(tp_group, case) for case in cases]
+    split = [p for pieces in results for p in pieces.values() if p is not None and p.dim is not None]
+    if group.size > 1 and split:
+        everyone = gather_major(torch.cat([p.local.flatten().view(torch.uint8) for p in split]), group)
+        for piece, parts in zip(split, everyone.split([p.local.nbytes for p in split], dim=1), strict=True):
+            shards = [part.clone().view(piece.local.dtype).view(piece.local.shape) for part in parts]
+            piece.local = unshard(shards, dim=piece.dim, stride=piece.stride)
+    return [{name: piece and piece.local.cpu() for name, piece in pieces.items()} for pieces in results]
 
 
 def assert_cases_invariant(cases: list[Case], degree: int, device: str = "cpu") -> None:

@@ -6,23 +6,20 @@ On a CPU the reference runs, in small sizes; on a GPU the Triton kernel, in larg
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors, visible
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant.testing import wide_randn
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-KINDS = {
-    "full": {},
-    "causal": dict(causal=True),
-    "window": dict(causal=True, window=37),
-    "softcap": dict(causal=True, softcap=3.0, scale=0.3),
-}
 # device, dtype, head size
 PLACES = [
     pytest.param("cpu", torch.float32, 24, id="cpu-fp32-24"),
@@ -39,41 +36,6 @@ PLACES = [
     ),
 ]
 BOTH = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=GPU, id="cuda")]
-
-
-def tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim, spread=2) -> list[Tensor]:
-    """q, k, v and the gradient of the output, laid out as models do: [B, S, heads, D] transposed."""
-    generator = torch.Generator(device).manual_seed(1000 * queries + keys)
-    shapes = ((queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim), (queries, heads, dim))
-    made = (wide_randn(batch, *shape, generator=generator, spread=spread) for shape in shapes)
-    return [x.to(device, dtype).transpose(1, 2) for x in made]
-
-
-def attend(q, k, v, grad, attention=tpi.attention, **options) -> dict[str, Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, **options)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad.to(out.dtype))
-    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-
-def assert_same_bytes(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    """assert_bitwise_equal's verdict, found on the device: on a GPU these tensors are large and many."""
-    assert got.keys() == expected.keys()
-    for name, x in got.items():
-        y = expected[name]
-        assert x.dtype == y.dtype and x.shape == y.shape, f"{name}, {what}"
-        as_int = {2: torch.int16, 4: torch.int32}[x.element_size()]
-        differ = int((x.contiguous().view(as_int) != y.contiguous().view(as_int)).sum())
-        assert not differ, f"{what}: {differ} of {x.numel()} elements of {name} differ"
-
-
-def part_of(results: dict[str, Tensor], dim: int, index: int, parts: int) -> dict[str, Tensor]:
-    return {name: x.chunk(parts, dim)[index] for name, x in results.items()}
-
-
-def fresh(x: Tensor) -> Tensor:
-    """A copy laid out as a rank's own projection leaves it."""
-    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 # --- bits: heads, batches, packing ----------------------------------------------------------------------------------
@@ -113,6 +75,21 @@ def test_a_head_and_a_sequence_do_not_see_the_others(device, dtype, dim, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_the_naive_way_sees_the_others(device, dtype, dim, kind):
+    """The control, on the data of a case above: heads, sequences and queries; all results differ."""
+    data = tensors(device, dtype, 2, 4, 2, 150, 150, dim)
+    whole = attend(*data, naively, **KINDS[kind])
+    for dim_cut in (0, 1):
+        half = attend(*(fresh(x.chunk(2, dim_cut)[0]) for x in data), naively, **KINDS[kind])
+        assert all(not torch.equal(x, half[name]) for name, x in part_of(whole, dim_cut, 0, 2).items())
+    q, k, v, _ = data
+    for last in (20, 127, 149) if kind != "full" else ():
+        alone = naively(q[:, :, last : last + 1], k[:, :, : last + 1], v[:, :, : last + 1], **KINDS[kind])
+        assert not torch.equal(alone, whole["out"][:, :, last : last + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
 def test_packed_sequences_are_separate_calls(device, dtype, dim, kind):
     scale = 1 if device == "cpu" else 16
     of_q = [scale * n for n in (30, 0, 9, 140)] + [1, 1]
@@ -132,6 +109,13 @@ def test_packed_sequences_are_separate_calls(device, dtype, dim, kind):
             name: x[:, :, of_queries if name in ("out", "dq") else of_keys].contiguous() for name, x in packed.items()
         }
         assert_same_bytes(attend(*mine, **KINDS[kind]), expected, f"sequence {n}")
+    # the control: two sequences as one call with a mask between them
+    alone, both = (slice(0, stop) for stop in (of_q[0], of_q[0] + of_q[3]))
+    q, k, v = (torch.cat([x[:, :, : of_q[0]], x[:, :, -of_q[3] :]], dim=2) for x in (q, k, v))
+    apart = torch.ones(both.stop, both.stop, dtype=torch.bool, device=device)
+    apart[alone, of_q[0] :] = False
+    masked = naively(q, k, v, hidden=~apart, **KINDS[kind])[:, :, alone]
+    assert not torch.equal(masked, naively(q[:, :, alone], k[:, :, alone], v[:, :, alone], **KINDS[kind]))
 
 
 # --- bits: a query, the other queries, and where keys are cut -------------------------------------------------------
@@ -156,10 +140,9 @@ def test_chunks_and_single_steps_are_the_prefill(device, dtype, dim, kind):
         part(start, stop, length)
     for last in (*range(0, length, length // 8), *cuts[1:-1], length - 1):
         part(last, last + 1, length + 50)
-    only = {"out": tpi.attention(q[:, :, -1:], k, v)} if kind == "causal" else whole
-    assert_same_bytes(
-        {"out": only["out"][:, :, -1:]}, {"out": whole["out"][:, :, -1:]}, "causal or full, the last query"
-    )
+    if "window" not in KINDS[kind]:
+        only = {"out": tpi.attention(q[:, :, -1:], k, v, **{**KINDS[kind], "causal": False})}
+        assert_same_bytes(only, {"out": whole["out"][:, :, -1:].contiguous()}, "causal or full, the last query")
 
 
 @pytest.mark.parametrize("device, dtype, dim", PLACES[:1] + PLACES[2:4])
@@ -207,43 +190,31 @@ def test_repeats_beside_a_busy_stream():
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def visible(queries: int, keys: int, options: dict, device: str) -> Tensor:
-    position = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
-    key = torch.arange(keys, device=device)
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    if options.get("causal"):
-        seen &= key <= position
-    if options.get("window"):
-        seen &= key > position - options["window"]
-    return seen
-
-
-def plainly(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """The formula, in the tensors' dtype; softmax at least in fp32."""
-    groups = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(groups, 1).mT * options.get("scale", q.shape[-1] ** -0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(q.shape[2], k.shape[2], options, q.device)
-    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(~seen.any(1, keepdim=True), 0.0)
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
-    return weights * seen @ v.repeat_interleave(groups, 1)
-
-
 def torchs(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """The formula where there is a softcap; flash or cuDNN where they take the case; else SDPA with a mask."""
     if "softcap" in options:
         return plainly(q, k, v, **options)
     seen = visible(q.shape[2], k.shape[2], options, q.device)
+    causal = options.get("causal", False) and q.shape[2] == k.shape[2]  # theirs puts the first query at the first key
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # a fused kernel with a mask wants that
+    if (
+        q.is_cuda
+        and q.dtype != torch.float32
+        and q.shape[-1] <= 256
+        and (causal or not options)
+        and "window" not in options
+    ):
+        with torch.nn.attention.sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "slight cap"])
 @pytest.mark.parametrize("device, dtype, dim", PLACES)
 def test_error_against_float64(device, dtype, dim, kind):
-    """At most 1.2 times that of torch's SDPA, or a few units in fp32's last place."""
-    options = KINDS[kind]
-    lengths = ((1, 1), (150, 150), (40, 170), (7, 3)) if device == "cpu" else ((1, 2000), (700, 1500))
+    """At most 1.2 times that of torch's fused kernels, or a few units in fp32's last place."""
+    options = KINDS.get(kind, dict(softcap=50.0, scale=0.02))  # scores far below the cap, which bends them hardly
+    lengths = ((1, 1), (150, 150), (40, 170), (7, 3)) if device == "cpu" else ((1, 2000), (700, 1500), (900, 900))
     for (queries, keys), kv_heads in itertools.product(lengths, (2, 1)):
         data = tensors(device, dtype, 2, 4, kv_heads, queries, keys, dim, spread=0)
         exact = attend(*(x.double() for x in data), plainly, **options)
@@ -271,6 +242,34 @@ def test_a_query_that_sees_nothing_gives_zeros(device):
 
 
 @pytest.mark.parametrize("device", BOTH)
+def test_what_is_not_finite_stays_in_its_sequence(device):
+    data = tensors(device, torch.float32, 1, 4, 2, 60, 60, 16)
+    cu = torch.tensor([0, 13, 40, 60], dtype=torch.int32, device=device)
+    options = dict(causal=True, cu_seqlens_q=cu, max_seqlen_q=27)
+    clean = attend(*data, **options)
+    for bad in (torch.nan, torch.inf):
+        spoilt = [x.clone() for x in data]
+        for x in spoilt:
+            x[:, :, 13:40] = bad
+        got = attend(*spoilt, **options)
+        assert not got["out"][:, :, 13:40].isfinite().any()
+        for part in (slice(0, 13), slice(40, 60)):
+            of_part = [{name: x[:, :, part] for name, x in results.items()} for results in (got, clean)]
+            assert_same_bytes(*of_part, f"beside {bad}")
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_an_infinite_value_may_spoil_queries_that_do_not_see_it(device):
+    """What the docstring says: within a sequence all keys are finite. Blocks that a query does not reach stay out."""
+    q, k, v, _ = tensors(device, torch.float32, 1, 4, 2, 300, 300, 16)
+    clean = tpi.attention(q, k, v, causal=True)
+    v[:, :, 280] = torch.inf
+    got = tpi.attention(q, k, v, causal=True)
+    assert_same_bytes({"out": got[:, :, :256]}, {"out": clean[:, :, :256]}, "before the block")
+    assert got[:, :, 279].isnan().all() and not got[:, :, 280:].isfinite().any()
+
+
+@pytest.mark.parametrize("device", BOTH)
 def test_values_of_another_head_size(device):
     """v [.., E]: narrower, as in multi-head latent attention, or wider."""
     for wide, narrow in ((48, 32), (32, 48)):
@@ -283,6 +282,10 @@ def test_values_of_another_head_size(device):
 
 
 def test_strides_do_not_count():
+    q, k, v, grad = data = tensors("cpu", torch.bfloat16, 1, 4, 2, 40, 40, 16)
+    cu = torch.tensor([[0, 7], [30, 7], [40, 7]], dtype=torch.int32)[:, 0]
+    packed = attend(*data, causal=True, cu_seqlens_q=cu.contiguous())
+    assert_same_bytes(attend(*data, causal=True, cu_seqlens_q=cu), packed, "of cu_seqlens")
     q, k, v, grad = data = tensors("cpu", torch.bfloat16, 2, 4, 2, 40, 40, 16)
     whole = attend(*data, causal=True)
     strided = [x.mT.contiguous().mT for x in data]
@@ -382,8 +385,16 @@ REFUSED = [
     (dict(k=KV.to("meta")), ValueError, "q is on cpu and k on meta"),
     (dict(window=3), ValueError, "window=3 with causal=False: a window is at least 1 and needs causal=True"),
     (dict(window=0, causal=True), ValueError, "window=0 with causal=True"),
-    (dict(softcap=0.0), ValueError, r"softcap=0\.0 must be positive, or None"),
-    (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive: negate q"),
+    (dict(q=Q[:, :0]), ValueError, "q has 0 heads and k 2: .* at least 1 of each"),
+    (dict(softcap=0.0), ValueError, r"softcap=0\.0 must be positive and finite, or None"),
+    (dict(scale=float("inf")), ValueError, "scale=inf must be positive and finite"),
+    (dict(scale=torch.tensor(0.5)), TypeError, "scale is a tensor: it must be float or None, and gets no gradient"),
+    (dict(softcap=torch.tensor(5)), TypeError, "softcap is a tensor"),
+    (dict(window=torch.tensor(5), causal=True), TypeError, "window is a tensor: it must be int or None"),
+    (dict(window=2.5, causal=True), ValueError, r"window=2\.5 must be a whole number"),
+    (dict(cu_seqlens_q=CU, max_seqlen_q=torch.tensor(3)), TypeError, "max_seqlen_q is a tensor"),
+    (dict(q=Q[:, :, :5], cu_seqlens_q=CU), ValueError, "q has 5 tokens and k 6: packed sequences need cu_seqlens_k"),
+    (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive and finite: negate q"),
     (dict(cu_seqlens_k=CU), ValueError, "cu_seqlens_k is given and cu_seqlens_q is not"),
     (dict(max_seqlen_q=3), ValueError, "max_seqlen_q is given and cu_seqlens_q is not"),
     (dict(cu_seqlens_q=CU.long()), ValueError, r"cu_seqlens_q is torch\.int64 \(3,\) on cpu: it must be int32"),
@@ -407,6 +418,40 @@ REFUSED = [
 def test_what_is_refused(given, error, text):
     with pytest.raises(error, match=text):
         tpi.attention(**{"q": Q, "k": KV, "v": KV, **given})
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_forward_mode_derivatives_are_refused(device):
+    q, k, v, _ = tensors(device, torch.float32, 1, 4, 2, 5, 5, 8)
+    with torch.autograd.forward_ad.dual_level():
+        for given in ((q, k, v), (q, k, v.clone().requires_grad_())):
+            dual = torch.autograd.forward_ad.make_dual(given[0], torch.ones_like(q))
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"forward mode AD|jvp"):
+                tpi.attention(dual, *given[1:])
+        assert_same_bytes({"out": tpi.attention(q, k, v)}, {"out": attend(q, k, v, q)["out"]}, "no tangents")
+
+
+BAD_LENGTHS = """
+import torch, tp_invariant as tpi
+cu = torch.tensor({cu}, dtype=torch.int32, device="cuda")
+x = torch.zeros(1, 2, 60, 64, dtype=torch.bfloat16, device="cuda")
+tpi.attention(x, x, x, cu_seqlens_q=cu, max_seqlen_q={longest})
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "cu, longest, right",
+    [([0, 20, 60], 40, True), ([0, 20, 60], 39, False), ([0, 20, 50], 40, False), ([0, 30, 20, 60], 40, False)],
+)
+def test_wrong_lengths_are_seen_on_the_device(cu, longest, right):
+    """In a process of its own: the assertion ends its work with the GPU."""
+    code = BAD_LENGTHS.format(cu=cu, longest=longest)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode == 0) == right, ran.stderr
+    assert right or "device-side assert" in ran.stderr
 
 
 def test_a_second_derivative_is_refused():

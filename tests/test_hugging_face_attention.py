@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 
 import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import DynamicCache, StaticCache, masking_utils
 
 import tp_invariant as tpi
@@ -126,6 +128,24 @@ def test_caches_and_chunks(family, seen):
     assert len(seen) == model.config.num_hidden_layers * 13, "nothing went by a matrix"
 
 
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_generate_with_either_cache(side, seen):
+    model = parallelize(hf_models.build("qwen3"), None).eval()
+    model.generation_config.eos_token_id = None
+    mask = torch.ones_like(IDS) if side == "none" else padding(side)
+    outputs = []
+    for cache in ("dynamic", "static"):
+        with tpi.set_tp_invariant_mode(True):
+            got = model.generate(
+                IDS, attention_mask=mask, max_new_tokens=4, do_sample=False, cache_implementation=cache,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        outputs.append((got.sequences, torch.stack(got.logits)))
+    assert outputs[0][0].shape == (2, 28)
+    assert_bitwise_equal(outputs[1], outputs[0])
+    assert len(seen) == 2 * 4 * model.config.num_hidden_layers
+
+
 # --- padding and packing --------------------------------------------------------------------------------------------
 
 
@@ -220,6 +240,13 @@ def test_full_attention_leaves_out_keys_alone():
     assert visible.packing.cu_q.tolist() == [0, 6, 12] and visible.packing.cu_k.tolist() == [0, 5, 11]
 
 
+@pytest.mark.parametrize("ids, known", [([0, 0, 1, 1, 0, 0], False), ([1, 1, 0, 2, 2, 2], True)])
+def test_packed_ids_that_come_again_stay_a_matrix(ids, known):
+    packed = masking_utils.packed_sequence_mask_function(torch.tensor([ids, [0] * 6]))
+    both = masking_utils.and_masks(masking_utils.causal_mask_function, packed)
+    assert (visible_keys(**SIZES, mask_function=both) is not None) == known
+
+
 def test_a_matrix_of_ones_own(seen):
     """4-D masks are taken as they are, by attention_choice.py's ways."""
     model = hf_models.build("llama").eval()
@@ -244,9 +271,12 @@ def test_what_is_refused():
     call = functools.partial(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["tp_invariant"], **{**SIZES, "batch_size": 1})
     causal = call(mask_function=masking_utils.causal_mask_function)
     run = functools.partial(hugging_face._HuggingFace(None), attention, q, k, k)
-    for name in ("position_bias", "cache", "s_aux"):
+    for name in ("position_bias", "cache", "s_aux", "sinks", "block_indices", "indices", "head_mask", "attention_bias"):
         with pytest.raises(ValueError, match=f"LlamaAttention passes {name}, which tpi.attention does not take"):
             run(causal, **{name: q})
+    with pytest.raises(ValueError, match="passes block_size, which"):
+        run(causal, block_size=4)
+    run(causal, position_ids=q, use_cache=True, block_size=None, sliding_window=4, num_items_in_batch=q)
     with pytest.raises(ValueError, match=r"attention dropout=0\.1"):
         run(causal, dropout=0.1)
     cu = torch.tensor([0, 6])
@@ -259,3 +289,59 @@ def test_what_is_refused():
         run(padded, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     with tpi.set_tp_invariant_mode(False), pytest.raises(RuntimeError, match="turned off inside a forward"):
         hugging_face._HuggingFace("sdpa")(attention, q, k, k, causal)
+
+
+@pytest.mark.parametrize("name", ["eager", "tp_invariant"])
+def test_output_attentions_is_refused(name):
+    """Of the mode alone: transformers' own eager attention gives them."""
+    model = hf_models.build("llama").eval()
+    model.set_attn_implementation(name)
+    model = parallelize(model, None)
+    with (
+        tpi.set_tp_invariant_mode(True),
+        pytest.raises(ValueError, match=r"asked for output_attentions=True: .* no weights"),
+    ):
+        model(input_ids=IDS, output_attentions=True)
+    if name == "eager":
+        assert model(input_ids=IDS, output_attentions=True).attentions[0].shape == (2, 8, 24, 24)
+
+
+class ComparesTheName(nn.Module):
+    """As MiniMax-M3's, Falcon's and others do."""
+
+    def forward(self, x):
+        return 2 * x if self.config._attn_implementation == "eager" else x
+
+
+def test_a_model_that_hangs_more_on_the_name_is_refused():
+    model = hf_models.build("llama")
+    model.model.layers[0].extra = ComparesTheName()
+    model.set_attn_implementation("eager")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"attn_implementation='eager': .* does other things for this name"):
+            parallelize(model, None)
+    model.set_attn_implementation("sdpa")
+    parallelize(model, None)
+    compared = {
+        name: hugging_face._compared_names(importlib.import_module(f"{MODELS}.{name}").__name__) for name in FILES
+    }
+    assert compared == FILES
+
+
+MODELS = "transformers.models"
+FILES = {
+    "llama.modeling_llama": frozenset(),
+    "gpt2.modeling_gpt2": frozenset({"eager"}),
+    "falcon.modeling_falcon": frozenset({"sdpa"}),
+}
+
+
+def test_a_lookup_by_the_name_is_none(monkeypatch):
+    """transformers 4's way."""
+    source = 'if self.config._attn_implementation != "eager":\n    attend = ALL_ATTENTION_FUNCTIONS[self.name]'
+    monkeypatch.setattr(hugging_face.inspect, "getsource", lambda module: source)
+    assert not hugging_face._compared_names.__wrapped__("sys")
+    monkeypatch.setattr(
+        hugging_face.inspect, "getsource", lambda module: source.replace("ALL_ATTENTION_FUNCTIONS", "a")
+    )
+    assert hugging_face._compared_names.__wrapped__("sys") == {"eager"}

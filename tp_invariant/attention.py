@@ -16,11 +16,13 @@ In compiled graphs (fullgraph=True) it stands as one node, a torch.library opera
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_HEAD_DIM = 256  # at most; kernels/attention.py
@@ -46,22 +48,27 @@ def attention(
     three of one dtype and device (under torch.autocast, of autocast's dtype); any strides. h is a multiple of kv, and
     heads are not repeated. Unlike torch's, the last query stands at the last key, as in flash-attn 2.1 and later: with
     Sq < Sk the first Sk - Sq keys are a cache. A query that sees nothing gives zeros.
+    k and v must be finite, those that no query sees too: their weights are 0, and 0 times Inf is NaN.
 
-    Packed sequences: B = 1, all sequences one after another along S, and cu_seqlens.
+    Packed sequences: B = 1, all sequences one after another along S, and cu_seqlens. They cover every token: padding at
+    the end is a sequence of its own. A sequence sees nothing of the others, NaN neither.
 
     Args:
         causal: a query at position p sees keys 0 .. p.
-        scale: 1 / sqrt(D) if None; positive.
+        scale: 1 / sqrt(D) if None; positive. It, window, softcap and the longest lengths are numbers, not tensors.
         window: of those the last `window` ones, itself among them; needs causal.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], from 0 to Sq and Sk: where each sequence starts; those of k
-            are q's if None. Their values are checked on a CPU only: on CUDA that would wait for the GPU.
+            are q's if None, and then Sk is Sq.
         max_seqlen_q, max_seqlen_k: at least the longest sequence's length; found if None, which waits for the GPU.
+            Given on CUDA, they and cu_seqlens are checked there without waiting: wrong ones end the process's work with
+            the GPU by a device-side assertion, as an index out of range does, also in a replayed CUDA graph.
 
     Raises:
         ValueError: shapes, devices or options that do not fit each other.
-        TypeError: a dtype that is not supported.
+        TypeError: a dtype that is not supported; a tensor where a number is meant.
         NotImplementedError: a second derivative, in its backward; another kind of device.
+        RuntimeError: forward-mode derivatives.
     """
     if q.device.type not in ("cuda", "cpu"):
         raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
@@ -69,10 +76,19 @@ def attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.dtype in DTYPES else x for x in (q, k, v))
     _check_tensors(q, k, v)
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    scale = _number(head_dim**-0.5 if scale is None else scale, float, "scale")
+    softcap, window = _number(softcap, float, "softcap"), _number(window, int, "window")
+    max_seqlen_q, max_seqlen_k = (
+        _number(max_seqlen_q, int, "max_seqlen_q"),
+        _number(max_seqlen_k, int, "max_seqlen_k"),
+    )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} must be positive and finite: negate q for a negative one")
     if cu_seqlens_q is None:
         for name, given in (
             ("cu_seqlens_k", cu_seqlens_k),
@@ -83,6 +99,8 @@ def attention(
                 raise ValueError(f"{name} is given and cu_seqlens_q is not: packed sequences need cu_seqlens_q")
     else:
         if cu_seqlens_k is None:
+            if q.shape[2] != k.shape[2]:
+                raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: packed sequences need cu_seqlens_k")
             cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
         _check_lengths(q, cu_seqlens_q, max_seqlen_q, "q")
         _check_lengths(k, cu_seqlens_k, max_seqlen_k, "k")
@@ -91,10 +109,6 @@ def attention(
                 f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have one "
                 "shape: each sequence has queries and keys, maybe 0 of them"
             )
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive: negate q for a negative one")
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
     elif value_dim > head_dim:
@@ -104,11 +118,25 @@ def attention(
     out: Tensor
     if torch.compiler.is_compiling():
         out, _ = _operator(*arguments)
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
         out = _Attention.apply(*arguments)
     else:
         out, _ = _forward(*arguments)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
+
+
+def _number(value: Any, kind: type, name: str) -> Any:
+    """`value` as an int or a float, so that a call has one type for it, whatever launched the kernel first."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor: it must be {kind.__name__} or None, and gets no gradient")
+    if value is None:
+        return None
+    number = kind(value)
+    if kind is int and number != value:
+        raise ValueError(f"{name}={value} must be a whole number")
+    return number
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -119,8 +147,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"{shapes} do not fit: they need one batch, k and v one sequence and heads, q and k one head size"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} heads and k {k.shape[1]}: q's must be a multiple of k's")
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k {k.shape[1]}: q's must be a multiple of k's, and at least 1 of each"
+        )
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"{shapes} have heads of size 0: it must be at least 1")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -158,15 +188,20 @@ def _kernel(q: Tensor) -> Any:
     return reference_attention
 
 
-def _lengths(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int) -> Any:
-    """PackedLengths or None; 0 for a longest length that is not known."""
+def _lengths(
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool
+) -> Any:
+    """PackedLengths or None; 0 for a longest length that is not known. check: unless another call has, on CUDA."""
     if cu_q is None or cu_k is None:
         return None
     from .kernels.attention_spec import PackedLengths
 
-    found = []
+    found: list[int] = []
     for name, x, cu, longest in (("q", q, cu_q, max_q), ("k", k, cu_k, max_k)):
-        if not cu.is_cuda or not longest:
+        if cu.is_cuda and longest:
+            if check and not (found and cu is cu_q and (max_k, k.shape[2]) == (max_q, q.shape[2])):
+                _assert_lengths(cu, x.shape[2], longest, name)
+        else:
             starts = cu.tolist()
             sizes = [stop - start for start, stop in itertools.pairwise(starts)]
             if starts[0] != 0 or starts[-1] != x.shape[2] or min(sizes) < 0:
@@ -177,7 +212,15 @@ def _lengths(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max
                 )
             longest = longest or max(sizes)
         found.append(longest)
-    return PackedLengths(cu_q, cu_k, *found)
+    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), *found)
+
+
+def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
+    """The same by the device, which nobody waits for."""
+    sizes = cu.diff()
+    fits = (sizes.clamp(0, longest) == sizes).all()
+    torch._assert_async(fits, f"cu_seqlens_{name} must rise, by at most max_seqlen_{name}={longest}")
+    torch._assert_async((cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}")
 
 
 def _forward(
@@ -196,7 +239,7 @@ def _forward(
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention_spec.py says what they are."""
     from .kernels.attention_spec import AttentionSpec
 
-    lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k)
+    lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
     out, lse = _kernel(q).forward(q, k, v, AttentionSpec(causal, scale, window, softcap), lengths)
     return out, lse
 
@@ -220,13 +263,16 @@ def _backward(
     """dq, dk, dv, in the shapes of q, k, v."""
     from .kernels.attention_spec import AttentionSpec
 
-    spec, lengths = AttentionSpec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k)
+    spec, lengths = AttentionSpec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
     dq, dk, dv = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths)
     return dq, dk, dv
 
 
 class _Attention(torch.autograd.Function):
-    """Outside of compiled graphs: an operator costs the host 40 us more in forward, and 100 with a gradient."""
+    """Outside of compiled graphs: an operator costs the host 40 us more in forward, and 100 with a gradient.
+
+    It has no jvp, so autograd refuses tangents, which the kernels alone would drop.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *options: Any) -> Tensor:

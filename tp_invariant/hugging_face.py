@@ -7,6 +7,9 @@ this library is in; under that name it runs whatever the mode is.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,17 +29,61 @@ _REPLACED = ("sdpa", "eager")
 SAFE_IMPLEMENTATIONS = (*_REPLACED, NAME)
 _PREFIX = NAME + "_"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
+_SHARED = ("torch", "transformers", NAME)  # packages whose other modules are no one model's
+# What else models hand down to an attention function and no attention needs: masks have said it, or it is for others.
+_HANDED_DOWN = {
+    *_PACKED, "sliding_window", "position_ids", "cache_position", "use_cache", "seq_idx", "token_type_ids",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
+}  # fmt: skip
 
 
-def problem_with(config: Any) -> str | None:
-    """What is wrong with the attention that a Hugging Face config asks for, None if nothing is."""
-    asked = config._attn_implementation
-    if asked is None or asked.removeprefix(_PREFIX) in SAFE_IMPLEMENTATIONS:
-        return None
-    return (
-        f"attn_implementation={asked!r} may give a head other bits when fewer heads are in the call: choose one of "
-        f"{', '.join(map(repr, SAFE_IMPLEMENTATIONS))}, in whose place tpi.attention runs while the mode is on"
-    )
+def problem_with(config: Any, model: nn.Module) -> str | None:
+    """What is wrong with the attention that a config of a Hugging Face model asks for, None if nothing is."""
+    asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
+    if asked not in SAFE_IMPLEMENTATIONS:
+        return (
+            f"attn_implementation={asked!r} may give a head other bits when fewer heads are in the call: choose one of "
+            f"{', '.join(map(repr, SAFE_IMPLEMENTATIONS))}, in whose place tpi.attention runs while the mode is on"
+        )
+    for name in _modeling_files(model):
+        if asked in _compared_names(name):
+            return (
+                f"attn_implementation={asked!r}: {name} does other things for this name than for others, and would not "
+                "know it again under the name that parallelize gives it, where the mode decides at every call"
+            )
+    return None
+
+
+def _modeling_files(model: nn.Module) -> set[str]:
+    """Names of the Python modules that the parts of a model are written in, without what transformers' models share."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes if issubclass(cls, nn.Module)}
+    return {name for name in names if name.startswith("transformers.models.") or name.split(".")[0] not in _SHARED}
+
+
+@functools.cache
+def _compared_names(module_name: str) -> frozenset[str]:
+    """Names of attentions that the source compares a model's with, other than to look its function up.
+
+    transformers has no way to run another function under "sdpa" or "eager" in one model alone, so that parallelize has
+    to give these new names; in a few models (MiniMax-M3, Falcon, GLM-5, GPT-2's "eager") more hangs on the old ones.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module_name]))
+    except (OSError, TypeError):  # typed in at a prompt: no source
+        return frozenset()
+    lookups = {
+        id(node.test)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and any("ALL_ATTENTION_FUNCTIONS" in ast.unparse(line) for line in node.body)
+    }
+    names: set[Any] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and id(node) not in lookups:
+            sides = (node.left, *node.comparators)
+            if any(isinstance(x, (ast.Name, ast.Attribute)) and "attn_impl" in ast.unparse(x) for x in sides):
+                names |= {x.value for side in sides for x in ast.walk(side) if isinstance(x, ast.Constant)}
+    return frozenset(names & set(_REPLACED))
 
 
 def register_attention() -> None:
@@ -53,7 +100,8 @@ def register_attention() -> None:
     by SDPA's memory-efficient kernel (attention_choice.py).
 
     Raises (at a forward):
-        ValueError: dropout, attention sinks, position biases, paged caches.
+        ValueError: dropout; output_attentions, which nothing has; and whatever else a model hands its attention that
+            this one does not know: sinks, position biases, chosen blocks or indices, paged caches.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -69,18 +117,22 @@ def install(model: Any) -> None:
     """Has `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
 
     Raises:
-        ValueError: at the model's next forward with the mode on, if its attention is changed to an unsafe one.
+        ValueError: a model that parallelize refuses (`problem_with`); or at its next forward with the mode on, if its
+            attention is changed to such a one.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    modules = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    configs = list({id(m.config): m.config for m in modules}.values())
+    for config in configs:
+        if problem := problem_with(config, model):
+            raise ValueError(problem)
     register_attention()
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        asked = config._attn_implementation or "sdpa"
-        if asked in _REPLACED:
-            config._attn_implementation = _PREFIX + asked
-    for module in model.modules():  # each looks its attention up in its config, and any may be called by itself
-        if hasattr(getattr(module, "config", None), "_attn_implementation"):
-            module.register_forward_pre_hook(_keep_safe)
+    for config in configs:
+        if config._attn_implementation in (None, *_REPLACED):
+            config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
+    for module in modules:  # each looks its attention up in its config, and any may be called by itself
+        module.register_forward_pre_hook(_keep_safe)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())
 
@@ -89,10 +141,13 @@ def _keep_safe(module: Any, args: Any) -> None:
     """Keeps ours in the place of an attention that was chosen since: "sdpa" and "eager" mean ours again."""
     config = module.config
     asked = config._attn_implementation
-    if asked in _REPLACED:
+    if asked is not None and asked.startswith(NAME):
+        return
+    if problem := problem_with(config, module):
+        if is_tp_invariant_mode_enabled():
+            raise ValueError(problem)
+    elif asked in _REPLACED:
         config._attn_implementation = _PREFIX + asked
-    elif is_tp_invariant_mode_enabled() and (problem := problem_with(config)):
-        raise ValueError(problem)
 
 
 class _Mask:
@@ -139,9 +194,19 @@ class _HuggingFace:
             given = {name: value for name, value in given.items() if value is not None}
             return self._stock(module)(module, query, key, value, attention_mask, **given)
         check_no_dropout(dropout, "attention dropout")
-        for name in ("position_bias", "cache", "s_aux"):
-            if others.get(name) is not None:
-                raise ValueError(f"{type(module).__name__} passes {name}, which tpi.attention does not take")
+        others.setdefault("output_attentions", getattr(getattr(module, "config", None), "output_attentions", None))
+        for name, passed in others.items():
+            if passed is None or passed is False or name in _HANDED_DOWN:
+                continue
+            if name == "output_attentions":
+                raise ValueError(
+                    f"{type(module).__name__} is asked for output_attentions={passed}: tpi.attention has no weights to "
+                    "give; turn it off, or the TP-invariant mode"
+                )
+            raise ValueError(
+                f"{type(module).__name__} passes {name}, which tpi.attention does not take: without it the values "
+                "would be others than the model means"
+            )
         options: dict[str, Any] = dict(scale=scaling, softcap=softcap)
         if isinstance(attention_mask, VisibleKeys):
             out = attend(query, key, value, _with_packing(attention_mask, others), **options)

@@ -42,6 +42,10 @@ class VisibleKeys:
     keys: int
     packing: Packing | None
 
+    def contiguous(self) -> VisibleKeys:
+        """As a tensor's: generate, which makes the masks itself for a static cache, asks for it."""
+        return self
+
 
 # --- from transformers' description ---------------------------------------------------------------------------------
 
@@ -102,7 +106,8 @@ def visible_keys(
     if packed is not None:
         if attention_mask is not None or not q_length == keys == packed.shape[1]:
             return None
-        return VisibleKeys(causal, window, keys, _of_sequences(packed))
+        packing = _of_sequences(packed)
+        return None if packing is None else VisibleKeys(causal, window, keys, packing)
     if attention_mask is None:
         return VisibleKeys(causal, window, keys, None)
     if attention_mask.dim() != 2:
@@ -131,10 +136,16 @@ def _of_padding(padding: Tensor, q_length: int, causal: bool) -> Packing:
     return Packing(of_queries.flatten().nonzero().squeeze(1), k_rows, _starts(of_queries.sum(1)), cu_k, q_length, keys)
 
 
-def _of_sequences(packed: Tensor) -> Packing:
-    """packed [B, S]: which sequence of its row a token belongs to; a sequence stands together, in one row."""
-    first = torch.ones_like(packed, dtype=torch.bool)
-    first[:, 1:] = packed[:, 1:] != packed[:, :-1]
+def _first(packed: Tensor) -> Tensor:
+    """Whether a token's number is another than that of the one before it in its row."""
+    return F.pad(packed[:, 1:] != packed[:, :-1], (1, 0), value=True)
+
+
+def _of_sequences(packed: Tensor) -> Packing | None:
+    """packed [B, S]: which sequence of its row a token belongs to; None where one does not stand together."""
+    first = _first(packed)
+    if not torch.equal(first.sum(1), _first(packed.sort(1).values).sum(1)):
+        return None
     cu = F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=packed.numel()).to(torch.int32)
     return Packing(None, None, cu, cu, packed.shape[1], packed.shape[1])
 

@@ -318,7 +318,7 @@ class Survey:
     def _check_config(self) -> None:
         if not self.is_hugging_face:
             return
-        if problem := hugging_face.problem_with(self.config):
+        if problem := hugging_face.problem_with(self.config, self.model):
             self.problems.append(problem)
         for name, value in vars(self.config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:

@@ -1,0 +1,97 @@
+"""What the attention tests share: data, a call with its gradients, the formula, and a naive way as the control."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import tp_invariant as tpi
+from tp_invariant.testing import wide_randn
+
+KINDS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=37),
+    "softcap": dict(causal=True, softcap=3.0, scale=0.3),
+}
+
+
+def tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim, spread=2) -> list[Tensor]:
+    """q, k, v and the gradient of the output, laid out as models do: [B, S, heads, D] transposed."""
+    generator = torch.Generator(device).manual_seed(1000 * queries + keys)
+    shapes = ((queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim), (queries, heads, dim))
+    made = (wide_randn(batch, *shape, generator=generator, spread=spread) for shape in shapes)
+    return [x.to(device, dtype).transpose(1, 2) for x in made]
+
+
+def attend(q, k, v, grad, attention=tpi.attention, **options) -> dict[str, Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, **options)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad.to(out.dtype))
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_same_bytes(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    """assert_bitwise_equal's verdict, found on the device: on a GPU these tensors are large and many."""
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        y = expected[name]
+        assert x.dtype == y.dtype and x.shape == y.shape, f"{name}, {what}"
+        as_int = {2: torch.int16, 4: torch.int32}[x.element_size()]
+        differ = int((x.contiguous().view(as_int) != y.contiguous().view(as_int)).sum())
+        assert not differ, f"{what}: {differ} of {x.numel()} elements of {name} differ"
+
+
+def part_of(results: dict[str, Tensor], dim: int, index: int, parts: int) -> dict[str, Tensor]:
+    return {name: x.chunk(parts, dim)[index] for name, x in results.items()}
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A copy laid out as a rank's own projection leaves it."""
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def visible(queries: int, keys: int, options: dict, device: str) -> Tensor:
+    position = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    key = torch.arange(keys, device=device)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if options.get("causal"):
+        seen &= key <= position
+    if options.get("window"):
+        seen &= key > position - options["window"]
+    return seen
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """The formula, in the tensors' dtype; softmax at least in fp32."""
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).mT * options.get("scale", q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(q.shape[2], k.shape[2], options, q.device)
+    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(~seen.any(1, keepdim=True), 0.0)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+    return weights * seen @ v.repeat_interleave(groups, 1)
+
+
+def naively(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, **options) -> Tensor:
+    """The control: keys cut into as many parts as keep the chip busy (flash-decoding), so by heads and queries."""
+    groups, calls = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    seen = visible(q.shape[2], k.shape[2], options, q.device)
+    if hidden is not None:
+        seen &= ~hidden
+    tops, totals, outs = [], [], []
+    for keys in torch.arange(k.shape[2], device=q.device).tensor_split(max(1, min(48 // calls, k.shape[2]))):
+        scores = (q @ k[:, :, keys].mT).float() * options.get("scale", q.shape[-1] ** -0.5)
+        if softcap := options.get("softcap"):
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen[:, keys], -1e30)
+        tops.append(scores.amax(-1, keepdim=True))
+        weights = (scores - tops[-1]).exp() * seen[:, keys]
+        totals.append(weights.sum(-1, keepdim=True))
+        outs.append((weights.to(v.dtype) @ v[:, :, keys]).float())
+    top = torch.stack(tops).amax(0)
+    shrink = [(one - top).exp() for one in tops]
+    out = sum(s * o for s, o in zip(shrink, outs, strict=True))
+    return (out / sum(s * t for s, t in zip(shrink, totals, strict=True))).to(q.dtype)

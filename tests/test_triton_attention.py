@@ -1,0 +1,91 @@
+"""The Triton attention kernels in the interpreter, in small tiles: values, and bits over heads, packing, chunks, steps.
+
+In fp32 alone: the interpreter has no bf16 to speak of. tests/test_attention.py has them on a GPU as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
+
+import tp_invariant as tpi
+from tp_invariant.kernels import attention as kernels
+from tp_invariant.kernels import attention_backward
+from tp_invariant.kernels.attention_tiles import Tile
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on a CPU")
+SMALL = {**KINDS, "window": dict(causal=True, window=20)}
+
+
+@pytest.fixture(autouse=True)
+def small_kernels(monkeypatch):
+    """tpi.attention by these kernels, with several tiles and chunks in a few keys."""
+    monkeypatch.setattr(sys.modules["tp_invariant.attention"], "_kernel", lambda q: kernels)
+    monkeypatch.setattr(kernels, "CHUNK", 32)
+    for module, name in (
+        (kernels, "forward_tile"),
+        (attention_backward, "backward_key_tile"),
+        (attention_backward, "backward_query_tile"),
+    ):
+        monkeypatch.setattr(module, name, lambda *sizes: Tile(16, 16, 4, 1))
+
+
+def data(queries, keys, heads=4, kv_heads=2, spread=2):
+    return tensors("cpu", torch.float32, 1, heads, kv_heads, queries, keys, 16, spread=spread)
+
+
+@pytest.mark.parametrize("kind", [*SMALL, "slight cap"])
+@pytest.mark.parametrize("queries, keys, heads", [(20, 50, 2), (40, 20, 2), (2, 70, 4)], ids=str)
+def test_values(queries, keys, heads, kind):
+    """(2, 70) goes in chunks that another kernel folds."""
+    options = SMALL.get(kind, dict(softcap=50.0, scale=0.02))
+    case = data(queries, keys, heads, heads // 2, spread=0)
+    exact = attend(*(x.double() for x in case), plainly, **options)
+    theirs, ours = attend(*case, plainly, **options), attend(*case, **options)
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+        assert errors[0] <= max(1.2 * errors[1], 4 * torch.finfo(torch.float32).eps), (name, errors)
+
+
+@pytest.mark.parametrize("kind", ["window", "softcap"])
+def test_heads_and_packed_sequences_are_separate_calls(kind):
+    q, k, v, grad = case = data(30, 50)
+    of_q, of_k = [0, 9, 10, 30], [0, 12, 15, 50]
+    cu_q, cu_k = (torch.tensor(starts, dtype=torch.int32) for starts in (of_q, of_k))
+    packed = attend(*case, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **SMALL[kind])
+    half = attend(
+        *(fresh(x.chunk(2, 1)[1]) for x in case), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=50, **SMALL[kind]
+    )
+    assert_same_bytes(half, part_of(packed, 1, 1, 2), "half of the heads")
+    spoilt = [x.clone() for x in case]
+    for x, neighbours in zip(spoilt, (slice(10, 30), slice(15, 50), slice(15, 50), slice(10, 30)), strict=True):
+        x[:, :, neighbours] = torch.nan
+    beside = attend(*spoilt, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **SMALL[kind])
+    for queries, keys in zip(itertools.pairwise(of_q), itertools.pairwise(of_k), strict=True):
+        queries, keys = slice(*queries), slice(*keys)
+        mine = [fresh(x[:, :, s]) for x, s in ((q, queries), (k, keys), (v, keys), (grad, queries))]
+        alone = attend(*mine, **SMALL[kind])
+        for results, what in ((packed, "packed"), (beside, "beside NaN")):
+            if results is packed or queries.start < 10:
+                of_it = {n: x[:, :, queries if n in ("out", "dq") else keys] for n, x in results.items()}
+                assert_same_bytes(of_it, alone, f"{what}, queries {queries}")
+    whole, one = (attend(*(x[:, :heads] for x in case), naively, **SMALL[kind]) for heads in (4, 2))
+    assert all(not torch.equal(one[n], whole[n][:, : one[n].shape[1]]) for n in ("out", "dq")), "the control"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "full"])
+def test_chunks_and_single_steps_are_the_prefill(kind):
+    """A step's chunks of keys are folded by another kernel than a prefill's."""
+    q, k, v, _ = data(100, 100, 2, 1)
+    whole, differ = tpi.attention(q, k, v, **SMALL[kind]), 0
+    for start, stop in ((0, 1), (31, 33), (63, 65), (40, 44), (99, 100), (70, 100)):
+        mine = fresh(q[:, :, start:stop]), k[:, :, :stop], v[:, :, :stop]
+        expected = {"out": whole[:, :, start:stop]}
+        assert_same_bytes({"out": tpi.attention(*mine, **SMALL[kind])}, expected, f"queries {start} to {stop}")
+        naive = naively(q, k, v, **SMALL[kind])[:, :, start:stop]
+        differ += not torch.equal(naively(*mine, **SMALL[kind]), naive)
+    assert differ >= 4, "the control"
