@@ -14,7 +14,7 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant import agreement, collectives, environment, liveness, mode, testing
-from tp_invariant.collectives import gather_sequence, resolve_group
+from tp_invariant.collectives import gather_sequence, resolve_group, scatter_sequence
 from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.identity import identify
 from tp_invariant.kernels.reference import matmul
@@ -91,6 +91,8 @@ def in_another_environment(tp_group, name, value, variable=None):
         ("the device", "cuda 9.0", None),
         ("TRITON_INTERPRET", "another", "TRITON_INTERPRET"),
         ("TP_INVARIANT_CHECK", "1", "TP_INVARIANT_CHECK"),
+        ("TP_INVARIANT_CHECK", "yes", "TP_INVARIANT_CHECK"),
+        ("the source of tp_invariant's kernels", "edited", None),
         ("the TP-invariant mode", "1", "TP_INVARIANT_MODE"),
         ("the TP-invariant mode", "yes", "TP_INVARIANT_MODE"),
     ],
@@ -269,6 +271,21 @@ def test_identities():
     partials = [functools.partial(matmul, bias=bias) for bias in (None, 1, 1)]
     assert identify(partials[0]) != identify(partials[1]) == identify(partials[2])
     assert identify(lambda a: a + 1) != identify(lambda a: a + 2)
+    assert identify(lambda a: a in {1, 2}) != identify(lambda a: a in {1, 3})
+    values = [{"s": 1}, {"s": 2}, SimpleNamespace(x=1), SimpleNamespace(x=2), torch.ones(2), torch.zeros(2)]
+    values += [{1, 2}, {1, 3}, torch.device("cpu"), torch.device("meta"), functools.lru_cache(lambda a: a), len]
+    values += [SimpleNamespace(x=SimpleNamespace(x=1)), SimpleNamespace(x=SimpleNamespace(x=2))]
+    for wrap in (scaled, functools.partial(functools.partial, matmul)):
+        assert len({identify(wrap(value)) for value in values}) == len(values)
+        assert [identify(wrap(value)) for value in values] == [identify(wrap(value)) for value in values]
+    itself = SimpleNamespace()
+    itself.x = itself
+    assert identify(scaled(itself)), "an end"
+    changed = {"s": 1}
+    gemm_fn = scaled(changed)
+    before = identify(gemm_fn)
+    changed["s"] = 2
+    assert identify(gemm_fn) != before
     assert identify(torch.mm) == identify(torch.mm)
     assert not re.search("0x[0-9a-f]{6}", " ".join(map(identify, [first, GemmObject(), *partials, torch.mm])))
 
@@ -319,6 +336,35 @@ def later(tp_group, what, enabled):
 def test_every_call_is_compared_on_request(what, message, enabled):
     assert run_ranks(checked(later), 4, "nothing", enabled) == [None] * 4
     assert re.search(message, error_on_every_rank(checked(later), what, enabled))
+
+
+def odd_sequence(tp_group, what, later):
+    odd = tp_group.rank() == ODD
+    for step in range(2 if later else 1):
+        here = odd and step == later
+        shape = (8, 4) if here and what == "shape" else (4, 8)
+        x = torch.ones(shape, dtype=torch.float64 if here and what == "dtype" else torch.float32, requires_grad=True)
+        gathered = gather_sequence(x, tp_group, 1 if here and what == "dim" else 0)
+        y = scatter_sequence(x, tp_group)
+        (gathered if here and what == "backward" else y).sum().backward()
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", r"the shape of x is \(4, 8\) on rank 0, 2, 3; \(8, 4\) on rank 1"),
+        ("dtype", "the dtype of x is 'torch.float32' on rank 0, 2, 3; 'torch.float64' on rank 1"),
+        ("dim", "sequence_dim is 0 on rank 0, 2, 3; 1 on rank 1"),
+        (
+            "backward",
+            "the layer whose backward runs is 'scatter_sequence' on rank 0, 2, 3; 'gather_sequence' on rank 1",
+        ),
+    ],
+)
+def test_sequence_functions_are_compared(what, message, later):
+    assert run_ranks(checked(odd_sequence), 4, "nothing", True) == [None] * 4
+    assert re.search(message, error_on_every_rank(checked(odd_sequence), what, int(later)))
 
 
 def count_gathers(tp_group, check):

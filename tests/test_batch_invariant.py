@@ -88,6 +88,62 @@ def operations(dtype: torch.dtype) -> dict[str, tuple]:
 
 
 NAMES = tuple(operations(torch.float32))
+
+
+# --- elementwise functions whose CPU kernels go by position ----------------------------------------------------------
+
+
+def mlp(activation):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 333), activation, nn.Linear(333, 10)).to(DEVICE)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU("tanh"), nn.Softplus(), nn.ELU(), nn.SiLU(inplace=True)])
+def test_an_mlp_of_odd_width_in_any_batch(activation):
+    model = mlp(activation)
+    x = torch.randn(64, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def forward_and_dgrad(x):
+        x = x.detach().requires_grad_()
+        y = model(x)
+        return torch.cat([y.detach(), *torch.autograd.grad(y.square().sum(), x)], dim=1)
+
+    with tpi.batch_invariant():
+        whole = forward_and_dgrad(x)
+        assert first_bit_that_follows_the_batch(forward_and_dgrad, x) is None
+    torch.testing.assert_close(whole, forward_and_dgrad(x), rtol=1e-4, atol=1e-5)
+
+
+ODD_ONES = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "rsqrt": lambda x: x.abs().rsqrt(),
+    "pow": lambda x: x.abs() ** 1.7,
+    "2 to x": lambda x: 2.0**x,
+    "pow of two": lambda x: x.abs().pow(torch.tensor([1.3], dtype=x.dtype, device=x.device)),
+    "add, alpha": lambda x: x.add(x.abs(), alpha=0.3),
+    "in place": lambda x: x.clone().sigmoid_(),
+    "out": lambda x: torch.sigmoid(x, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_elementwise_functions_in_any_batch(dtype):
+    x = (torch.randn(130, 333, generator=torch.Generator().manual_seed(2)) * 3).to(DEVICE, dtype)
+    by_position = []
+    for name, f in ODD_ONES.items():
+        stock = f(x)
+        with tpi.batch_invariant():
+            y = f(x)
+            assert first_bit_that_follows_the_batch(f, x) is None, name
+            assert f(x.t()).stride() == (1, 333), name
+            assert f(x[0, 0]).dtype == dtype and f(x[:0]).shape == (0, 333), name
+        assert y.dtype == stock.dtype
+        torch.testing.assert_close(y, stock)
+        by_position += [name] if first_bit_that_follows_the_batch(f, x) is not None else []
+    assert by_position or DEVICE == "cuda"  # without the mode some go by position: x can tell
+
+
 # torch's own CPU kernels give these other bits in other batches; the rest it happens to keep
 FOLLOWS = ("mm", "matmul", "addmm", "addmm, alpha and beta", "linear", "softmax of columns", "mean of columns",
            "sum of columns")  # fmt: skip

@@ -3,6 +3,10 @@
 import functools
 import inspect
 import re
+import subprocess
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -398,10 +402,129 @@ def test_counts_that_are_refused(counts):
     assert [str(error) for error in caught.value.errors.values()] == [text] * 2
 
 
-@pytest.mark.parametrize("count", [1.0, True, torch.tensor(3)])
-def test_a_count_that_is_no_int(one_rank, count):
-    with raises(TypeError, f"local_count={count!r} on rank 0 of dp_group must be an int"):
-        TokenCount(one_rank).set(count)
+def set_counts_twice(tp_group, counts):
+    """The error of the first time, and what the second gives, with the same group."""
+    rank, tokens = dist.get_rank(tp_group), TokenCount(tp_group)
+    with pytest.raises(TypeError) as caught:
+        tokens.set(counts[rank])
+    return str(caught.value), tokens.set(rank + 3)
+
+
+@pytest.mark.parametrize("count", [1.0, True, torch.tensor(3), 1 << 63])
+def test_a_count_that_is_no_int(count):
+    """On one rank: no other waits."""
+    text = f"local_count is {count!r} on rank 1 of dp_group: pass an int of at most 63 bits on every rank"
+    assert run_ranks(set_counts_twice, 2, (5, count)) == [(text, 7)] * 2
+
+
+def bucket_of(x, index=0):
+    return SimpleNamespace(buffer=lambda: x, index=lambda: index)
+
+
+def calls_that_differ(tp_group):
+    """What each kind of difference between two ranks raises, with the same group; then the group still works."""
+    rank, x = dist.get_rank(tp_group), torch.ones(6)
+    tokens, unset = TokenCount(tp_group), TokenCount(tp_group)
+    tokens.set(5)
+    scatter, out, ops = FixedOrderReduceScatter, torch.empty(3), dist.ReduceOp
+    calls = {
+        "state": lambda: fixed_order_hook((tokens, tp_group)[rank], bucket_of(x)),
+        "unset": lambda: fixed_order_hook((tokens, unset)[rank], bucket_of(x)),
+        "size": lambda: fixed_order_hook(tp_group, bucket_of(torch.ones(6 + rank))),
+        "dtype": lambda: fixed_order_hook(tp_group, bucket_of(x.to((torch.float32, torch.bfloat16)[rank]))),
+        "index": lambda: fixed_order_hook(tp_group, bucket_of(x, rank)),
+        "op": lambda: scatter()(out, x, tp_group, (ops.SUM, ops.AVG)[rank]),
+        "tokens": lambda: scatter((tokens, None)[rank])(out, x, tp_group, ops.SUM),
+        "other op": lambda: scatter()(out, x, tp_group, (ops.SUM, ops.MAX)[rank]),
+    }
+    errors = {}
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        errors[name] = str(caught.value)
+    return errors, fixed_order_hook(tokens, bucket_of(x * (rank + 1))).wait()
+
+
+def test_ranks_that_call_differently():
+    (errors, total), (others, other_total) = run_ranks(calls_that_differ, 2)
+    assert errors == others, "the same on both ranks"
+    divided = "what the gradients' sum is divided by is 'a TokenCount' on rank 0; "
+    expected = {
+        "state": divided + "'nothing' on rank 1",
+        "unset": divided + "'a TokenCount that is not set' on rank 1",
+        "size": "its number of elements is 6 on rank 0; 7 on rank 1",
+        "dtype": "its dtype is 'torch.float32' on rank 0; 'torch.bfloat16' on rank 1",
+        "index": "the index of the bucket is 0 on rank 0; 1 on rank 1",
+        "op": "what the gradients' sum is divided by is 'nothing' on rank 0; 'the ranks' on rank 1",
+        "tokens": divided + "'nothing' on rank 1",
+    }
+    for name, text in expected.items():
+        who = "fixed_order_hook" if name in ("state", "unset", "size", "dtype", "index") else "FixedOrderReduceScatter"
+        assert errors[name] == (
+            f"the 2 ranks of dp_group disagree: {text}. They must make the same calls with the same settings ({who})"
+        )
+    assert "op=MAX is not supported" in errors["other op"]
+    assert_bitwise_equal([total, other_total], [torch.full((6,), 3 / 10)] * 2)
+
+
+def call_on_one_rank(tp_group):
+    ranks = dist.get_process_group_ranks(tp_group)
+    group = dist.new_group(ranks, timeout=timedelta(seconds=1), use_local_synchronization=True)
+    if dist.get_rank(group) == 0:
+        with pytest.raises(RuntimeError) as caught:
+            fixed_order_hook(group, bucket_of(torch.ones(6)))
+        text = str(caught.value)
+    else:
+        text = ""
+    dist.barrier(tp_group)  # rank 1 lives until rank 0 is through
+    return text
+
+
+def test_a_hook_on_one_rank_alone():
+    text, _ = run_ranks(call_on_one_rank, 2)
+    assert text.startswith(
+        "fixed_order_hook on rank 0 of dp_group could not compare its first calls with the other ranks: use it on "
+        "every rank of dp_group, in the same order among the group's collectives, or on none ("
+    )
+    assert "imed out" in text
+
+
+# rank 2 ends; rank 0 finds out in its MicroBatchTree, rank 1 in its hook; none of them has a tensor-parallel layer
+DEATH = """
+import os, signal, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from tp_invariant.data_parallel import MicroBatchTree, fixed_order_hook
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+trees, hooks = dist.new_group([0, 2]), dist.new_group([1, 2])
+bucket = SimpleNamespace(buffer=lambda: torch.ones(6), index=lambda: 0)
+p = torch.nn.Parameter(torch.zeros(3))
+if rank != 1:
+    tree = MicroBatchTree([p], trees, micro_batches=2)
+    tree.add()
+if rank != 0:
+    fixed_order_hook(hooks, bucket)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+tree.reduce() if rank == 0 else fixed_order_hook(hooks, bucket)
+"""
+
+
+def test_a_dead_rank_is_named(tmp_path):
+    commands = [[sys.executable, "-c", DEATH, str(rank), str(tmp_path / "store")] for rank in range(3)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        texts = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, 1, -9], texts
+    for text in texts[:2]:
+        assert re.search(r"DeadRankError: rank 1 \(global rank 2, process \d+ on [^)]+\) has ended: ", text), text
 
 
 @pytest.mark.parametrize(

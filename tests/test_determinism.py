@@ -29,6 +29,7 @@ def values():
 def clean(monkeypatch):
     """Every setting at torch's default, whatever this machine's environment says, and put back afterwards."""
     before, written = values(), dict(determinism._written)
+    monkeypatch.setattr(determinism, "_in_force", {})
     for setting in reversed(SETTINGS):  # torch refuses split-K off with reduced precision on
         setting.write(setting.default)
     determinism._written.clear()
@@ -254,6 +255,53 @@ def test_after_cuda_has_started_with_everything_in_the_environment(monkeypatch):
     monkeypatch.setattr(determinism, "has_started", lambda what: True)
     with determinism.deterministic(0, profiles=PROFILES):
         pass
+
+
+def test_what_cuda_read_inside_is_remembered(monkeypatch):
+    started = []
+    monkeypatch.setattr(determinism, "has_started", lambda what: what == "CUDA" and bool(started))
+    with determinism.deterministic(0):
+        started.append(True)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    row = next(row for row in determinism.report() if row.name == "CUBLAS_WORKSPACE_CONFIG")
+    assert row.is_set and "CUDA started inside deterministic() and has read :4096:8" in str(row)
+    with determinism.deterministic(0):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    determinism._in_force.clear()  # the control
+    with pytest.raises(RuntimeError, match="CUDA has started"):
+        determinism.enable(0)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    determinism._written.clear()
+    assert "cannot be told from one set before" in str(determinism.report())
+
+
+PRECISIONS = {
+    "backends": torch.backends,
+    "cudnn": torch.backends.cudnn,
+    "matmul": torch.backends.cuda.matmul,
+    "conv": torch.backends.cudnn.conv,
+    "rnn": torch.backends.cudnn.rnn,
+    "mkldnn": torch.backends.mkldnn.matmul,
+}
+
+
+@pytest.mark.parametrize("value", ["tf32", "ieee"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_torchs_newer_precision(name, value):
+    before = {name: module.fp32_precision for name, module in PRECISIONS.items()}
+    try:
+        PRECISIONS[name].fp32_precision = value
+        mine = {name: module.fp32_precision for name, module in PRECISIONS.items()}
+        assert determinism.report()
+        with determinism.deterministic(0, override=True):
+            for kind in ("matmul", "conv", "rnn", "mkldnn"):
+                assert PRECISIONS[kind].fp32_precision in ("ieee", "none")
+            with determinism.deterministic(1):
+                pass
+        assert {name: module.fp32_precision for name, module in PRECISIONS.items()} == mine
+    finally:
+        for name, module in PRECISIONS.items():
+            module.fp32_precision = before[name]
 
 
 def test_after_nccl_has_started(monkeypatch):

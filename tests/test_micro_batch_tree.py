@@ -345,6 +345,7 @@ def build(tp_group, micro_batches, shapes):
     [
         ((4, 8), ([3], [3]), "micro_batches is 4 on rank 0; 8 on rank 1"),
         ((0, 8), ([3], [3]), "micro_batches is 0 on rank 0; 8 on rank 1"),
+        ((4, 4.0), ([3], [3]), "micro_batches is 4 on rank 0; 4.0 on rank 1"),
         ((8, 8), ([3, 4], [3]), "number of parameters is 2 on rank 0; 1 on rank 1"),
         ((8, 8), ([3, 4], [3, 5]), "parameter 1 is torch.float32 (4,) on rank 0; torch.float32 (5,) on rank 1"),
     ],
@@ -400,6 +401,25 @@ def test_ranks_that_add_differently(counts, kind, text):
     assert message_of(add_and_reduce, 2, counts) == (kind, text)
 
 
+def steps_with_counts(tp_group, counts_of_steps):
+    p, results = torch.nn.Parameter(torch.zeros(3)), []
+    tree = MicroBatchTree([p], tp_group, micro_batches=4)
+    for count in counts_of_steps:
+        for i in tree.share:
+            p.grad = torch.full((3,), i + 1.0)
+            tree.add(count=count)
+        try:
+            tree.reduce()
+            results.append(p.grad.tolist())
+        except ValueError as error:
+            results.append(str(error)[:10])
+    return results
+
+
+def test_a_step_after_an_error_starts_anew():
+    assert run_ranks(steps_with_counts, 2, (0, 1, 2)) == [["the counts", [2.5] * 3, [1.25] * 3]] * 2
+
+
 def test_main_grad_on_one_rank_alone():
     kind, text = message_of(add_and_reduce, 2, ([None] * 2,) * 2, (True, False))
     expected = "the 2 ranks of dp_group disagree: main_grad is [True, False]; pass the same on every rank"
@@ -420,6 +440,9 @@ def test_what_is_refused(one_rank):
 
     with pytest.raises(ValueError, match=r"^micro_batches=0 must be at least 1$"):
         MicroBatchTree([parameter(None)], one_rank, micro_batches=0)
+    for micro_batches in (4.0, True):
+        with pytest.raises(TypeError, match=f"^micro_batches={micro_batches} is a (float|bool): pass an int$"):
+            MicroBatchTree([parameter(None)], one_rank, micro_batches=micro_batches)
     with pytest.raises(ValueError, match=r"^parameters holds no parameter with requires_grad=True"):
         MicroBatchTree([], one_rank, micro_batches=8)
     with pytest.raises(ValueError, match=r"^parameters are on \['cpu', 'meta'\]: build one MicroBatchTree for each"):

@@ -489,8 +489,26 @@ def test_torchs_own_matmul_is_not_slice_invariant():
         assert_slice_invariant(gemm_fn, dtypes=(torch.float32,), device="cpu")
 
 
+@pytest.mark.parametrize(
+    "splits", [lambda m, n, k: k >= 2048 and m * n <= 2**19, lambda m, n, k: k > 2048 and m > 64], ids=["small", "tall"]
+)
+def test_a_split_of_large_k_alone_is_found(splits):
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        k = a.shape[1]
+        if not splits(a.shape[0], b.shape[1], k):
+            return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
+        c = reference.matmul(a[:, : k // 2], b[: k // 2], out_dtype=torch.float32)
+        c += reference.matmul(a[:, k // 2 :], b[k // 2 :], out_dtype=torch.float32)
+        return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
+
+    assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=(torch.float32,), device="cpu")  # too small to show it
+    with pytest.raises(AssertionError, match=r"^not slice-invariant for a \(.*\) @ b .*: a\[:1, :\] @ b\[:, :\d+\]"):
+        assert_slice_invariant(gemm_fn, dtypes=(torch.float32,), device="cpu")
+
+
 def test_the_reference_passes():
     assert_slice_invariant(reference.matmul, shapes=SHAPES, device="cpu")
+    tpi.testing.check_large_slices(reference.matmul, torch.float32, "cpu")
 
 
 def test_a_gemm_fn_that_rounds_before_the_bias_keeps_its_slices():

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import liveness
-from .collectives import Group, gather_major
+from .collectives import Group, gather_major, set_sequence_checks
 from .compiled import at_run_time, group_name, group_named
 from .environment import environment_facts
 from .layout import fresh_view
@@ -202,3 +202,18 @@ def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[Hashable]) -
     if not y.requires_grad or group.size == 1 or not is_call_check_enabled():
         return y
     return _CheckedGradient.apply(y, layer, group, agreed)
+
+
+# --- functions of collectives.py ------------------------------------------------------------------------------------
+
+
+def _check_sequence(x: Tensor, dim: int, group: Group, name: str, error: Exception | None) -> None:
+    agreed = agreed_in(group)
+    if error is not None:
+        refuse(error, group, x.device, agreed)
+        return
+    facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
+    check_agreement(facts, group, x.device, agreed)
+
+
+set_sequence_checks(_check_sequence, lambda y, name, group: check_gradient(y, name, group, agreed_in(group)))

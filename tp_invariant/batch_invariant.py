@@ -8,10 +8,13 @@ through this library's kernels, whose order depends on the summed dimension alon
     mean and sum over dims
     F.linear                                    its 2-D form, always: torch rounds once or twice by the input's layout
     F.scaled_dot_product_attention              safe_attention
+    exp tanh silu gelu pow rsqrt ..             on a CPU, by whole vectors: torch's kernels have another formula for
+                                                the elements left over
 
 Integers are exact in any order and left to torch. What sums in an order of torch's choosing and is not routed
 (convolutions, other fused attention, scaled and grouped products) is refused, and so are dtypes, layouts and devices
-that the kernels do not take. Reductions of a whole tensor (x.sum()) and elementwise functions stay torch's.
+that the kernels do not take. Reductions of a whole tensor (x.sum()) and the other elementwise functions stay
+torch's.
 
 It is a TorchDispatchMode, and not a torch.library registration: a registration is process-wide, is undone by a private
 call, and routes calls of other threads meanwhile; a mode is scoped, nests, restores on exceptions, sits below autograd,
@@ -42,6 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .attention_choice import safe_attention
 from .batch_invariant_ops import REFUSED, ROUTES, check_operands, store
+from .elementwise import BY_POSITION, at_no_position
 from .functions import flatten_tokens
 
 _skipped = threading.local()  # .outer: whether an inner mode that is off handles this thread's operation
@@ -56,8 +60,9 @@ class _Routing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # a DTensor, say: its own dispatch first, whose local operations come back here
+        for t in types:
+            if t.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                return NotImplemented  # a DTensor, say: its own dispatch first, whose local operations come back here
         outer = getattr(_skipped, "outer", False)
         if not self.enabled or outer:
             _skipped.outer = True
@@ -65,20 +70,48 @@ class _Routing(TorchDispatchMode):
                 return func(*args, **kwargs)
             finally:
                 _skipped.outer = outer
-        if func in ROUTES:
-            return _route(func, args, kwargs)
-        if func._schema.name in REFUSED:
-            raise NotImplementedError(
-                f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
-                f"{REFUSED[func._schema.name]}, or leave it out with set_batch_invariant_mode(False)"
-            )
-        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):  # whole only in inference mode
-            with self:
-                return func.decompose(*args, **kwargs)
-        return func(*args, **kwargs)
+        handler = _handlers.get(func) or _handlers.setdefault(func, _handler_of(func))
+        return handler(self, func, args, kwargs)
 
 
-def _route(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+Handler = Callable[[_Routing, OpOverload, tuple, dict[str, Any]], Any]
+_handlers: dict[OpOverload, Handler] = {}  # asking torch about an overload costs microseconds: once is enough
+
+
+def _handler_of(func: OpOverload) -> Handler:
+    name = func._schema.name
+    if func in ROUTES:
+        return _route
+    if name in REFUSED:
+        return _refuse
+    if func in BY_POSITION:
+        return _at_no_position
+    if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):  # whole only in inference mode
+        return _decompose
+    return _leave
+
+
+def _leave(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _decompose(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
+def _refuse(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
+        f"{REFUSED[func._schema.name]}, or leave it out with set_batch_invariant_mode(False)"
+    )
+
+
+def _at_no_position(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return at_no_position(func, args, kwargs)
+
+
+def _route(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     plain = {name: value for name, value in kwargs.items() if name not in ("out", "grad_input")}
     if not check_operands(func, args, plain):
         return func(*args, **kwargs)
@@ -88,6 +121,7 @@ def _route(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 _OPERATORS = (Tensor.matmul, Tensor.__rmatmul__)  # the first is what a @ b calls
+_WATCHED = {F.linear, F.scaled_dot_product_attention, F.multi_head_attention_forward, *_OPERATORS}
 
 
 class _Reroute(TorchFunctionMode):
@@ -97,7 +131,7 @@ class _Reroute(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_batch_invariant_mode_enabled():
+        if func in _WATCHED and is_batch_invariant_mode_enabled():
             if func is F.linear:
                 return _linear(*args, **kwargs)
             if func is F.scaled_dot_product_attention:

@@ -281,6 +281,34 @@ _scatter_sequence = opaque(
 )
 
 
+# agreement.py stands below this room and says here how a call is compared over the group: (x, dim, group, name, error).
+_compare_call: Callable[[Tensor, int, Group, str, Exception | None], None] | None = None
+_compare_gradient: Callable[[Tensor, str, Group], Tensor] | None = None
+
+
+def set_sequence_checks(
+    call: Callable[[Tensor, int, Group, str, Exception | None], None],
+    gradient: Callable[[Tensor, str, Group], Tensor],
+) -> None:
+    """What gather_sequence and scatter_sequence call before they move anything, and on what they return."""
+    global _compare_call, _compare_gradient
+    _compare_call, _compare_gradient = call, gradient
+
+
+def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Tensor, dim: int, group: Group) -> Tensor:
+    assert _compare_call is not None and _compare_gradient is not None  # the package's __init__ imports agreement
+    try:
+        if not -x.dim() <= dim < x.dim():
+            raise IndexError(f"sequence_dim={dim} is out of range on rank {group.rank}: x has {x.dim()} dims")
+        if fn is _scatter_sequence:
+            check_divides(x.shape[dim], group.size, size_name=f"size of sequence_dim {dim}", parts_name="TP degree")
+    except (IndexError, ValueError) as error:
+        _compare_call(x, dim, group, name, error)
+        raise
+    _compare_call(x, dim, group, name, None)
+    return _compare_gradient(fn(x, dim, group), name, group)
+
+
 def gather_sequence(
     x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
 ) -> Tensor:
@@ -288,9 +316,14 @@ def gather_sequence(
 
     Its adjoint takes this rank's slice: a gradient of the whole is complete on every rank, as everywhere in this
     library, so nothing is summed over ranks.
+
+    Raises:
+        IndexError: x has no such dim.
+        RuntimeError: the ranks' shapes, dtypes or dims differ; the same on every rank. Compared when first seen, with
+            TP_INVARIANT_CHECK=1 at every call, and in backward.
     """
     group = resolve_group(tp_group)
-    return x if group.size == 1 else _gather_sequence(x, sequence_dim, group)
+    return x if group.size == 1 else _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, group)
 
 
 def scatter_sequence(
@@ -301,15 +334,11 @@ def scatter_sequence(
     Its adjoint gathers the slices.
 
     Raises:
+        IndexError, RuntimeError: see gather_sequence.
         ValueError: the degree does not divide S.
     """
     group = resolve_group(tp_group)
-    if group.size == 1:
-        return x
-    check_divides(
-        x.shape[sequence_dim], group.size, size_name=f"size of sequence_dim {sequence_dim}", parts_name="TP degree"
-    )
-    return _scatter_sequence(x, sequence_dim, group)
+    return x if group.size == 1 else _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, group)
 
 
 class _GatherFeatures(torch.autograd.Function):

@@ -26,7 +26,7 @@ These do what they say with the mode on or off: not installing them is the stock
 # no `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agreement import agreed_in, check_agreement, introduce, refuse
 from .collectives import Group, exchange_rows, gather_major, gather_uneven
 from .layout import split_sizes
-from .micro_batch_tree import BinaryTree, MicroBatchTree, resolve_dp_group
+from .micro_batch_tree import BinaryTree, MicroBatchTree, compared, resolve_dp_group
+from .wire import gather_objects
 
 __all__ = ["FixedOrderReduceScatter", "MicroBatchTree", "TokenCount", "fix_reduction_order", "fixed_order_hook"]
+
+_NO_COUNT = -(1 << 63)  # travels in place of a count that is none, so that no rank waits for one that has raised
 
 
 class TokenCount:
@@ -62,15 +66,22 @@ class TokenCount:
         """Adds up all ranks' counts; they hold until the next call. A collective of eight bytes: call it on every rank.
 
         Raises:
-            TypeError: local_count is no int.
+            TypeError: on every rank, where one's local_count is no int, or none of 64 bits.
             ValueError: on every rank, where a count is negative or all are 0.
+            RuntimeError: on every rank, the first time, where ranks differ in software or settings.
         """
-        if not isinstance(local_count, int) or isinstance(local_count, bool):
-            raise TypeError(f"local_count={local_count!r} on rank {self.group.rank} of dp_group must be an int")
+        fits = isinstance(local_count, int) and not isinstance(local_count, bool) and abs(local_count) < -_NO_COUNT
         device = torch.device("cpu")
         if self.group.process_group is not None and dist.get_backend(self.group.process_group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        counts = gather_major(torch.tensor([local_count], device=device), self.group).view(-1).tolist()
+        with compared("TokenCount.set", self.group):
+            introduce(self.group, device)
+        own = torch.tensor([local_count if fits else _NO_COUNT], device=device)
+        counts = gather_major(own, self.group).view(-1).tolist()
+        if _NO_COUNT in counts:
+            said = enumerate(gather_objects(repr(local_count), self.group))
+            values = "; ".join(f"{value} on rank {rank}" for rank, value in said if counts[rank] == _NO_COUNT)
+            raise TypeError(f"local_count is {values} of dp_group: pass an int of at most 63 bits on every rank")
         if min(counts) < 0 or sum(counts) == 0:
             raise ValueError(
                 f"the counts of the {self.group.size} ranks of dp_group are {counts}: they must not be negative, and "
@@ -109,6 +120,11 @@ def _sum(x: Tensor, group: Group, divide_by: int | None) -> Tensor:
     return gather_uneven(mine, 0, x.numel(), group)
 
 
+def _divisor(tokens: TokenCount | None) -> str:
+    """By its kind: the total is another one at every step."""
+    return "nothing" if tokens is None else "a TokenCount that is not set" if tokens._total is None else "a TokenCount"
+
+
 # --- DistributedDataParallel ----------------------------------------------------------------------------------------
 
 
@@ -135,12 +151,23 @@ def fixed_order_hook(
 
     Raises:
         TypeError, ValueError: a state that is none of these; None, which could mean any group, too.
-        RuntimeError: a TokenCount that was never set.
+        RuntimeError: a TokenCount that was never set; on every rank, where ranks differ in the kind of state or in the
+            bucket, the first time that one comes (agreement.py); this hook on some ranks only, after the time-out.
     """
     if isinstance(state, TokenCount):
-        group, divide_by = state.group, state.total
+        tokens, group = state, state.group
     else:
-        group, divide_by = resolve_dp_group(state, name="state"), None
+        tokens, group = None, resolve_dp_group(state, name="state")
+    if group.size > 1:
+        facts = {
+            "what the gradients' sum is divided by": _divisor(tokens),
+            "the index of the bucket": bucket.index(),
+            "its number of elements": bucket.buffer().numel(),
+            "its dtype": str(bucket.buffer().dtype),
+        }
+        with compared("fixed_order_hook", group):
+            check_agreement(facts, group, bucket.buffer().device, agreed_in(group))
+    divide_by = None if tokens is None else tokens.total
     buffer = bucket.buffer()
     if not buffer.is_cuda:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -170,6 +197,7 @@ class FixedOrderReduceScatter:
 
     def __init__(self, tokens: TokenCount | None = None) -> None:
         self._tokens = tokens
+        self._agreed: set[Hashable] = set()  # see agreement.py
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for FSDP's input and output buffers."""
@@ -188,8 +216,30 @@ class FixedOrderReduceScatter:
         Raises:
             ValueError: another op than sum and mean; a mean where there is a TokenCount; a TokenCount over other ranks.
             NotImplementedError: async_op, which FSDP does not ask for: it has a stream for this.
+            RuntimeError: on every rank, where ranks differ in these, in op, sizes or dtype, the first time that a call
+                is seen (agreement.py).
         """
-        dp_group = resolve_dp_group(group, name="group")
+        dp_group, device = resolve_dp_group(group, name="group"), input_tensor.device
+        try:
+            kind = self._check(dp_group, op, async_op)
+        except (NotImplementedError, ValueError) as error:
+            with compared("FixedOrderReduceScatter", dp_group):
+                refuse(error, dp_group, device, self._agreed)
+            raise
+        if dp_group.size > 1:
+            facts = {
+                "what the gradients' sum is divided by": "the ranks" if kind == "AVG" else _divisor(self._tokens),
+                "the number of elements a rank": output_tensor.numel(),
+                "their dtype": str(input_tensor.dtype),
+            }
+            with compared("FixedOrderReduceScatter", dp_group):
+                check_agreement(facts, dp_group, device, self._agreed)
+        divide_by = dp_group.size if kind == "AVG" else None if self._tokens is None else self._tokens.total
+        sizes = [output_tensor.numel()] * dp_group.size
+        output_tensor.copy_(sum_of_shares(input_tensor, sizes, dp_group, divide_by))
+
+    def _check(self, dp_group: Group, op: Any, async_op: bool) -> str:
+        """The kind of op, for what is supported."""
         if async_op:
             raise NotImplementedError("FixedOrderReduceScatter has no async_op=True: call it on a stream of your own")
         kind = getattr(getattr(op, "op", op), "name", str(op))
@@ -208,9 +258,7 @@ class FixedOrderReduceScatter:
                 f"the TokenCount counts over {self._tokens.group.size} ranks, but FSDP sums over {dp_group.size}: "
                 "build it with the group of fully_shard's mesh"
             )
-        divide_by = dp_group.size if kind == "AVG" else None if self._tokens is None else self._tokens.total
-        sizes = [output_tensor.numel()] * dp_group.size
-        output_tensor.copy_(sum_of_shares(input_tensor, sizes, dp_group, divide_by))
+        return kind
 
 
 def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> None:

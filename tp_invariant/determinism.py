@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .determinism_settings import DETERMINISTIC_ALGORITHMS, PROFILES, SETTINGS, Setting, has_started
+from .determinism_settings import DETERMINISTIC_ALGORITHMS, PROFILES, SETTINGS, Setting, has_started, nccl_groups
 
 __all__ = ["Report", "Row", "checkpoint_kwargs", "deterministic", "enable", "report"]
 
@@ -30,6 +31,19 @@ _MAX_SEED = 2**32  # numpy takes no larger
 
 # What this module has set, by name: a context inside another may change it, while what a user set is theirs.
 _written: dict[str, Any] = {}
+
+
+# What CUDA, or the NCCL groups given, read when they started inside a context: that stays with them.
+_in_force: dict[str, tuple[str, weakref.WeakSet]] = {}
+
+
+def _serves(setting: Setting) -> bool:
+    """Whether the setting holds, or what has started read it while it did."""
+    if setting.holds():
+        return True
+    value, groups = _in_force.get(setting.name, (None, ()))
+    started = setting.started is not None and has_started(setting.started)
+    return started and value is not None and (setting.started != "NCCL" or all(g in groups for g in nccl_groups()))
 
 
 def _selected(profiles: Sequence[str], warn_only: bool) -> list[Setting]:
@@ -53,7 +67,7 @@ def _check(settings: Sequence[Setting], override: bool) -> None:
                 f"{setting.name} is {current!r} and should be {setting.value!r} ({setting.why}): unset it, or pass "
                 "override=True to have it replaced"
             )
-        if setting.started and has_started(setting.started):
+        if setting.started and has_started(setting.started) and not _serves(setting):
             raise RuntimeError(
                 f"{setting.name} is {current!r} and should be {setting.value!r}, but {setting.started} has started in "
                 f"this process and has read it: call this before the first use of {setting.started}, or start the "
@@ -61,8 +75,10 @@ def _check(settings: Sequence[Setting], override: bool) -> None:
             )
 
 
-def _write(setting: Setting, value: Any, written: Any) -> None:
-    setting.write(value)
+def _put_back(setting: Setting, restore: Callable[[], None], written: Any, started: bool) -> None:
+    if setting.started and not started and has_started(setting.started) and setting.holds():
+        _in_force[setting.name] = setting.read(), weakref.WeakSet(nccl_groups())
+    restore()
     _written[setting.name] = written
 
 
@@ -72,8 +88,10 @@ def _apply(settings: Sequence[Setting]) -> contextlib.ExitStack:
     try:
         for setting in settings:
             if not setting.holds():
-                undo.callback(_write, setting, setting.read(), _written.get(setting.name))
-                _write(setting, setting.value, setting.value)
+                started = setting.started is not None and has_started(setting.started)
+                undo.callback(_put_back, setting, setting.kept(), _written.get(setting.name), started)
+                setting.write(setting.value)
+                _written[setting.name] = setting.value
     except BaseException:
         undo.close()
         raise
@@ -133,7 +151,8 @@ def deterministic(
 ) -> Iterator[None]:
     """`enable` for a while: leaving restores every setting and generator, also on an exception; nests; a decorator too.
 
-    What CUDA or NCCL read while inside stays with them. Arguments and errors as for enable.
+    What CUDA or NCCL read while inside stays with them and is remembered, so that entering again is no error.
+    Arguments and errors as for enable.
     """
     _check_seed(seed)
     settings = _selected(profiles, warn_only)
@@ -168,11 +187,12 @@ class Row:
     meaning: str
     cost: str
     profiles: tuple[str, ...]
+    note: str = ""
 
     def __str__(self) -> str:
         named = f"{self.name} ({self.where}; {', '.join(self.profiles)})"
         if self.is_set:
-            return f"set      {named} = {self.current}"
+            return f"set      {named} = {self.current}" + (f"\n         {self.note}" if self.note else "")
         late = ", too late to set in this process" if self.too_late else ""
         return (
             f"NOT SET  {named} = {self.current}, wanted {self.wanted}{late}\n"
@@ -193,6 +213,19 @@ class Report:
         return "\n".join(map(str, self.rows))
 
 
+def _note(setting: Setting) -> str:
+    if setting.started is None or not has_started(setting.started):
+        return ""
+    if not setting.holds() and _serves(setting):
+        return f"{setting.started} started inside deterministic() and has read {_in_force[setting.name][0]}"
+    if setting.holds() and setting.name not in _in_force and setting.name not in _written:
+        return (
+            f"{setting.started} has started: a value set by hand after that, which it has not read, cannot be told "
+            "from one set before"
+        )
+    return ""
+
+
 def report(profiles: Sequence[str] = PROFILES) -> Report:
     """How every setting of the profiles stands now; sets nothing, starts nothing.
 
@@ -206,11 +239,12 @@ def report(profiles: Sequence[str] = PROFILES) -> Report:
                 where=setting.where,
                 current=setting.read(),
                 wanted=setting.value,
-                is_set=setting.holds(),
-                too_late=not setting.holds() and setting.started is not None and has_started(setting.started),
+                is_set=_serves(setting),
+                too_late=not _serves(setting) and setting.started is not None and has_started(setting.started),
                 meaning=setting.why,
                 cost=setting.cost,
                 profiles=setting.profiles,
+                note=_note(setting),
             )
             for setting in _selected(profiles, warn_only=False)
         )

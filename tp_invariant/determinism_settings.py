@@ -10,8 +10,9 @@ Profiles:
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -31,6 +32,7 @@ class Setting:
     accepted   other values that serve as well and are left alone
     default    what torch starts with: anything else that is not accepted is the user's own
     started    what reads the setting once when it starts ("CUDA", "NCCL"), None where it is read at every use
+    keep       -> a function that puts back what is set now; None where writing what was read does
     """
 
     name: str
@@ -44,6 +46,14 @@ class Setting:
     default: Any = None
     accepted: tuple = ()
     started: str | None = None
+    keep: Callable[[], Callable[[], None]] | None = None
+
+    def kept(self) -> Callable[[], None]:
+        """A function that puts back what is set now."""
+        if self.keep is not None:
+            return self.keep()
+        value = self.read()
+        return lambda: self.write(value)
 
     def holds(self) -> bool:
         """Whether the value, or another one that serves, is set now."""
@@ -55,9 +65,14 @@ def has_started(what: str) -> bool:
     """Whether CUDA has a context in this process, or NCCL may have a communicator."""
     if what == "CUDA":
         return torch.cuda.is_initialized()
+    return bool(nccl_groups())
+
+
+def nccl_groups() -> list[dist.ProcessGroup]:
+    """The process groups that may have an NCCL communicator."""
     if not dist.is_available() or not dist.is_initialized():
-        return False
-    return any("nccl" in config for config in dist.distributed_c10d._world.pg_backend_config.values())
+        return []
+    return [group for group, config in dist.distributed_c10d._world.pg_backend_config.items() if "nccl" in config]
 
 
 def _write_env(name: str, value: str | None) -> None:
@@ -140,7 +155,88 @@ def _reduced(dtype: str) -> tuple[Setting, Setting]:
     )  # fmt: skip
 
 
-_cuda: Any = torch.backends.cuda
+def _stored_precision(chain: Sequence[Any]) -> str:
+    """fp32_precision as it was set on chain[0], "none" where it only shows what chain[1], above it, has.
+
+    torch tells the value in force alone; so what is above is changed for a moment, to see whether it follows.
+    """
+    own, *above = chain
+    shown: str = own.fp32_precision
+    if not above or shown == "none" or above[0].fp32_precision != shown:
+        return shown
+    before = _stored_precision(above)
+    above[0].fp32_precision = "tf32" if shown == "ieee" else "ieee"
+    try:
+        return shown if own.fp32_precision == shown else "none"
+    finally:
+        above[0].fp32_precision = before
+
+
+def _precision(
+    name: str,
+    read: Callable[[], Any],
+    write: Callable[[Any], None],
+    default: Any,
+    values: dict[str, Any],
+    *chains: Sequence[Any],
+) -> Setting:
+    """A row for an older switch of torch's over its fp32_precision attributes, whichever of the two a user has set.
+
+    Reading an older switch is an error once fp32_precision says otherwise. `values` are the switch's, for each
+    fp32_precision, exact first; `chains` the modules whose fp32_precision it sets, each with those above it.
+    """
+    exact = values["ieee"]
+
+    def shown() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            found = {chain[0].fp32_precision for chain in chains}
+            return next((value for precision, value in reversed(values.items()) if precision in found), exact)
+
+    def put(precisions: Sequence[str]) -> None:
+        for chain, precision in zip(chains, precisions, strict=True):
+            chain[0].fp32_precision = precision
+
+    def switch() -> Any:
+        """What the switch itself is: it can be read where every fp32_precision agrees with it."""
+        for precision in values:
+            for own, *_ in chains:
+                with contextlib.suppress(RuntimeError):  # cuBLAS has no bf16: tf32 stays
+                    own.fp32_precision = precision
+            with contextlib.suppress(RuntimeError):
+                return read()
+        return default
+
+    def keep() -> Callable[[], None]:
+        stored = [_stored_precision(chain) for chain in chains]
+        try:
+            before = switch()
+        finally:
+            put(stored)
+
+        def restore() -> None:
+            write(before)
+            put(stored)
+
+        return restore
+
+    def set_to(value: Any) -> None:
+        write(value)
+        for own, *_ in chains if value == exact else ():
+            if own.fp32_precision not in ("ieee", "none"):  # from above
+                own.fp32_precision = "ieee"
+
+    return Setting(
+        name, "torch", exact, _TF32, _SLOW_FP32, ("repeat", "vllm"),
+        read=shown, write=set_to, default=default, keep=keep,
+    )  # fmt: skip
+
+
+_backends: Any = torch.backends
+# torch.backends.mkldnn.fp32_precision writes to torch.backends', in torch 2.13
+_mkldnn = _backends._FP32Precision("mkldnn", "all")
+_cuda, _cudnn = _backends.cuda, _backends.cudnn  # cudnn's fp32_precision is all of CUDA's
 
 DETERMINISTIC_ALGORITHMS = Setting(
     "torch.use_deterministic_algorithms",
@@ -173,11 +269,16 @@ SETTINGS: tuple[Setting, ...] = (
         "some 24 MiB of GPU memory", ("repeat", "vllm"), "CUDA", ":16:8",
     ),
     _env("NVIDIA_TF32_OVERRIDE", "0", _TF32, _SLOW_FP32, ("repeat",), "CUDA"),
-    Setting(
-        "torch.set_float32_matmul_precision", "torch", "highest", _TF32, _SLOW_FP32, ("repeat", "vllm"),
-        read=torch.get_float32_matmul_precision, write=torch.set_float32_matmul_precision, default="highest",
+    _precision(
+        "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision, "highest", {"ieee": "highest", "tf32": "high", "bf16": "medium"},
+        (_backends.mkldnn.matmul, _mkldnn, _backends), (_cuda.matmul, _cudnn, _backends),
     ),
-    _attribute("torch.backends.cudnn.allow_tf32", False, True, _TF32, _SLOW_FP32, ("repeat", "vllm")),
+    _precision(
+        "torch.backends.cudnn.allow_tf32", lambda: _cudnn.allow_tf32,
+        lambda new: setattr(_cudnn, "allow_tf32", new), True, {"ieee": False, "tf32": True},
+        (_cudnn.conv, _cudnn, _backends), (_cudnn.rnn, _cudnn, _backends),
+    ),
     _attribute(
         "torch.backends.cudnn.deterministic", True, False,
         "cuDNN's fast convolution gradients add in the order in which threads arrive", "slower convolutions",

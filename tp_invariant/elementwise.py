@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from .mode import is_tp_invariant_mode_enabled
 
@@ -33,3 +35,68 @@ class WholeVectors(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return in_whole_vectors(self.activation, x) if is_tp_invariant_mode_enabled() else self.activation(x)
+
+
+# --- aten's own -----------------------------------------------------------------------------------------------------
+
+_NAMES = (
+    "sigmoid silu gelu tanh softplus elu celu selu mish sigmoid_backward silu_backward gelu_backward tanh_backward "
+    "softplus_backward elu_backward mish_backward exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
+    "cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma i0 special_i0e pow atan2 logaddexp logaddexp2 xlogy "
+    "add sub"
+)
+# Overloads whose CPU kernel was seen to give an element other bits by its position, and their kin.
+BY_POSITION: frozenset[OpOverload] = frozenset(
+    op
+    for name in _NAMES.split()
+    for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_", None))
+    if packet is not None
+    for op in (getattr(packet, overload) for overload in packet.overloads())
+    if any(str(argument.type) == "Tensor" for argument in op._schema.arguments)
+)
+
+
+def at_no_position(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """func(*args, **kwargs) of BY_POSITION, below autograd; on a CPU by blocks of whole vectors. out= and in place too.
+
+    Sums round by position only where they scale: with alpha = 1, the usual case, they go to torch as they are.
+    """
+    target = next((name for name in ("out", "grad_input") if name in kwargs), None)
+    operands = [*args, *(value for name, value in kwargs.items() if name != target)]
+    tensors = [value for value in operands if isinstance(value, Tensor)]
+    if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors) or (
+        func._schema.name.startswith(("aten::add", "aten::sub")) and kwargs.get("alpha", 1) == 1
+    ):
+        return func(*args, **kwargs)
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    count = shape.numel()
+    if not count:
+        return func(*args, **kwargs)
+    size = count + -count % _VECTORS
+
+    def padded(value: Any) -> list[Any]:
+        """One for each block; a tensor without dims among others stays one, as it counts less for the dtype."""
+        if not isinstance(value, Tensor) or (value.dim() == 0 and len(shape)):
+            return [value] * -(-size // _BLOCK)
+        flat = value.new_zeros(size)
+        flat[:count].view(shape).copy_(value)
+        return list(flat.split(_BLOCK))
+
+    out = None if target is None else kwargs[target]
+    named: dict[Any, list[Any]] = {name: padded(value) for name, value in kwargs.items() if name != target}
+    if target is not None and out is not None:
+        named[target] = list(out.new_empty(size).split(_BLOCK))
+    columns = [padded(value) for value in args]
+    blocks = [
+        func(*(column[i] for column in columns), **{name: column[i] for name, column in named.items()})
+        for i in range(-(-size // _BLOCK))
+    ]
+    result = torch.cat(blocks)[:count].view(shape)
+    if func._schema.name.endswith("_"):
+        return args[0].copy_(result)
+    if out is not None:
+        if out.shape != shape:
+            out.resize_(shape)  # warns, as torch does, unless it is empty
+        return out.copy_(result)
+    like = next((t for t in tensors if t.shape == shape), result)
+    return result if like.is_contiguous() else torch.empty_like(like, dtype=result.dtype).copy_(result)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +39,18 @@ def _flushes_subnormals() -> bool:
     return not (torch.full((1,), 1e-40, dtype=torch.float32) * 1.0).item()
 
 
-def _gate() -> bool | str:
+@cache
+def _kernel_sources() -> str:
+    """A digest of the kernels' source files: an edited copy has the version of the original."""
+    sha = hashlib.sha256()
+    for path in sorted(Path(import_module("tp_invariant.kernels").__path__[0]).glob("*.py")):
+        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return sha.hexdigest()[:12]
+
+
+def _switch(read: Callable[[], bool]) -> bool | str:
     try:
-        return is_tp_invariant_mode_enabled()
+        return read()
     except ValueError as error:  # a variable that cannot be read: the others are told, see agreement.refuse
         return str(error)
 
@@ -46,6 +59,7 @@ def environment_facts(device: torch.device) -> dict[str, Any]:
     """{what: its value here}, for tensors on `device`."""
     return {
         "the version of tp_invariant": __version__,
+        "the source of tp_invariant's kernels": _kernel_sources(),
         "the version of torch": torch.__version__,
         "the version of triton": _installed("triton"),
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
@@ -53,6 +67,6 @@ def environment_facts(device: torch.device) -> dict[str, Any]:
         "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0"),
         "whether the CPU flushes subnormal numbers": _flushes_subnormals(),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "the TP-invariant mode": _gate(),
-        "TP_INVARIANT_CHECK": is_call_check_enabled(),
+        "the TP-invariant mode": _switch(is_tp_invariant_mode_enabled),
+        "TP_INVARIANT_CHECK": _switch(is_call_check_enabled),
     }

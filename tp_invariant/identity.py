@@ -5,73 +5,119 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+
+_DEPTH = 8  # of values inside values, an instance that holds itself among them
+_MOST_BYTES = 1 << 16
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def identify(fn: Callable[..., Any]) -> str:
     """ "module.qualified_name #hash", where the hash is of the code, defaults and enclosed values; partials by parts.
 
-    Of an instance, its class and the code of `__call__`. Two functions of one name and different code differ; two
-    instances of a class do not, whatever they hold.
+    Of an instance, its class, the code of `__call__` and what it holds. Containers, dataclasses, instances, modules of
+    torch and tensors on the CPU of up to 64 KiB count by value. What cannot be told apart counts by its type alone:
+    larger tensors and those elsewhere by dtype and shape too, instances of compiled classes, globals that the code
+    reads, values nested more than 8 deep. Computed anew each time, as an enclosed value may have changed.
     """
-    try:
-        return _identify_once(fn)
-    except TypeError:  # cannot be hashed
-        return _identify(fn)
+    return _identify(fn, 0)
 
 
-@functools.lru_cache(maxsize=64)
-def _identify_once(fn: Callable[..., Any]) -> str:
-    return _identify(fn)
-
-
-def _identify(fn: Any) -> str:
+def _identify(fn: Any, depth: int) -> str:
     if isinstance(fn, functools.partial):
-        given = [*map(_value, fn.args), *(f"{name}={_value(value)}" for name, value in sorted(fn.keywords.items()))]
-        return f"partial({', '.join([_identify(fn.func), *given])})"
+        given = [_value(value, depth) for value in fn.args]
+        given += [f"{name}={_value(value, depth)}" for name, value in sorted(fn.keywords.items())]
+        return f"partial({', '.join([_identify(fn.func, depth), *given])})"
     if isinstance(fn, MethodType):
-        return f"{_identify(fn.__func__)} of a {_name(type(fn.__self__))}"
+        return f"{_identify(fn.__func__, depth)} of a {_name(type(fn.__self__))}{_held(fn.__self__, depth)}"
     if isinstance(fn, FunctionType):
-        return f"{_name(fn)} #{_hash(fn)}"
+        return f"{_name(fn)} #{_hash(fn, depth)}"
     if isinstance(fn, (BuiltinFunctionType, type)):
         return _name(fn)
+    wrapped = getattr(fn, "__wrapped__", None)  # functools.lru_cache
+    if callable(wrapped) and depth < _DEPTH:
+        return f"a {_name(type(fn))} of {_identify(wrapped, depth + 1)}"
     call = inspect.getattr_static(type(fn), "__call__", None)
-    return f"a {_name(type(fn))}" + (f" #{_hash(call)}" if isinstance(call, FunctionType) else "")
+    code = f" #{_hash(call, depth)}" if isinstance(call, FunctionType) else ""
+    return f"a {_name(type(fn))}{code}{_held(fn, depth)}"
+
+
+def _held(instance: Any, depth: int) -> str:
+    """A digest of an instance's attributes, "" where there are none."""
+    held = dict(getattr(instance, "__dict__", {}))
+    slots = [name for kind in type(instance).__mro__ for name in _slots(kind)]
+    held |= {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+    if not held or depth >= _DEPTH or isinstance(instance, ModuleType):
+        return ""
+    text = "|".join(f"{name}={_value(value, depth + 1)}" for name, value in sorted(held.items()))
+    return f" holding {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _slots(kind: type) -> Iterable[str]:
+    names = kind.__dict__.get("__slots__", ())
+    names = (names,) if isinstance(names, str) else names
+    return (name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _name(fn: Any) -> str:
     return f"{fn.__module__}.{fn.__qualname__}"
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, depth: int) -> str:
     """A repr without addresses."""
-    if value is None or isinstance(value, _PLAIN):
+    if value is None or isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
         return repr(value)
+    kind = _name(type(value))
+    if depth >= _DEPTH:
+        return kind
+    deeper = depth + 1
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}({', '.join(map(_value, value))})"
+        return f"{kind}({', '.join(_value(item, deeper) for item in value)})"
+    if isinstance(value, dict):  # in their order, which a callable may follow
+        return f"{kind}({', '.join(f'{_value(key, deeper)}: {_value(item, deeper)}' for key, item in value.items())})"
+    if isinstance(value, (set, frozenset)):  # whose order differs between processes
+        return f"{kind}({', '.join(sorted(_value(item, deeper) for item in value))})"
+    if isinstance(value, torch.Tensor):
+        return f"{kind}({value.dtype}, {tuple(value.shape)}{_bytes(value)})"
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)):
-        return _name(value) if isinstance(value, type) else _identify(value)
-    return repr(value) if type(value).__module__ == "torch" and type(value).__name__ == "dtype" else _name(type(value))
+        return _identify(value, deeper)
+    return f"{kind}{_held(value, depth)}" if not callable(value) else _identify(value, deeper)
 
 
-def _hash(fn: FunctionType) -> str:
+def _bytes(value: torch.Tensor) -> str:
+    plain = (
+        value.layout == torch.strided and not value.is_quantized and type(value) in (torch.Tensor, torch.nn.Parameter)
+    )
+    if not plain or value.device.type != "cpu" or value.numel() * value.element_size() > _MOST_BYTES:
+        return f", {value.device.type}"
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return f", {hashlib.sha256(bytes(flat.tolist())).hexdigest()[:8]}"
+
+
+def _hash(fn: FunctionType, depth: int) -> str:
+    if depth >= _DEPTH:
+        return "deep"
     sha = hashlib.sha256()
-    for part in _parts(fn.__code__):
-        sha.update(f"{part}|".encode())
+    sha.update(_code(fn.__code__).encode())
     for cell in fn.__closure__ or ():
         try:
-            sha.update(_value(cell.cell_contents).encode())
-        except (ValueError, RecursionError):  # empty as yet, or the function itself
+            sha.update(_value(cell.cell_contents, depth + 1).encode())
+        except ValueError:  # empty as yet
             sha.update(b"?")
-    sha.update(_value(list(fn.__defaults__ or ())).encode())
-    sha.update(_value([*(fn.__kwdefaults__ or {}).values()]).encode())
+    sha.update(_value(list(fn.__defaults__ or ()), depth + 1).encode())
+    sha.update(_value(dict(fn.__kwdefaults__ or {}), depth + 1).encode())
     return sha.hexdigest()[:8]
 
 
+@functools.lru_cache(maxsize=256)  # what is enclosed may change, code does not
+def _code(code: CodeType) -> str:
+    return hashlib.sha256("|".join(_parts(code)).encode()).hexdigest()
+
+
 def _parts(code: CodeType) -> list[str]:
-    constants = [part for c in code.co_consts for part in (_parts(c) if isinstance(c, CodeType) else [_value(c)])]
+    constants = [part for c in code.co_consts for part in (_parts(c) if isinstance(c, CodeType) else [_value(c, 0)])]
     return [code.co_code.hex(), *code.co_names, *code.co_varnames, *constants]

@@ -10,7 +10,8 @@ from pairwise summation.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agreement import introduce
 from .collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
 from .layout import split_sizes
+from .liveness import DeadRankError
 from .wire import gather_objects
 
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
@@ -37,6 +40,24 @@ def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group, name: str
         return resolve_group(dp_group)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("tp_group", name).replace('mesh["tp"]', 'mesh["dp"]')) from None
+
+
+@contextmanager
+def compared(who: str, group: Group) -> Iterator[None]:
+    """Around agreement.py's comparisons over a dp_group: an error speaks of dp_group, or says whom `who` waited for."""
+    try:
+        yield
+    except DeadRankError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "ranks of tp_group disagree" in text:
+            text = text.replace("tp_group", "dp_group").partition(" with the same settings, and under")[0]
+            raise RuntimeError(f"{text} with the same settings ({who})") from None
+        raise RuntimeError(
+            f"{who} on rank {group.rank} of dp_group could not compare its first calls with the other ranks: use it on "
+            f"every rank of dp_group, in the same order among the group's collectives, or on none ({text})"
+        ) from error
 
 
 def _add_into(left: Tensor, right: Tensor) -> Tensor:
@@ -126,9 +147,10 @@ class MicroBatchTree:
         micro_batches: how many a step has on all ranks together.
 
     Raises:
-        TypeError: parameters of another dtype, or DTensors; None for dp_group.
+        TypeError: parameters of another dtype, or DTensors; None for dp_group; micro_batches that is no int.
         ValueError: no parameters, parameters on several devices, micro_batches below 1.
-        RuntimeError: on every rank, where ranks differ in micro_batches or in the parameters' number, shapes or dtypes.
+        RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
+            or in software and settings.
     """
 
     def __init__(
@@ -140,10 +162,14 @@ class MicroBatchTree:
         self.group = resolve_dp_group(dp_group)
         self.micro_batches = micro_batches
         self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        facts: dict[str, Any] = {"micro_batches": micro_batches, "number of parameters": len(self._parameters)}
+        with compared("MicroBatchTree", self.group):
+            introduce(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
+        facts: dict[str, Any] = {"micro_batches": repr(micro_batches), "number of parameters": len(self._parameters)}
         for index, p in enumerate(self._parameters):
             facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}"
         _check_alike(facts, self.group)  # before anything that one rank alone could raise
+        if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+            raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
         self._check_parameters()
@@ -218,6 +244,8 @@ class MicroBatchTree:
     def reduce(self, *, main_grad: bool = False) -> None:
         """Finishes the sum over all ranks, divides it by the sum of the counts, and starts the next step. A collective.
 
+        The next step starts after an error too: what was added to this one is dropped.
+
         Every parameter that got a gradient from any micro-batch of any rank gets the result as .grad, rounded once to
         its dtype, the same on every rank of dp_group; others keep None.
 
@@ -229,6 +257,12 @@ class MicroBatchTree:
                 had none.
             ValueError: on every rank: the counts sum to 0 or less.
         """
+        try:
+            self._reduce(main_grad)
+        finally:
+            self._start()
+
+    def _reduce(self, main_grad: bool) -> None:
         divide_by, has_grad = self._agree(main_grad)
         pieces = [value for _, _, value in self._tree.nodes]
         dtypes = {p.dtype for p in self._parameters}
@@ -244,7 +278,6 @@ class MicroBatchTree:
                 p.main_grad = grad  # type: ignore[attr-defined]
             else:
                 p.grad = grad
-        self._start()
 
     def _agree(self, main_grad: bool) -> tuple[int | None, list[bool]]:
         """(what to divide by, whether each parameter has a gradient on any rank), from what every rank has to say."""

@@ -179,10 +179,17 @@ def wide_randn(*shape: int, generator: torch.Generator, spread: int = 8) -> Tens
     return torch.randn(shape, generator=generator, device=device) * scale
 
 
+_SMALL = ((70, 130, 300), (33, 257, 1024), (256, 192, 2048), (5, 3, 17))
+_LARGE = {
+    "cpu": ((130, 64, 4096), (1040, 512, 2048)),  # the second is larger than 2^19 elements
+    "cuda": ((130, 64, 8192), (1040, 512, 2048), (4096, 4096, 4096), (4096, 4096, 8192)),
+}
+
+
 def assert_slice_invariant(
     gemm_fn: GemmFn,
     *,
-    shapes: Sequence[tuple[int, int, int]] = ((70, 130, 300), (33, 257, 1024), (256, 192, 2048), (5, 3, 17)),
+    shapes: Sequence[tuple[int, int, int]] | None = None,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -195,11 +202,16 @@ def assert_slice_invariant(
 
     Args:
         gemm_fn: gemm_fn(a, b, *, bias=None, out_dtype=None).
-        shapes: (M, N, K) to try; dtypes: operand dtypes to try.
+        shapes: (M, N, K) to try, all ways of slicing each. None takes small ones, and then slices of 1, 16, 64 and 128
+            rows of a few large ones (on CUDA up to 4096 x 4096 x 8192), as a library splits a long K by thresholds on
+            the size of the product.
+        dtypes: operand dtypes to try.
 
     Raises:
         AssertionError: names shape, dtype and the first slice that differs, or how wrong the product is.
     """
+    large = shapes is None
+    shapes = _SMALL if shapes is None else shapes
     if not shapes or not dtypes:
         raise ValueError(f"shapes={shapes!r} and dtypes={dtypes!r} leave nothing to check: give at least one of each")
     device = torch.device(device or default_device())
@@ -213,6 +225,33 @@ def assert_slice_invariant(
             out_dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
             for out_dtype in out_dtypes:
                 _check_slices(gemm_fn, a, b, bias, out_dtype)
+    for dtype in dtypes if large else ():
+        check_large_slices(gemm_fn, dtype, device, seed)
+
+
+def check_large_slices(gemm_fn: GemmFn, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
+    """Part of assert_slice_invariant for large products: few slices, in fp32, which shows an order that 16 bits hide.
+
+    Raises:
+        AssertionError: names the shape, the dtype and the slice that differs.
+    """
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    spread = 3 if dtype == torch.float16 else 8
+    for rows, columns, k in _LARGE["cuda" if device.type == "cuda" else "cpu"]:
+        a = wide_randn(rows, k, generator=generator, spread=spread).to(dtype)
+        b = wide_randn(k, columns, generator=generator, spread=spread).to(dtype)
+        whole = gemm_fn(a, b, out_dtype=torch.float32)
+        parts = [(m, columns) for m in (1, 16, 64, 128)] + [(rows, n) for n in (1, 16, columns // 2)]
+        for m, n in parts:
+            part = gemm_fn(a[:m], b[:, :n], out_dtype=torch.float32)
+            try:
+                assert_bitwise_equal(part, whole[:m, :n].contiguous(), "c")
+            except AssertionError as error:
+                raise AssertionError(
+                    f"not slice-invariant for a {tuple(a.shape)} @ b {tuple(b.shape)}, {dtype}, out_dtype "
+                    f"torch.float32: a[:{m}, :] @ b[:, :{n}] differs from the whole product: {error}"
+                ) from None
 
 
 def _slices(size: int) -> list[slice]:

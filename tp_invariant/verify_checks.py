@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .gemm import GemmFn, bundled_gemm_fn
 from .owners import OWNER_MAPS
-from .testing import assert_slice_invariant
+from .testing import assert_slice_invariant, check_large_slices
 from .verify_case import Case, Outcome, check_cases, load_gemm_fn
 from .verify_layers import LayerCase
 from .verify_parts import AttentionCase, ClipCase, DataParallelCase, EmbeddingCase, LossCase, NormCase
@@ -84,6 +84,8 @@ def check_gemm(setup: Setup) -> Outcome:
     shapes = [(33, 65, 300)] if setup.quick else [(33, 65, 300), (70, 130, 1024), (5, 3, 17)]
     options: dict[str, Any] = dict(device=setup.device, seed=setup.seed)
     assert_slice_invariant(gemm_fn, shapes=shapes, dtypes=setup.dtypes, **options)
+    for dtype in setup.dtypes[:1] if setup.quick else setup.dtypes:
+        check_large_slices(gemm_fn, dtype, setup.device, setup.seed)
     for dtype in setup.dtypes:
         try:
             assert_slice_invariant(_splits_by_rows(gemm_fn), shapes=shapes[:1], dtypes=[dtype], **options)
