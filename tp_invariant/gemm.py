@@ -138,9 +138,17 @@ def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:
 def gemm_fn_name(gemm_fn: GemmFn | None, device: torch.device) -> str:
     """What `resolve_gemm_fn` gives, in words that ranks can compare; "none" where none is bundled for the device."""
     try:
+        if gemm_fn is None and _default is None:
+            return _bundled_name(device.type)
         return identify(resolve_gemm_fn(gemm_fn, device))
     except NotImplementedError:
         return "none"
+
+
+@functools.cache
+def _bundled_name(device_type: str) -> str:
+    """Kept, as every call of a layer asks for it: the bundled ones enclose nothing that could change."""
+    return identify(bundled_gemm_fn(torch.device(device_type)))
 
 
 def gemm(
