@@ -21,8 +21,8 @@ def identify(fn: Callable[..., Any]) -> str:
 
     Of an instance, its class, the code of `__call__` and what it holds. Containers, dataclasses, instances, modules of
     torch and tensors on the CPU of up to 64 KiB count by value. What cannot be told apart counts by its type alone:
-    larger tensors and those elsewhere by dtype and shape too, instances of compiled classes, globals that the code
-    reads, values nested more than 8 deep. Computed anew each time, as an enclosed value may have changed.
+    larger tensors and those elsewhere by dtype and shape too, enclosed lists, instances of compiled classes, globals
+    that the code reads, values nested more than 8 deep. Computed anew each time, as an enclosed value may have changed.
     """
     return _identify(fn, 0)
 
@@ -105,7 +105,9 @@ def _hash(fn: FunctionType, depth: int) -> str:
     sha.update(_code(fn.__code__).encode())
     for cell in fn.__closure__ or ():
         try:
-            sha.update(_value(cell.cell_contents, depth + 1).encode())
+            held = cell.cell_contents
+            # a list is what closures note their calls in: told by its contents, one would be another at each call
+            sha.update((_name(list) if type(held) is list else _value(held, depth + 1)).encode())
         except ValueError:  # empty as yet
             sha.update(b"?")
     sha.update(_value(list(fn.__defaults__ or ()), depth + 1).encode())
