@@ -469,7 +469,8 @@ def test_ranks_that_call_differently():
 
 def call_on_one_rank(tp_group):
     ranks = dist.get_process_group_ranks(tp_group)
-    group = dist.new_group(ranks, timeout=timedelta(seconds=1), use_local_synchronization=True)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)  # once it stands: the ranks may meet late
     if dist.get_rank(group) == 0:
         with pytest.raises(RuntimeError) as caught:
             fixed_order_hook(group, bucket_of(torch.ones(6)))
