@@ -3,12 +3,13 @@
     python benchmarks/bench_attention.py --out benchmarks/results/attention_h200
 
 bf16, causal, head size 128, 32 query and 8 key heads, batch 1, random data: forward, and forward with backward, of 2048
-to 16384 tokens; and a decode step of one query token against 8192 cached ones at batch 1 to 64. All are timed in turn,
-round after round, so that clocks and heat fall on all. TFLOP/s count the products that a causal mask leaves; a decode
-step's rate is the bytes of k and v over its time, beside that of a device-to-device copy in the same run, which counts
-bytes read and written. The memory-efficient backend takes no shared key heads: it gets them repeated, outside of the
-timed part. Writes OUT.csv, OUT.md and OUT.png. With --small a short run in small sizes, on a CPU too, that shows only
-that the script works.
+to 16384 tokens; and a decode step of one query token against 8192 cached ones at batch 1 to 64, called from Python and
+replayed from a CUDA graph. All are timed in turn, round after round, so that clocks and heat fall on all. TFLOP/s count
+the products that a causal mask leaves; a decode step's rate is the bytes of k and v over its time, beside that of a
+device-to-device copy in the same run, which counts bytes read and written. The memory-efficient backend takes no shared
+key heads: it gets them repeated, outside of the timed part. --chunks 256 512 1024 has ours also with its keys cut at
+other places than they are (attention_spec.CHUNK), forward and decode: what that costs and gains. Writes OUT.csv, OUT.md
+and OUT.png. With --small a short run in small sizes, on a CPU too, that shows only that the script works.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
+from tp_invariant.kernels import attention as kernels
 
 TOKENS = (2048, 4096, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
@@ -79,6 +81,36 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool, grad: Tensor | None) -> 
             torch.autograd.grad(out, (q, k, v), grad)
 
     return once
+
+
+def cut_at(chunk: int) -> Callable[..., Callable[[], object]]:
+    """ours, its keys cut at multiples of `chunk`; forward alone."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, grad: Tensor | None) -> Callable[[], object]:
+        def once() -> None:
+            before, kernels.CHUNK = kernels.CHUNK, chunk
+            try:
+                tpi.attention(q, k, v, causal=causal)
+            finally:
+                kernels.CHUNK = before
+
+        return once
+
+    return run
+
+
+def in_graph(fn: Callable[[], object]) -> Callable[[], object]:
+    """fn's work on the GPU, replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
 
 
 def contenders(device: str) -> dict[str, Callable[..., Callable[[], object]]]:
@@ -140,6 +172,7 @@ def copy_rate(options: argparse.Namespace) -> float:
 
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
+    cuts = {f"{OURS}, chunks of {chunk}": cut_at(chunk) for chunk in options.chunks}
 
     def add(case: str, size: int, work: float, unit: str, runs: dict[str, Callable[[], object]]) -> None:
         """work: floating-point operations or bytes; both over microseconds are 1e-6 of the unit."""
@@ -154,27 +187,37 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         q, k, v, grad = operands(1, tokens, tokens, options, grads=True)
         flops = 4 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
         with torch.no_grad():
-            forward = {name: run(q, k, v, True, None) for name, run in every.items()}
+            forward = {name: run(q, k, v, True, None) for name, run in {**every, **cuts}.items()}
             add("forward", tokens, flops, "TFLOP/s", forward)
         add("both", tokens, 3.5 * flops, "TFLOP/s", {name: run(q, k, v, True, grad) for name, run in every.items()})
     for batch in (1, 2) if options.small else BATCHES:
         q, k, v, _ = operands(batch, 1, options.cached, options, grads=False)
         moved = 2 * k.numel() * k.element_size()
         with torch.no_grad():
-            add("decode", batch, moved, "TB/s", {name: run(q, k, v, False, None) for name, run in every.items()})
+            eager = {name: run(q, k, v, False, None) for name, run in {**every, **cuts}.items()}
+            add("decode", batch, moved, "TB/s", eager)
+            if options.device == "cuda":
+                graphs = {}
+                for name, fn in eager.items():
+                    try:
+                        graphs[name] = in_graph(fn)
+                    except RuntimeError as error:
+                        print(f"{name} refuses: {str(error).splitlines()[0]}", flush=True)
+                add("decode in a graph", batch, moved, "TB/s", graphs)
     return rows
 
 
 TITLES = {
     "forward": "Forward, causal",
     "both": "Forward and backward, causal",
-    "decode": "Decode step, {} cached tokens",
+    "decode": "Decode step, {} cached tokens, called from Python",
+    "decode in a graph": "Decode step, {} cached tokens, replayed from a CUDA graph",
 }
 
 
 def table(case: str, rows: list[dict], cached: int) -> list[str]:
     names = list(dict.fromkeys(row["name"] for row in rows))
-    unit, size = rows[0]["unit"], "batch" if case == "decode" else "tokens"
+    unit, size = rows[0]["unit"], "batch" if case.startswith("decode") else "tokens"
     cells = {(row["size"], row["name"]): f"{row['rate']} ({row['us']} us)" for row in rows}
     return [
         f"{TITLES[case].format(cached)}: {unit} (median time)",
@@ -195,16 +238,18 @@ def plot(rows: list[dict], out: Path, cached: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(TITLES), figsize=(15, 4.5))
-    for axis, (case, title) in zip(axes, TITLES.items(), strict=True):
-        chosen = [row for row in rows if row["case"] == case]
+    measured = list(dict.fromkeys(row["case"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 4.5))
+    for axis, case in zip(axes, measured, strict=True):
+        title, chosen = TITLES[case], [row for row in rows if row["case"] == case]
         for name in dict.fromkeys(row["name"] for row in chosen):
             own = [row for row in chosen if row["name"] == name]
             width = 2.5 if name == OURS else 1.2
             axis.plot(
                 [str(row["size"]) for row in own], [row["rate"] for row in own], "o-", label=name, linewidth=width
             )
-        axis.set(title=title.format(cached), ylabel=chosen[0]["unit"], xlabel="batch" if case == "decode" else "tokens")
+        by = "batch" if case.startswith("decode") else "tokens"
+        axis.set(title=title.format(cached), ylabel=chosen[0]["unit"], xlabel=by)
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize=8)
     figure.tight_layout()
@@ -216,8 +261,11 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="path without an ending; .csv, .md and .png are written")
     parser.add_argument("--milliseconds", type=int, default=50, help="for each timing (default 50)")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="cut the keys here too, say 256 512 1024")
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU too, to see that the script works")
     options = parser.parse_args()
+    if wrong := [chunk for chunk in options.chunks if chunk < 64 or chunk % 64]:
+        parser.error(f"--chunks {wrong}: a chunk is a multiple of 64 keys, the kernels' step")
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cpu" and not options.small:
         parser.error("there is no GPU here: only --small runs on a CPU")
@@ -234,12 +282,12 @@ def main() -> None:
     chip = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     lines = [
         f"{chip}, torch {torch.__version__}, triton {triton.__version__}, {datetime.date.today()}; bf16, {HEADS} query "
-        f"and {KV_HEADS} key heads of {HEAD_DIM}, random data, median of medians; `python {' '.join(sys.argv)}`",
+        f"and {KV_HEADS} key heads of {HEAD_DIM}, random data, chunks of {kernels.CHUNK} keys, median of medians; `python {' '.join(sys.argv)}`",
         "",
         f"A copy in the same run: {copied:.2f} TB/s, bytes read and written.",
         "",
     ]
-    for case in TITLES:
+    for case in dict.fromkeys(row["case"] for row in rows):
         lines += table(case, [row for row in rows if row["case"] == case], options.cached)
     out.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
     plot(rows, out, options.cached)

@@ -6,8 +6,9 @@
 bf16, random data. Parts: the attention projections (QKV, O), the gated MLP, and the whole layer, with each contender's
 own attention (stock: the fastest SDPA; ours: the invariant one) and with the fastest SDPA for all. Contenders are timed
 in turn, round after round, after a barrier, several layers in a row; times and bytes moved are per layer, peak memory
-(beyond weights, x and dy) is that of all of them, and a time is the slowest rank's. `bits`: whether all results of all
-ranks are byte for byte what TP=1 computes in the same run, alone and beside a second stream that keeps the GPU busy.
+(beyond weights, x and dy, without the buffers that copy engines fill) is that of all of them, and a time is the slowest
+rank's. `bits`: whether all results of all ranks are byte for byte what TP=1 computes in the same run, alone and beside
+a second stream that keeps the GPU busy.
 Decoding: a forward of few tokens without gradients, eagerly and in a CUDA graph, gathered weights kept. Writes OUT.csv,
 OUT.md, OUT.png where matplotlib is there, and with --profile OUT.profile.txt.
 """
@@ -41,6 +42,7 @@ from bench_layer_contenders import (
 )
 from torch import Tensor
 
+from tp_invariant import peer_copies
 from tp_invariant.collectives import Group, resolve_group
 
 
@@ -54,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sp", type=int, nargs="+", choices=(0, 1), default=[1, 0], help="sequence parallelism")
     parser.add_argument("--layers", type=int, default=4, help="of the same part in a row")
+    parser.add_argument("--transport", choices=peer_copies.TRANSPORTS, default="auto", help="of tp_invariant")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner", type=int, default=2, help="calls in a row for one time")
     parser.add_argument("--profile", action="store_true", help="where the time goes: one table for each contender")
@@ -117,9 +120,10 @@ class Bench:
                 busy = self.device.type == "cuda"
                 check = [contender, call, want, keep, self.device, self.group]
                 bits = dict(bits=runs.same_bits(*check, False), bits_busy=runs.same_bits(*check, True) if busy else "")
-            peak, moved = runs.cost(contender, call, keep, self.device)
+            peak, moved, copied = runs.cost(contender, call, keep, self.device)
             layers = self.options.layers
-            rows[contender] = dict(peak_MB=round(peak, 1), moved_MB=round(moved / layers, 2), **bits)
+            rows[contender] = dict(peak_MB=round(peak, 1), moved_MB=round(moved / layers, 2))
+            rows[contender] |= dict(copied_MB=round(copied / layers, 2), **bits)
             if what == "decode, graph":
                 with as_contender(contender, keep):
                     call = runs.in_graph(call)
@@ -176,14 +180,16 @@ def markdown(rows: list[dict[str, Any]], device: torch.device) -> str:
         f"{' '.join(sys.argv)}`",
         "",
         "| part | TP | SP | tokens | pass | " + " | ".join(f"{c}, us" for c in CONTENDERS) + " | "
-        "tp_invariant / stock | peak MB, stock | tp_invariant | moved MB, stock | tp_invariant | bits as at TP=1 |",
-        "|" + " --- |" * 14,
+        "tp_invariant / stock | peak MB, stock | tp_invariant | moved MB, stock | tp_invariant | by copy engine | "
+        "bits as at TP=1 |",
+        "|" + " --- |" * 15,
     ]
     for same in (rows[i : i + len(CONTENDERS)] for i in range(0, len(rows), len(CONTENDERS))):
         stock, _, ours = same
         bits = ours["bits"] if ours["bits_busy"] == "" else ours["bits"] and ours["bits_busy"]
         cells = [ours[key] for key in ("part", "tp", "sp", "tokens", "what")] + [row["us"] for row in same]
         cells += [ours["vs_stock"], stock["peak_MB"], ours["peak_MB"], stock["moved_MB"], ours["moved_MB"]]
+        cells.append(ours["copied_MB"])
         cells.append({True: "yes", False: "NO", "": "not compared"}[bits])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
@@ -213,6 +219,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     options = parse()
+    os.environ[peer_copies.TRANSPORT_VARIABLE] = options.transport
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":

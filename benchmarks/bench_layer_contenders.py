@@ -2,13 +2,14 @@
 
 stock        bench_layer_stock.py, torch's rms_norm, the fastest SDPA
 gather_all   this library's layers with owner_map="replicate", nothing ahead: every rank gathers whole operands and
-             computes the whole product
-tp_invariant this library as it comes
+             computes the whole product; by NCCL
+tp_invariant this library as it comes, by the --transport that is asked for
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from tp_invariant import owners, token_gathers
 from tp_invariant.attention_choice import safe_attention
 from tp_invariant.collectives import Group
 from tp_invariant.layout import shard
+from tp_invariant.peer_copies import TRANSPORT_VARIABLE
 
 CONTENDERS = ("stock", "gather_all", "tp_invariant")
 PARTS = ("projections", "mlp", "layer")
@@ -169,11 +171,14 @@ class Stack(nn.Module):
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
     cache, shared = owners.weight_cache, token_gathers.token_gathers
-    before = cache.keep, cache.ahead, shared.reuse
+    before, transport = (cache.keep, cache.ahead, shared.reuse), os.environ.get(TRANSPORT_VARIABLE, "auto")
     cache.keep = keep if contender == "tp_invariant" else 0
     cache.ahead = shared.reuse = contender == "tp_invariant"
     try:
         with tpi.set_tp_invariant_mode(contender != "stock"):
+            if contender != "tp_invariant":
+                os.environ[TRANSPORT_VARIABLE] = "nccl"
             yield
     finally:
+        os.environ[TRANSPORT_VARIABLE] = transport
         cache.keep, cache.ahead, shared.reuse = before

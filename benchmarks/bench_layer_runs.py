@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
-from tp_invariant import owners, token_gathers, wire
+from tp_invariant import owners, peer_copies, token_gathers, wire
 from tp_invariant.collectives import Group
 
 Call = Callable[[], Any]
@@ -88,9 +88,10 @@ def slowest(values: list[float], device: torch.device, group: Group) -> list[flo
 
 
 @contextmanager
-def _counting() -> Iterator[Callable[[], int]]:
-    """Bytes that this rank receives from others, counted from the shapes of what is moved."""
+def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Bytes that this rank receives from others, counted from the shapes of what is moved; those by copy engine."""
     gather, exchange, total = wire.start_all_gather, wire.start_all_to_all, 0
+    copy, copied = peer_copies.PeerCopies.start, 0
 
     def counted_gather(out: Tensor, local: Tensor, group: Any) -> Any:
         nonlocal total
@@ -102,16 +103,26 @@ def _counting() -> Iterator[Callable[[], int]]:
         total += out.nbytes * (sum(received) - received[group.rank]) // max(sum(received), 1)
         return exchange(out, x, received, sent, group)
 
+    def counted_copy(copies: Any, source: Any, sent: Any, early: bool) -> Any:
+        nonlocal copied
+        lease = copy(copies, source, sent, early)
+        if lease is not None:
+            copied += (copies.machine.size - 1) * sent[copies.machine.rank][1]
+        return lease
+
     wire.start_all_gather, wire.start_all_to_all = counted_gather, counted_exchange
+    peer_copies.PeerCopies.start = counted_copy
     stock.moved = 0
     try:
-        yield lambda: total + stock.moved
+        yield lambda: (total + copied + stock.moved, copied)
     finally:
         wire.start_all_gather, wire.start_all_to_all = gather, exchange
+        peer_copies.PeerCopies.start = copy
 
 
-def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float, float]:
-    """(MB that a call has allocated at most on top of its operands, MB that it receives), when it is warm."""
+def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float, float, float]:
+    """MB that a call has allocated at most beyond its operands and lent buffers, MB that it receives, MB of them by
+    copy engine; when it is warm."""
     with as_contender(name, keep):
         call()
         call()
@@ -125,7 +136,7 @@ def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float,
             call()
             synchronize(device)
             peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-            return peak / 1e6, moved() / 1e6
+            return peak / 1e6, moved()[0] / 1e6, moved()[1] / 1e6
 
 
 def own_part(reference: Any, names: list[str], group: Group, sp: bool) -> list[Tensor]:

@@ -3,8 +3,10 @@
     python benchmarks/bench_norm.py --out benchmarks/results/norm_h200
 
 bf16, random data. A kernel's rate is the bytes that it must read and write over its time; `share` is that over the rate
-of a device-to-device copy in the same run. dw stands for the weight gradients with their fold. Writes OUT.csv and
-OUT.md.
+of a device-to-device copy in the same run. dw stands for the weight gradients with their fold. "forward, kept" and
+"forward, loaded again" are forward with the row in registers or not, whatever `kernels.norm.keeps_row` says of it, and
+"32 registers" with no more of them a thread, so that more rows run at a time; their bits are checked to be forward's.
+Writes OUT.csv and OUT.md.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from tp_invariant.kernels import norm as kernels
+from tp_invariant.kernels.launch import Launches
 from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
 from tp_invariant.norm import LEAF_ROWS
 
@@ -33,6 +37,28 @@ def microseconds(fn: Callable[[], object], milliseconds: int) -> list[float]:
     """20th, 50th and 80th percentile."""
     times = triton.testing.do_bench(fn, warmup=5, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
     return [1e3 * t for t in times]
+
+
+def variants(forward: Callable[[], tuple]) -> dict[str, Callable[[], object]]:
+    """Forward in the ways that keeps_row chooses from, with and without a bound on registers."""
+    expected, made = forward()[0], {}
+    for keep, kept in ((True, "kept"), (False, "loaded again")):
+        for most in (None, 32):
+            limit = {} if most is None else {"maxnreg": most}
+            launches = Launches(kernels._forward_kernel, enable_fp_fusion=False, **limit)
+
+            def once(keep: bool = keep, launches: Launches = launches) -> tuple:
+                before = kernels.keeps_row, kernels._forward
+                kernels.keeps_row, kernels._forward = (lambda h, rms: keep), launches
+                try:
+                    return forward()
+                finally:
+                    kernels.keeps_row, kernels._forward = before
+
+            name = f"forward, {kept}" + ("" if most is None else f", {most} registers")
+            assert torch.equal(once()[0].view(torch.int16), expected.view(torch.int16)), name
+            made[name] = once
+    return made
 
 
 def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]:
@@ -61,8 +87,12 @@ def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]
         norm_backward_input(dy, x, w, mean, rstd, **options)
         weight_grads()
 
+    def forward() -> tuple:
+        return norm_forward(x, w, b, eps=EPS, **options)
+
     return {
-        "forward": (lambda: norm_forward(x, w, b, eps=EPS, **options), 2 * size),
+        "forward": (forward, 2 * size),
+        **{name: (fn, 2 * size) for name, fn in variants(forward).items()},
         "forward, torch": (torch_forward, 2 * size),
         "dx": (lambda: norm_backward_input(dy, x, w, mean, rstd, **options), 3 * size),
         "dw": (weight_grads, 2 * size),

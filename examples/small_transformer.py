@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
 from tp_invariant.attention_choice import HeadwiseMatmul
-from tp_invariant.collectives import scatter_sequence
+from tp_invariant.regions import scatter_sequence
 
 VOCABULARY = 256  # bytes
 

@@ -18,6 +18,7 @@ The query heads of one key head may share a tile as rows, so that a decode step 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_backward import backward
-from .attention_spec import AttentionSpec, PackedLengths
+from .attention_spec import CHUNK, AttentionSpec, PackedLengths
 from .attention_tiles import (
-    CHUNK,
     DTYPES,
     Problem,
+    Rows,
     Tile,
     aligned,
     as_rows,
@@ -45,13 +46,12 @@ from .attention_tiles import (
     tile_of,
     unit_strides,
 )
-from .launch import launch_on
+from .launch import Launch, launch_on
 
 __all__ = ["backward", "forward"]
 
-_MERGED_ROWS = 16
 _LEAST_COLUMNS = 64
-_MERGE_TILE = Tile(_MERGED_ROWS, 0, 4, 1)
+_MERGED_AT_ONCE = 16  # chunks
 
 
 @triton.jit
@@ -67,17 +67,28 @@ def _fold(acc, largest, total, part, part_largest, part_total, factor):
 
 @triton.jit
 def _attend(
-    q, k_desc, v_desc, row_k, column_k, row_v, column_v, position, acc, largest, total,
+    q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+    before, before_largest, before_total, acc, largest, total,
     low, high, keys, window, factor, inverse_cap,
-    BLOCK_K: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high.
+    """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
+    this chunk; where another begins (FOLDS), they join those of the chunks before it.
 
-    The few masked blocks are loaded without a pipeline: values that pass through registers need more shared memory, of
-    which two programs have to fit on a multiprocessor.
+    One loop over all chunks, so that its loads go on while a chunk is folded: a loop for each would wait for its first
+    block, which took a prefill longer than the sums. The few masked blocks are loaded without a pipeline: values that
+    pass through registers need more shared memory, of which two programs have to fit on a multiprocessor.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        if FOLDS:  # noqa: SIM102 - a constexpr: there is no branch where it is False
+            if start % CHUNK == 0:
+                before, before_largest, before_total = _fold(
+                    before, before_largest, before_total, acc, largest, total, factor
+                )
+                acc = tl.zeros_like(acc)
+                largest = tl.full(largest.shape, float("-inf"), tl.float32)
+                total = tl.zeros_like(total)
         k = k_desc.load([row_k + start, column_k])
         v = v_desc.load([row_v + start, column_v])
         scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
@@ -93,7 +104,7 @@ def _attend(
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         largest = new
-    return acc, largest, total
+    return before, before_largest, before_total, acc, largest, total
 
 
 @triton.jit
@@ -109,17 +120,17 @@ def _finish(acc, largest, total, factor):
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
         "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
-        "factor", "inverse_cap", "chunks", "part_rows",
+        "factor", "inverse_cap", "chunks", "part_rows", "places",
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_ptr, part_largest_ptr, part_total_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_ptr, cu_q_ptr, cu_k_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
-    chunks, part_rows,
+    chunks, part_rows, places,
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
@@ -133,63 +144,61 @@ def _forward_kernel(
     if tile * BLOCK_Q >= queries * SHARED:
         return
     query = rows // SHARED
-    q_head = head * SHARED + rows % SHARED
     inside = query < queries
+    first = keys - queries + tile * BLOCK_Q // SHARED
+    last = keys - queries + tl.minimum((tile * BLOCK_Q + BLOCK_Q - 1) // SHARED, queries - 1)
+    low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
+    if SPLIT:
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()  # _merge_kernel may come and wait
+        low = tl.maximum(low, tl.program_id(2) * CHUNK)
+        high = tl.minimum(high, tl.program_id(2) * CHUNK + CHUNK)
+        clear = tl.maximum(tl.minimum(clear, high), low)
+        full = tl.maximum(tl.minimum(full, high), clear)
+        if low >= high:
+            return
     size = tl.arange(0, HEAD_DIM)
+    q_head = head * SHARED + rows % SHARED
     q_at = batch.to(tl.int64) * stride_qb + q_head.to(tl.int64) * stride_qh + (start_q + query).to(tl.int64) * stride_qs
     q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
-
     row_k = batch * row_kb + kv_head * row_kh + start_k
     row_v = batch * row_vb + kv_head * row_vh + start_k
     column_k = batch * col_kb + kv_head * col_kh
     column_v = batch * col_vb + kv_head * col_vh + column
     position = keys - queries + query
-    first = keys - queries + tile * BLOCK_Q // SHARED
-    last = keys - queries + tl.minimum((tile * BLOCK_Q + BLOCK_Q - 1) // SHARED, queries - 1)
-    low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
-
     acc = tl.zeros((BLOCK_Q, V_COLUMNS), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
-    if SPLIT:
-        first_chunk = tl.program_id(2) * CHUNK
-        last_chunk = tl.minimum(first_chunk + CHUNK, high)
-    else:
-        first_chunk = low // CHUNK * CHUNK
-        last_chunk = high
-    for chunk in range(first_chunk, last_chunk, CHUNK):
-        part = tl.zeros((BLOCK_Q, V_COLUMNS), tl.float32)
-        part_largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-        part_total = tl.zeros((BLOCK_Q,), tl.float32)
-        chunk_end = chunk + CHUNK
-        if WINDOW:
-            part, part_largest, part_total = _attend(
-                q, k_desc, v_desc, row_k, column_k, row_v, column_v, position, part, part_largest, part_total,
-                tl.maximum(low, chunk), tl.minimum(clear, chunk_end), keys, window, factor, inverse_cap,
-                BLOCK_K, True, CAUSAL, WINDOW, SOFTCAP, 1,
-            )  # fmt: skip
-        part, part_largest, part_total = _attend(
-            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position, part, part_largest, part_total,
-            tl.maximum(clear, chunk), tl.minimum(full, chunk_end), keys, window, factor, inverse_cap,
-            BLOCK_K, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    before, before_largest, before_total = acc, largest, total
+    if WINDOW:
+        before, before_largest, before_total, acc, largest, total = _attend(
+            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+            before, before_largest, before_total, acc, largest, total,
+            low, clear, keys, window, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
         )  # fmt: skip
-        part, part_largest, part_total = _attend(
-            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position, part, part_largest, part_total,
-            tl.maximum(full, chunk), tl.minimum(high, chunk_end), keys, window, factor, inverse_cap,
-            BLOCK_K, True, CAUSAL, WINDOW, SOFTCAP, 1,
-        )  # fmt: skip
-        if SPLIT:
-            acc, largest, total = part, part_largest, part_total
-        else:
-            acc, largest, total = _fold(acc, largest, total, part, part_largest, part_total, factor)
+    before, before_largest, before_total, acc, largest, total = _attend(
+        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        before, before_largest, before_total, acc, largest, total,
+        clear, full, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+    before, before_largest, before_total, acc, largest, total = _attend(
+        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        before, before_largest, before_total, acc, largest, total,
+        full, high, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+    )  # fmt: skip
 
     columns = column + tl.arange(0, V_COLUMNS)
     if SPLIT:
         place = ((index * heads + head) * chunks + tl.program_id(2)).to(tl.int64) * part_rows + rows
+        largest_ptr = part_ptr + places.to(tl.int64) * HEAD_DIM
         tl.store(part_ptr + place[:, None] * HEAD_DIM + columns[None, :], acc, mask=inside[:, None])
-        tl.store(part_largest_ptr + place, largest, mask=inside)
-        tl.store(part_total_ptr + place, total, mask=inside)
+        tl.store(largest_ptr + place, largest, mask=inside)
+        tl.store(largest_ptr + places + place, total, mask=inside)
     else:
+        acc, largest, total = _fold(before, before_largest, before_total, acc, largest, total, factor)
         out, lse = _finish(acc, largest, total, factor)
         at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
@@ -199,53 +208,132 @@ def _forward_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "sequences", "part_rows", "window", "factor",
-        "chunks",
+        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "part_rows", "places", "window", "factor", "chunks",
     ]
 )  # fmt: skip
 def _merge_kernel(
-    part_ptr, part_largest_ptr, part_total_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
-    tokens_q, tokens_k, heads, sequences, part_rows, window, factor, chunks,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    part_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, tokens_q, tokens_k, heads, part_rows, places, window, factor,
+    chunks,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    head = program % heads
-    index = program // heads % sequences
-    tile = program // heads // sequences
+    """A program folds one row's parts, in the order of the chunks."""
+    row = tl.program_id(0) % part_rows
+    pair = tl.program_id(0) // part_rows
+    head = pair % heads
+    index = pair // heads
     start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
     _, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
-    batch = index * (0 if PACKED else 1)
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    query = rows // SHARED
-    inside = query < queries
+    query = row // SHARED
+    position = keys - queries + query
+    low, _, _, high = key_phases(position, position, keys, window, BLOCK_K, CAUSAL, WINDOW)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # all parts are in memory; no program leaves before that, for who comes next
+    if query >= queries:
+        return
     size = tl.arange(0, HEAD_DIM)
-    first = keys - queries + tile * ROWS // SHARED
-    last = keys - queries + tl.minimum((tile * ROWS + ROWS - 1) // SHARED, queries - 1)
-    low, _, _, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
-    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    largest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    base = ((index * heads + head) * chunks).to(tl.int64) * part_rows + rows
-    for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK), loop_unroll_factor=8):
-        place = base + chunk * part_rows
-        part = tl.load(part_ptr + place[:, None] * HEAD_DIM + size[None, :], mask=inside[:, None], other=0.0)
-        part_largest = tl.load(part_largest_ptr + place, mask=inside, other=float("-inf"))
-        part_total = tl.load(part_total_ptr + place, mask=inside, other=0.0)
-        acc, largest, total = _fold(acc, largest, total, part, part_largest, part_total, factor)
+    acc = tl.zeros((1, HEAD_DIM), tl.float32)
+    largest = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    begin, end = low // CHUNK, tl.cdiv(high, CHUNK)
+    place = (pair * chunks + begin).to(tl.int64) * part_rows + row + tl.arange(0, 1)
+    largest_ptr = part_ptr + places.to(tl.int64) * HEAD_DIM + place
+    part_ptr += place[:, None] * HEAD_DIM + size[None, :]
+    step = part_rows.to(tl.int64)
+    for chunk in range(begin, end, AT_ONCE):
+        parts = ()
+        for i in tl.static_range(AT_ONCE):  # all on their way before the first is folded
+            there = chunk + i < end
+            part = tl.load(part_ptr + i * step * HEAD_DIM, mask=there, other=0.0)
+            part_largest = tl.load(largest_ptr + i * step, mask=there, other=float("-inf"))
+            part_total = tl.load(largest_ptr + places + i * step, mask=there, other=0.0)
+            parts = parts + ((part, part_largest, part_total),)  # noqa: RUF005 - Triton has no starred tuples
+        for i in tl.static_range(AT_ONCE):
+            acc, largest, total = _fold(acc, largest, total, parts[i][0], parts[i][1], parts[i][2], factor)
+        part_ptr += AT_ONCE * step * HEAD_DIM
+        largest_ptr += AT_ONCE * step
     out, lse = _finish(acc, largest, total, factor)
-    at = ((batch * heads + head) * SHARED + rows % SHARED).to(tl.int64) * tokens_q + start_q + query
-    tl.store(out_ptr + at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_ptr + at, lse, mask=inside)
-
-
-def _cdiv(size: int, block: int) -> int:
-    return -(-size // block)
+    batch = index * (0 if PACKED else 1)
+    at = ((batch * heads + head) * SHARED + row % SHARED).to(tl.int64) * tokens_q + start_q + query + tl.arange(0, 1)
+    tl.store(out_ptr + at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + at, lse)
 
 
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def _overlaps(index: int | None) -> bool:
+    """Whether a kernel may be launched before the one that it waits for is done: Hopper's programmatic launch."""
+    return index is not None and torch.cuda.get_device_capability(index)[0] >= 9
+
+
+class _Plan(NamedTuple):
+    """All of a call that does not depend on its data: for the host, most of the work."""
+
+    run: Launch
+    k_block: tuple[int, int]
+    v_block: tuple[int, int]
+    numbers: tuple
+    grid: tuple[int, int, int]
+    merge: Launch | None  # of chunks, each of which has its own program
+    merge_numbers: tuple
+    merge_grid: tuple[int, int, int]
+    parts: int  # fp32 values that the programs leave to it
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], keys: int, q_units: tuple[int, int, int], k_rows: Rows, v_rows: Rows, dtype: torch.dtype,
+    index: int | None, p: Problem, chunk: int,
+) -> _Plan:  # fmt: skip
+    heads, tokens, head_dim = shape[1:]
+    causal, window, _, packed = p.flags
+    groups = heads // p.kv_heads
+    tile = forward_tile(head_dim, dtype, p.longest_k if p.longest_q > 64 else 0)
+    tiles = triton.cdiv(p.longest_q, tile.queries)
+    chunks = triton.cdiv(p.longest_k, chunk)
+    # Splitting changes no bits: it is for calls that would leave most of the chip idle.
+    shared_tiles = triton.cdiv(p.longest_q * groups, tile.queries)
+    idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
+    split = chunks > 1 and (idle or shared_tiles == 1)
+    shared, slots = 1, 1
+    if split:
+        tiles, shared, slots = shared_tiles, groups, chunks
+    programs = tiles * (heads // shared) * p.sequences
+    v_columns = head_dim
+    # Programs may take halves of the value's columns, each with its own scores. Not in fp32, where a row's weights are
+    # summed in an order that the compiler draws from all of a program's shapes.
+    while split and v_columns > _LEAST_COLUMNS and dtype != torch.float32 and index is not None:
+        if programs * slots * (head_dim // v_columns) >= _multiprocessors(index):
+            break
+        v_columns //= 2
+    part_rows = p.longest_q * shared
+    pairs = (heads // shared) * p.sequences
+    places = pairs * chunks * part_rows if split else 0
+    overlap = _overlaps(index)
+    constants = (
+        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
+        *p.flags, overlap,
+    )  # fmt: skip
+    merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # a column for each thread, so that many parts fit
+    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGED_AT_ONCE)
+    return _Plan(
+        run=launch(_forward_kernel, index, (dtype,), tile, constants),
+        k_block=(tile.keys, head_dim),
+        v_block=(tile.keys, v_columns),
+        numbers=(
+            tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads // shared, groups, p.sequences, tiles,
+            p.window, p.factor, p.inverse_cap, chunks, part_rows, places, *constants,
+        ),
+        grid=(programs, head_dim // v_columns, slots),
+        merge=launch(_merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
+        merge_numbers=(tokens, keys, heads // shared, part_rows, places, p.window, p.factor, chunks, *merge_constants),
+        merge_grid=(part_rows * pairs, 1, 1),
+        parts=places * (head_dim + 2),
+    )  # fmt: skip
 
 
 def forward(
@@ -262,63 +350,30 @@ def forward(
     head_dim = q.shape[3]
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention"):
-        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), problem(q, k, spec, lengths), lengths)
+        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths)
     return (out if padded == head_dim else out[..., :head_dim].contiguous()), lse
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, p: Problem, lengths: PackedLengths | None) -> tuple[Tensor, Tensor]:
-    heads, tokens, head_dim = q.shape[1:]
-    groups, index = heads // k.shape[1], q.device.index
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None
+) -> tuple[Tensor, Tensor]:
+    p, shape, index = problem(q, k, spec, lengths), q.shape, q.device.index
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    tile = forward_tile(head_dim, q.dtype, p.longest_k if p.longest_q > 64 else 0)
-    tiles = _cdiv(p.longest_q, tile.queries)
-    chunks = _cdiv(p.longest_k, CHUNK)
-    # Splitting changes no bits: it is for calls that would leave most of the chip idle.
-    shared_tiles = _cdiv(p.longest_q * groups, tile.queries)
-    idle = q.is_cuda and tiles * heads * p.sequences < _multiprocessors(index)
-    split = chunks > 1 and (idle or shared_tiles == 1)
-    shared, parts = 1, 1
-    if split:
-        tiles, shared, parts = shared_tiles, groups, chunks
-    programs = tiles * (heads // shared) * p.sequences
-    v_columns = head_dim
-    # Programs may take halves of the value's columns, each with its own scores. Not in fp32, where a row's weights are
-    # summed in an order that the compiler draws from all of a program's shapes.
-    while split and v_columns > _LEAST_COLUMNS and q.dtype != torch.float32 and q.is_cuda:
-        if programs * parts * (head_dim // v_columns) >= _multiprocessors(index):
-            break
-        v_columns //= 2
-    q, k_rows, v_rows = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
-    part = part_largest = part_total = None
-    part_rows = p.longest_q * shared
-    if split:
-        places = p.sequences * (heads // shared) * chunks * part_rows
-        part = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
-        part_largest, part_total = torch.empty((2, places), dtype=torch.float32, device=q.device)
+    q, (k, k_rows), (v, v_rows) = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
+    run, k_block, v_block, numbers, grid, merge, merge_numbers, merge_grid, parts = _plan(
+        shape, k.shape[2], unit_strides(q), k_rows, v_rows, q.dtype, index, p, CHUNK
+    )
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    unit = 16 // q.element_size()
-    constants = (head_dim, v_columns, tile.queries, tile.keys, tile.stages, CHUNK, unit, shared, split, *p.flags)
-    run = launch(_forward_kernel, index, (q.dtype,), tile, constants)
+    part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
     run(
-        index, q, *k_rows.descriptor(run, 0, (tile.keys, head_dim)),
-        *v_rows.descriptor(run, 1, (tile.keys, v_columns)), out, lse, part, part_largest, part_total, cu_q, cu_k,
-        tokens, k.shape[2], *k_rows.places, *v_rows.places, *unit_strides(q),
-        heads // shared, groups, p.sequences, tiles, p.window, p.factor, p.inverse_cap, chunks, part_rows,
-        *constants,
-        grid=(programs, head_dim // v_columns, parts),
+        index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse, part,
+        cu_q, cu_k, *numbers, grid=grid,
     )  # fmt: skip
-    if split:
-        causal, window, _, packed = p.flags
-        constants = (head_dim, _MERGED_ROWS, CHUNK, tile.keys, shared, causal, window, packed)
-        run = launch(_merge_kernel, index, (q.dtype,), _MERGE_TILE, constants)
-        run(
-            index, part, part_largest, part_total, out, lse, cu_q, cu_k, tokens, k.shape[2],
-            heads // shared, p.sequences, part_rows, p.window, p.factor, chunks, *constants,
-            grid=(_cdiv(part_rows, _MERGED_ROWS) * (heads // shared) * p.sequences, 1, 1),
-        )  # fmt: skip
+    if merge is not None:
+        merge(index, part, out, lse, cu_q, cu_k, *merge_numbers, grid=merge_grid)
     return out, lse

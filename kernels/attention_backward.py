@@ -350,7 +350,7 @@ def _backward(
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
 
     tile = backward_key_tile(head_dim, q.dtype)
-    q_rows, d_rows = as_rows(q), as_rows(dout)
+    (q_matrix, q_rows), (d_matrix, d_rows) = as_rows(q), as_rows(dout)
     parts = dk, dv
     if groups > 1:
         parts = torch.empty((2, batch, heads, tokens_k, head_dim), dtype=torch.float32, device=q.device).unbind(0)
@@ -359,7 +359,8 @@ def _backward(
     run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype), tile, constants)
     block = tile.queries, head_dim
     run(
-        index, *q_rows.descriptor(run, 0, block), *d_rows.descriptor(run, 1, block), k, v, lse, delta, *parts,
+        index, *q_rows.descriptor(run, 0, q_matrix, block), *d_rows.descriptor(run, 1, d_matrix, block),
+        k, v, lse, delta, *parts,
         cu_q, cu_k, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
         heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
@@ -372,13 +373,14 @@ def _backward(
             run(index, part, total, size, groups, _SUM_TILE.queries, grid=grid)
 
     tile = backward_query_tile(head_dim, q.dtype)
-    k_rows, v_rows = as_rows(k), as_rows(v)
+    (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
     tiles = triton.cdiv(p.longest_q, tile.queries)
     constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
     run = launch(_dq_kernel, index, (q.dtype,), tile, constants)
     block = tile.keys, head_dim
     run(
-        index, q, dout, *k_rows.descriptor(run, 0, block), *v_rows.descriptor(run, 1, block), lse, delta, dq,
+        index, q, dout, *k_rows.descriptor(run, 0, k_matrix, block), *v_rows.descriptor(run, 1, v_matrix, block),
+        lse, delta, dq,
         cu_q, cu_k, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
         heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),

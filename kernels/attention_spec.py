@@ -23,6 +23,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# How many keys of a sequence the Triton kernels fold into one partial result before it joins the total. A sum over keys
+# is cut here and nowhere else, so that one program can take all chunks or each its own: a decode step then fills the
+# chip, and its bits are those of a prefill. Another value, other bits: a multiple of the largest tile's keys.
+CHUNK = 512
+
 
 @dataclass(frozen=True)
 class AttentionSpec:

@@ -20,12 +20,6 @@ LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 
-# How many keys are folded into one partial result before it joins the total. A sum over keys is cut here and nowhere
-# else, so that one program can take all chunks or each its own: a decode step then fills the chip, and its bits are
-# those of a prefill. Of 512 and 1024 the shorter made a prefill slower (8192 tokens, head size 128: 495 and 524
-# TFLOP/s; 544 without any).
-CHUNK = 1024
-
 
 class Tile(NamedTuple):
     """queries x keys of a step, the warps that share it, the depth of the loads' pipeline."""
@@ -140,7 +134,6 @@ class Rows(NamedTuple):
     """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) stands in row b * row_batch + h *
     row_head + s and column b * column_batch + h * column_head + d."""
 
-    base: Tensor
     shape: tuple[int, int]
     strides: tuple[int, int]
     row_batch: int
@@ -148,12 +141,12 @@ class Rows(NamedTuple):
     column_batch: int
     column_head: int
 
-    def descriptor(self, run: Launch, position: int, block: tuple[int, int]) -> tuple:
-        return run.descriptor(position, self.base, block, self.shape, self.strides)
+    def descriptor(self, run: Launch, position: int, x: Tensor, block: tuple[int, int]) -> tuple:
+        return run.descriptor(position, x, block, self.shape, self.strides)
 
     @property
     def places(self) -> tuple[int, int, int, int]:
-        return self[3:]
+        return self[2:]
 
 
 def aligned_flat(x: Tensor) -> Tensor:
@@ -176,19 +169,30 @@ def unit_strides(x: Tensor) -> tuple[int, int, int]:
     return batch // unit, head // unit, token // unit
 
 
-def as_rows(x: Tensor) -> Rows:
-    """`aligned` x, or a contiguous copy of it where it is no matrix."""
-    batch, heads, tokens, size = x.shape
-    stride_b, stride_h, stride_s, _ = x.stride()
+@functools.lru_cache(maxsize=4096)
+def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
+    batch, heads, tokens, size = shape
+    stride_b, stride_h, stride_s, _ = strides
+    if strides == (heads * tokens * size, tokens * size, size, 1):
+        return Rows((batch * heads * tokens, size), (size, 1), heads * tokens, tokens, 0, 0)
     if tokens > 1 and stride_s >= size:
         row_b, column_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
         row_h, column_h = divmod(stride_h, stride_s) if heads > 1 else (0, 0)
         rows = (batch - 1) * row_b + (heads - 1) * row_h + tokens
         columns = (batch - 1) * column_b + (heads - 1) * column_h + size
         if columns <= stride_s and rows <= _MAX_SIDE:
-            return Rows(x, (rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
-    x = x.clone(memory_format=torch.contiguous_format)
-    return Rows(x, (batch * heads * tokens, size), (size, 1), heads * tokens, tokens, 0, 0)
+            return Rows((rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
+    return None
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, Rows]:
+    """`aligned` x, or a contiguous copy of it where it is no matrix, and the matrix."""
+    rows = _rows(x.shape, x.stride())
+    if rows is None:
+        x = x.clone(memory_format=torch.contiguous_format)
+        rows = _rows(x.shape, x.stride())
+        assert rows is not None
+    return x, rows
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -210,15 +214,22 @@ def pad_heads(x: Tensor, head_dim: int) -> Tensor:
 
 @functools.cache
 def launch(
-    kernel: triton.JITFunction, index: int | None, dtypes: tuple[torch.dtype, ...], tile: Tile, constants: tuple
+    kernel: triton.JITFunction,
+    index: int | None,
+    dtypes: tuple[torch.dtype, ...],
+    tile: Tile,
+    constants: tuple,
+    early: bool = False,
 ) -> Launch:
-    """The launch of `kernel` for what decides which compiled form it is."""
-    return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
+    """The launch of `kernel` for what decides which compiled form it is; `early`: before the kernel ahead is done."""
+    options = {"launch_pdl": True} if early else {}
+    return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 
 class Problem(NamedTuple):
     """A call's sizes and options as the kernels want them."""
 
+    kv_heads: int
     sequences: int
     longest_q: int
     longest_k: int
@@ -235,6 +246,7 @@ def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | 
     capped_scores = spec.softcap != 0.0
     longest_k = k.shape[2] if lengths is None else lengths.max_k
     return Problem(
+        k.shape[1],
         q.shape[0] if lengths is None else lengths.cu_q.shape[0] - 1,
         q.shape[2] if lengths is None else lengths.max_q,
         longest_k,

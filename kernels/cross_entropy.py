@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import interpreting, launch_on
+from .launch import Launches, interpreting, launch_on
 from .matmul import DTYPES
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only
@@ -81,6 +81,11 @@ def _grad_kernel(
     tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
+_extremes = Launches(_extremes_kernel, enable_fp_fusion=False)
+_sums = Launches(_sums_kernel, enable_fp_fusion=False)
+_grad = Launches(_grad_kernel, enable_fp_fusion=False)
+
+
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
     """[T, N] with neighbouring columns, copied if it is not so, and its row stride."""
     if interpreting():
@@ -90,9 +95,10 @@ def _rows(logits: Tensor) -> tuple[Tensor, int]:
     return logits, logits.stride(0)
 
 
-def _block(columns: int) -> dict[str, int | bool]:
+def _block(columns: int) -> tuple[int, int]:
+    """Columns at a time, and warps."""
     block = min(MAX_BLOCK, max(16, triton.next_power_of_2(columns)))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512)), "enable_fp_fusion": False}
+    return block, max(1, min(8, block // 512))
 
 
 def _check(operation: str, logits: Tensor, columns: int) -> None:
@@ -114,10 +120,12 @@ def row_extremes(logits: Tensor, columns: int, *, with_low: bool) -> tuple[Tenso
     low = torch.empty_like(high) if with_low else None
     if len(high):
         x, stride = _rows(logits)
+        block, warps = _block(columns)
         with launch_on(logits, "row_extremes"):
-            _extremes_kernel[(len(high),)](
-                x, high, high if low is None else low, stride, columns, WITH_LOW=with_low, **_block(columns)
-            )
+            _extremes(
+                logits.device.index, (len(high),), (x, high, high if low is None else low, stride, columns),
+                (block, with_low), num_warps=warps,
+            )  # fmt: skip
     return high, low
 
 
@@ -140,10 +148,11 @@ def row_sums(
     if len(exps):
         x, stride = _rows(logits)
         scale, shifts_out = (top, exps) if shift_scale is None or shifts is None else (shift_scale, shifts)
+        block, warps = _block(columns)
         with launch_on(logits, "row_sums"):
-            _sums_kernel[(len(exps),)](
-                x, top, scale, exps, shifts_out, stride, columns,
-                ONE=2.0**exp_bits, WITH_SHIFTS=shifts is not None, **_block(columns),
+            _sums(
+                logits.device.index, (len(exps),), (x, top, scale, exps, shifts_out, stride, columns),
+                (2.0**exp_bits, block, shifts is not None), num_warps=warps,
             )  # fmt: skip
     return exps, shifts
 
@@ -165,9 +174,11 @@ def logits_grad(
     dx = torch.empty((t, n), device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
     if t and n:
         x, stride = _rows(logits)
-        options = _block(n)
+        block, warps = _block(n)
         with launch_on(logits, "logits_grad"):
-            _grad_kernel[(t, triton.cdiv(n, options["BLOCK"]))](
-                x, target, top, log_sum, *factors, dx, stride, n, columns, first, ignore_index, **options
-            )
+            _grad(
+                logits.device.index, (t, triton.cdiv(n, block)),
+                (x, target, top, log_sum, *factors, dx, stride, n, columns, first, ignore_index),
+                (block,), num_warps=warps,
+            )  # fmt: skip
     return dx.to(logits.dtype)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import interpreting, launch_on
+from .launch import Launches, interpreting, launch_on
 from .matmul import DTYPES
 
 LEAF_OCCURRENCES = 32  # part of the order of summation
@@ -57,6 +57,10 @@ def _fold_kernel(
         tl.store(grad_ptr + row.to(tl.int64) * D + cols, total.to(grad_ptr.dtype.element_ty), mask=cols < D)
 
 
+_leaves = Launches(_leaves_kernel)
+_fold = Launches(_fold_kernel)
+
+
 def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """grad [rows, D]: row v is the sum of dy over the tokens with id v, in fp32, by leaves, rounded once to `dtype`.
 
@@ -81,8 +85,8 @@ def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Te
         leaves = torch.empty((2 * t // LEAF_OCCURRENCES, d), device=dy.device, dtype=torch.float32)
         block = min(MAX_BLOCK, triton.next_power_of_2(d))
         grid = (t, triton.cdiv(d, block))
-        sizes = {"LEAF": LEAF_OCCURRENCES, "BLOCK": block}
+        index, sizes = dy.device.index, (LEAF_OCCURRENCES, block)
         with launch_on(dy, "embedding_grad"):
-            _leaves_kernel[grid](dy, ids, order, first, last, slot, leaves, grad, dy.stride(0), d, rows, **sizes)
-            _fold_kernel[grid](ids, first, last, slot, leaves, grad, d, rows, **sizes)
+            _leaves(index, grid, (dy, ids, order, first, last, slot, leaves, grad, dy.stride(0), d, rows), sizes)
+            _fold(index, grid, (ids, first, last, slot, leaves, grad, d, rows), sizes)
     return grad.to(dtype)

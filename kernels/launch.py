@@ -148,3 +148,37 @@ class Launch:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         self._expand, self._direct = make_tensordesc_arg, launcher
+
+
+def specialization(x: Any) -> Any:
+    """What Triton 3.6 and 3.7 look at in an argument that is no constexpr: its type, whether a number is a multiple of
+    16 or 1, which becomes a constant, and how an address aligns. One compiled kernel takes all arguments of equal ones.
+    """
+    kind = type(x)
+    if kind is int:
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
+    if kind is float or x is None:
+        return kind
+    return x.dtype, x.data_ptr() % 16 == 0
+
+
+class Launches:
+    """A kernel that specialises on its arguments, with a `Launch` for each way to compile it.
+
+    Its constexprs are its last parameters. To find the launch takes a few microseconds, Triton's own way 15.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel, self._options = kernel, options
+        self._known: dict[tuple, Launch] = {}
+
+    def __call__(
+        self, device_index: int | None, grid: tuple[int, ...], args: tuple, constants: tuple, **options: Any
+    ) -> None:
+        """args: those that are no constexprs; constants: those that are, each of one type in all calls; options: of
+        this call, besides those of all."""
+        key = (device_index, constants, *options.values(), *[specialization(x) for x in args])
+        launch = self._known.get(key)
+        if launch is None:
+            launch = self._known[key] = Launch(self._kernel, **self._options, **options)
+        launch(device_index, *args, *constants, grid=(*grid, 1, 1)[:3])

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import interpreting, launch_on
-from .norm import _check, _launch_options, _rows
+from .launch import Launches, interpreting, launch_on
+from .norm import _check, _rows, row_chunk
 
 
 @triton.jit
@@ -57,6 +57,10 @@ def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty))
 
 
+_softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
+_sums = Launches(_sums_kernel, enable_fp_fusion=False)
+
+
 def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
     """Softmax, or log-softmax, of each row of x [T, H] -> contiguous [T, H] of out_dtype.
 
@@ -68,7 +72,8 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
     if x.shape[0] > 0:
         rows, stride = _rows(x)
         with launch_on(x, "softmax"):
-            _softmax_kernel[(x.shape[0],)](rows, y, stride, x.shape[1], LOG=log, **_launch_options(x.shape[1]))
+            chunk, warps = row_chunk(x.shape[1])
+            _softmax(x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1]), (chunk, log), num_warps=warps)
     return y.to(out_dtype)
 
 
@@ -79,5 +84,8 @@ def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     if x.shape[0] > 0:
         rows, stride = _rows(x)
         with launch_on(x, "row_sums"):
-            _sums_kernel[(x.shape[0],)](rows, y, stride, x.shape[1], float(divisor), **_launch_options(x.shape[1]))
+            chunk, warps = row_chunk(x.shape[1])
+            _sums(
+                x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1], float(divisor)), (chunk,), num_warps=warps
+            )
     return y.to(out_dtype)

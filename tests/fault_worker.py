@@ -57,7 +57,7 @@ def train(tp_group, device, options):
 
 
 def gathered_mean_square(y, tp_group):
-    return tpi.collectives.gather_sequence(y, tp_group).square().mean()
+    return tpi.regions.gather_sequence(y, tp_group).square().mean()
 
 
 def main():

@@ -14,10 +14,11 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant import agreement, collectives, environment, liveness, mode, testing
-from tp_invariant.collectives import gather_sequence, resolve_group, scatter_sequence
+from tp_invariant.collectives import resolve_group
 from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.identity import identify
 from tp_invariant.kernels.reference import matmul
+from tp_invariant.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120)
@@ -367,6 +368,34 @@ def test_sequence_functions_are_compared(what, message, later):
     assert re.search(message, error_on_every_rank(checked(odd_sequence), what, int(later)))
 
 
+def first_of_sequence(tp_group, what):
+    """A region's first call, without the variable; one rank makes another."""
+    odd = tp_group.rank() == ODD
+    assert not mode.is_call_check_enabled()
+    agreement.agreed_in(resolve_group(tp_group)).clear()
+    x = torch.ones(
+        (8, 4) if odd and what == "shape" else (4, 8), dtype=torch.float64 if odd and what == "dtype" else None
+    )
+    move = scatter_sequence if what == "split" or (odd and what == "call") else gather_sequence
+    move(x[:3] if odd and what == "split" else x, tp_group, {"dim": 1, "no dim": 2}.get(what, 0) if odd else 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", r"the shape of x is \(4, 8\) on rank 0, 2, 3; \(8, 4\) on rank 1"),
+        ("dtype", "the dtype of x is 'torch.float32' on rank 0, 2, 3; 'torch.float64' on rank 1"),
+        ("dim", "sequence_dim is 0 on rank 0, 2, 3; 1 on rank 1"),
+        ("call", "the call is 'gather_sequence' on rank 0, 2, 3; 'scatter_sequence' on rank 1"),
+        ("split", "an error before the call is nothing on rank 0, 2, 3; .*ValueError: size of sequence_dim 0=3 is not"),
+        ("no dim", "an error before the call is nothing on rank 0, 2, 3; .*IndexError: sequence_dim=2 is out of range"),
+    ],
+)
+def test_sequence_functions_are_compared_when_first_seen(what, message):
+    assert run_ranks(first_of_sequence, 4, "nothing") == [None] * 4
+    assert re.search(message, error_on_every_rank(first_of_sequence, what))
+
+
 def count_gathers(tp_group, check):
     """(gathers of eight bytes in two equal steps of a layer, forward and backward; the gradients)."""
     gathers, gather = [], agreement.gather_major
@@ -441,7 +470,7 @@ def parallelized(tp_group, what):
         ),
         ("seed", r"in 6 of 6 parameters(.*\n){6}  and 1 more$"),
         ("order", "in 1 of 6 parameters"),
-        ("shape", "the model is 'Sequential, 6 parameters, .* on rank 0, 2, 3; .* on rank 1"),
+        ("shape", r"the dtype and shape of 0.weight is .*\(8, 8\)\) on rank 0, 2, 3; .*\(16, 8\)\) on rank 1"),
         ("plan", "the plan of 2 is .*rowwise.* on rank 0, 2, 3; nothing on rank 1"),
         ("problem", r"what parallelize cannot honour is \[\] on rank 0, 2, 3; .*dropout p=0.5"),
     ],

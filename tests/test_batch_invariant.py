@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -16,8 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
 from tp_invariant import attention_choice
@@ -235,12 +238,26 @@ def test_attention(dtype):
     assert error <= max(2 * torchs, 1e-6), f"{error} against torch's {torchs}"
 
 
-def test_multihead_attention_is_refused():
-    """Its linears would run below the reach of the mode, rounded once or twice by layout."""
-    layer, x = nn.MultiheadAttention(64, 4).to(DEVICE), wide(8, 3, 64)
-    text = "nn.MultiheadAttention: inside batch_invariant() its projections would be rounded once or twice by layout"
-    with tpi.batch_invariant(), pytest.raises(NotImplementedError, match=re.escape(text)):
-        layer(x, x, x)
+@pytest.mark.parametrize("need_weights", (True, False), ids=("weights", "fused"))
+def test_multihead_attention(need_weights):
+    """Its linears lie below torch's Python, which lays them out by need_weights and batch_first."""
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(64, 4, batch_first=True).to(DEVICE), wide(8, 3, 64) / 64
+
+    def f(x):
+        return layer(x, x, x, need_weights=need_weights)[0].detach()
+
+    with tpi.batch_invariant():
+        assert first_bit_that_follows_the_batch(f, x, batches=(1, 2, 5)) is None
+        ours = f(x)
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=re.escape("set_fastpath_enabled(False)")):
+            layer.eval()(x, x, x)
+    layer.train()
+    theirs = f(x)
+    layer.double()
+    exact = f(x.double())
+    error, torchs = ((y.double() - exact).norm() / exact.norm() for y in (ours, theirs))
+    assert error <= max(2 * torchs, 1e-6), f"{error} against torch's {torchs}"
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -298,33 +315,69 @@ def test_softmax_gradients(log):
     assert (ours - exact).norm() <= 1e-6 * exact.norm()
 
 
-def test_checkpointing():
-    """With the context named to it; without, torch notices that the recomputed forward is another one."""
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpointing(reentrant):
+    """What is computed again in backward is the same: torch rounds this layout twice."""
     model = Classifier(torch.bfloat16).up
     x = wide(3, 4, K, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
     grad = wide(4, 3, 192, seed=1, dtype=torch.bfloat16)
+    again = []
+
+    def watched(x):
+        again.append(model(x).detach())
+        return model(x).square()
 
     def input_grad(f):
         (got,) = torch.autograd.grad(f(x), x, grad)
         return got
 
-    contexts = {"context_fn": lambda: (tpi.batch_invariant(), tpi.batch_invariant())}
     with tpi.batch_invariant():
-        got = input_grad(lambda x: checkpoint(model, x, use_reentrant=False, **contexts))
-        assert_bitwise_equal(got, input_grad(model))
-        with pytest.raises(CheckpointError):
-            input_grad(lambda x: checkpoint(model, x, use_reentrant=False))
+        got = input_grad(lambda x: checkpoint(watched, x, use_reentrant=reentrant)) if not reentrant else None
+        if reentrant:  # torch.autograd.grad is not for it
+            leaf = x.detach().requires_grad_()
+            checkpoint(watched, leaf, use_reentrant=True).backward(grad)
+            got = leaf.grad
+        assert_bitwise_equal(got, input_grad(lambda x: model(x).square()))
+    assert len(again) == 2
+    assert_bitwise_equal(again[1], again[0])
+    assert not torch.equal(model(x), again[0]) or DEVICE == "cuda"
+
+
+class Counted:
+    """A backend of torch.compile that runs the graph as it is and counts."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph, example_inputs):
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
 
 
 def test_compiled_functions_run_eagerly():
-    """torch.compile stands back under a dispatch mode, compiled before or not; the kernels are the routed ones."""
-    w = wide(K, 16, seed=1)
-    compiled = torch.compile(lambda x: (x @ w).softmax(-1), backend="eager")
-    x = wide(8, K)
-    compiled(x)  # before
+    """No graph, which a compiler could have fused, runs inside, compiled before or not; outside they run again."""
+    w, x, backend = wide(K, 16, seed=1), wide(8, K), Counted()
+    before, new, entering = (torch.compile(f, backend=backend) for f in 3 * [lambda x: (x @ w).softmax(-1)])
+
+    def enters(x):
+        with tpi.batch_invariant():
+            return (x @ w).softmax(-1)
+
+    entering = torch.compile(enters, backend=backend)
+    before(x)
+    assert backend.runs == 1
     with tpi.batch_invariant():
-        assert_bitwise_equal(compiled(x), (x @ w).softmax(-1))
-        assert_bitwise_equal(compiled(x[:1]), (x @ w).softmax(-1)[:1])
+        expected = (x @ w).softmax(-1)
+        with set_batch_invariant_mode(False):
+            before(x)
+        assert_bitwise_equal([before(x), new(x), entering(x)], 3 * [expected])
+    assert_bitwise_equal(entering(x), expected)
+    assert backend.runs == 1
+    before(x)
+    assert backend.runs == 2 and not is_batch_invariant_mode_enabled()
 
 
 # --- products: alpha, beta, out, in place ---------------------------------------------------------------------------
@@ -491,12 +544,13 @@ def test_refused(error, text, call):
 
 
 def test_fused_attention_is_refused():
-    q = wide(1, 2, 4, 8)
-    with tpi.batch_invariant(), torch.inference_mode(), pytest.raises(NotImplementedError, match=r"call F\.scaled_dot"):
-        if DEVICE == "cpu":
-            torch.ops.aten.scaled_dot_product_attention(q, q, q)
-        else:  # for fp32 torch picks the memory-efficient kernel, whose forward is not refused
-            torch.ops.aten._scaled_dot_product_flash_attention(*3 * [q.bfloat16()])
+    q = wide(1, 2, 4, 8, dtype=torch.bfloat16)
+    flash = f"_scaled_dot_product_flash_attention{'_for_cpu' if DEVICE == 'cpu' else ''}"
+    with tpi.batch_invariant(), torch.inference_mode():
+        with pytest.raises(NotImplementedError, match=r"call F\.scaled_dot"):
+            getattr(torch.ops.aten, flash)(q, q, q)
+        by_name = torch.ops.aten.scaled_dot_product_attention(q, q, q)  # what torch's own C++ calls
+        assert_bitwise_equal(by_name, F.scaled_dot_product_attention(q, q, q))
 
 
 def test_tables():
@@ -547,7 +601,7 @@ def is_routed() -> bool:
 
 
 def test_nests_and_restores():
-    depth = len(_get_current_dispatch_mode_stack())
+    sets = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     assert not is_routed()
     with pytest.raises(KeyError), tpi.batch_invariant():
         assert is_routed() and is_batch_invariant_mode_enabled()
@@ -564,7 +618,7 @@ def test_nests_and_restores():
         assert is_routed()
         raise KeyError
     assert not is_routed() and not is_batch_invariant_mode_enabled()
-    assert len(_get_current_dispatch_mode_stack()) == depth
+    assert sets == (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
     with pytest.raises(TypeError, match="enabled=1 is not understood"):
         set_batch_invariant_mode(1).__enter__()
 
@@ -601,6 +655,135 @@ def test_holds_for_its_thread():
         thread.join()
         seen["own"] = is_routed()
     assert seen == {"other": False, "own": True}
+
+
+def test_torchs_own_threads_take_it_along():
+    """As those of a CUDA backward do."""
+    unit = torch.jit.CompilationUnit(
+        """
+        def product(x):
+            return torch.mm(x, x)
+
+        def elsewhere(x):
+            return torch.jit.wait(torch.jit.fork(product, x))
+        """
+    )
+    x = torch.ones(2, 2).double()
+    with tpi.batch_invariant(), pytest.raises(RuntimeError, match=r"aten\.mm\.default: self is torch\.float64: inside"):
+        unit.elsewhere(x)
+    assert unit.elsewhere(x).sum() == 8
+
+
+def python_calls(f) -> int:
+    """Of functions, while f runs, itself not counted."""
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return len(calls) - 1
+
+
+def test_what_is_not_routed_costs_no_python():
+    x, w = wide(4, 6), wide(6, 6, seed=1)
+    with tpi.batch_invariant():
+        assert python_calls(lambda: (x * 2).relu().view(2, 12).t().contiguous().sqrt().unsqueeze(0).cumsum(1)) == 0
+        assert python_calls(lambda: torch.mm(x, w)) > 0
+    assert python_calls(lambda: torch.mm(x, w).softmax(-1)) == python_calls(lambda: F.linear(x, w)) == 0
+
+
+@pytest.mark.parametrize("name", ("NoSuchKey", "PythonDispatcher", "CPU"))
+def test_a_torch_with_other_keys(name):
+    module = sys.modules["tp_invariant.batch_invariant"]
+    with (
+        mock.patch.object(module, "_BELOW", name),
+        pytest.raises(RuntimeError, match=f"DeferredInit and {name}, which"),
+    ):
+        module._keys()
+
+
+FROM_CPU_KEY = """
+import torch, torch.nn.functional as F
+torch.cuda.is_available = lambda: True  # what it is registered by
+from tp_invariant.batch_invariant import batch_invariant
+x = torch.randn(130, 333, generator=torch.Generator().manual_seed(2)) * 3
+names = ("silu", "selu", "celu", "sigmoid", "exp", "sigmoid_", "selu_")
+f = [lambda x, f=getattr(F, n, None) or getattr(torch, n): f(x.clone()) for n in names] + [lambda x: x.abs() ** 1.7]
+stock = [(g(x), g(x[1:2])) for g in f]
+with batch_invariant():
+    for g in f:
+        assert torch.equal(g(x)[1:2], g(x[1:2])), g
+    x.requires_grad_()
+    F.selu(x).sum(-1).sum(0).backward()
+for g, (whole, row) in zip(f, stock, strict=True):
+    assert torch.equal(g(x), whole) and torch.equal(g(x[1:2]), row)
+assert any(not torch.equal(whole[1:2], row) for whole, row in stock) and x.grad.isfinite().all()
+"""
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="where there is CUDA the other tests see it")
+def test_elementwise_functions_where_there_is_cuda():
+    """There they are registered at another key."""
+    subprocess.run([sys.executable, "-W", "error", "-c", FROM_CPU_KEY], check=True)
+
+
+# --- other users of torch's dispatcher ------------------------------------------------------------------------------
+
+
+def layer_of(w: Tensor, b: Tensor):
+    return lambda x: F.silu(F.linear(x, w, b)).softmax(-1)
+
+
+@pytest.mark.parametrize("mode_first", (True, False))
+def test_under_other_modes(mode_first):
+    """Whichever was entered first: they see the operations, and what they call is routed."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    f, x = layer_of(wide(5, K), wide(5, seed=1)), wide(4, K, seed=2) / 64
+    modes = [Mode(), tpi.batch_invariant()] if mode_first else [tpi.batch_invariant(), Mode()]
+    with modes[0], modes[1]:
+        y = f(x)
+    assert {"aten::addmm", "aten::silu", "aten::_softmax"} <= set(seen)
+    with tpi.batch_invariant():
+        assert_bitwise_equal(y, f(x))
+
+
+def test_fake_tensors():
+    with tpi.batch_invariant(), FakeTensorMode():
+        x = torch.empty(3, 4, 5)
+        y = layer_of(torch.empty(6, 5), torch.empty(6))(x)
+        assert y.shape == (3, 4, 6) and x.double().matmul(x.double().mT).shape == (3, 4, 4)
+
+
+def test_transforms_of_functions():
+    f, x = layer_of(wide(5, K), wide(5, seed=1)), wide(6, 3, K, seed=2) / 64
+
+    def loss(x):
+        return f(x).square().sum()
+
+    with tpi.batch_invariant():
+        assert_bitwise_equal(torch.func.vmap(f)(x), f(x))
+        ours = torch.func.grad(loss)(x)
+        assert_bitwise_equal(torch.func.vmap(torch.func.grad(loss))(x), ours)
+    theirs = torch.func.grad(loss)(x)
+    f = layer_of(wide(5, K).double(), wide(5, seed=1).double())
+    exact = torch.func.grad(loss)(x.double())
+    error, torchs = ((g.double() - exact).norm() / exact.norm() for g in (ours, theirs))
+    assert error <= max(2 * torchs, 1e-6), f"{error} against torch's {torchs}"
+
+
+def test_autocast():
+    f, x = layer_of(wide(5, K), wide(5, seed=1)), wide(64, K, seed=2) / 64
+    with tpi.batch_invariant(), torch.autocast(DEVICE, torch.bfloat16):
+        assert first_bit_that_follows_the_batch(f, x) is None
+        inside = F.linear(x, wide(5, K), wide(5, seed=1))
+    assert inside.dtype == torch.bfloat16
 
 
 def test_subclasses_dispatch_first():

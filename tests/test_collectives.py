@@ -15,13 +15,9 @@ from tp_invariant.collectives import (
     exchange_cols_for_rows,
     exchange_rows,
     gather_dim,
-    gather_features,
     gather_major,
-    gather_sequence,
     gather_uneven,
     resolve_group,
-    scatter_features,
-    scatter_sequence,
     start_exchange_rows,
     start_gather_major,
 )
@@ -199,74 +195,6 @@ def test_one_rank_needs_no_process_group():
     assert_bitwise_equal(gather_uneven(x, 0, 4, alone), x)
     assert_bitwise_equal(exchange_rows(x, [4], alone), x[None])
     assert_bitwise_equal(exchange_cols_for_rows(x, [4], [6], alone), x)
-    assert_bitwise_equal(gather_sequence(x, None), x)
-    assert_bitwise_equal(scatter_sequence(x, None), x)
-    assert_bitwise_equal(gather_features(x, alone, 3), x)
-    assert_bitwise_equal(scatter_features(x, alone, 3), x)
-
-
-# --- with adjoints --------------------------------------------------------------------------------------------------
-
-
-def forward_and_adjoint(fn, x, grad):
-    x = x.clone().requires_grad_()
-    y = fn(x)
-    y.backward(grad)
-    return y, x.grad
-
-
-@worlds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sequence_regions(world, dtype):
-    def case(group):
-        checks = 0
-        for dim in range(3):
-            shape = [2, 3, 4, 5]
-            shape[dim] = 2 * group.size
-            x, grad = special(shape, dtype, 1), special(shape, dtype, 2)
-            x_mine, grad_mine = (t.chunk(group.size, dim)[group.rank] for t in (x, grad))
-            for tp_group in (group, group.process_group):
-                gathered = forward_and_adjoint(lambda t, g=tp_group, d=dim: gather_sequence(t, g, d), x_mine, grad)
-                assert_bitwise_equal(gathered, (x, grad_mine))
-                scattered = forward_and_adjoint(lambda t, g=tp_group, d=dim: scatter_sequence(t, g, d), x, grad_mine)
-                assert_bitwise_equal(scattered, (x_mine, grad))
-                assert gathered[1].is_contiguous()
-                assert scattered[0].is_contiguous()
-                checks += 1
-        return checks
-
-    check_ranks(world, case)
-
-
-@worlds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_feature_regions(world, dtype):
-    def case(group):
-        checks = 0
-        for stride in (1, 2, 3):
-            shape = (3, 2, 2 * stride * group.size)
-            x, grad = special(shape, dtype, 3), special(shape, dtype, 4)
-            x_mine, grad_mine = (shard(t, dim=-1, rank=group.rank, world=group.size, stride=stride) for t in (x, grad))
-            gathered = forward_and_adjoint(lambda t, s=stride: gather_features(t, group, s), x_mine, grad)
-            assert_bitwise_equal(gathered, (x, grad_mine))
-            scattered = forward_and_adjoint(lambda t, s=stride: scatter_features(t, group, s), x, grad_mine)
-            assert_bitwise_equal(scattered, (x_mine, grad))
-            assert gathered[0].is_contiguous()
-            checks += 1
-        return checks
-
-    check_ranks(world, case)
-
-
-def test_gathered_gated_features_stand_as_one_rank_has_them():
-    def case(group):
-        mine = torch.tensor([[10.0 + group.rank, 20.0 + group.rank]])  # [gate_r up_r]
-        y = gather_features(mine, group, 2)
-        expected = [10.0 + rank for rank in range(group.size)] + [20.0 + rank for rank in range(group.size)]
-        assert_bitwise_equal(y, torch.tensor([expected]))
-        return 1
-
-    check_ranks(3, case)
 
 
 def test_shards_from_a_gather_are_unsharded_by_layout():
@@ -274,16 +202,6 @@ def test_shards_from_a_gather_are_unsharded_by_layout():
         full = special((12, 5), torch.float32, 9)
         mine = shard(full, dim=0, rank=group.rank, world=group.size, stride=2)
         assert_bitwise_equal(unshard(gather_major(mine, group), dim=0, stride=2), full)
-        return 1
-
-    check_ranks(3, case)
-
-
-def test_scatter_of_a_sequence_that_does_not_divide():
-    def case(group):
-        text = "size of sequence_dim 1=4 is not divisible by TP degree=3: it must be a multiple of 3"
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-            scatter_sequence(torch.zeros(3, 4, 2), group, 1)
         return 1
 
     check_ranks(3, case)

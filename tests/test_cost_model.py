@@ -1,6 +1,5 @@
 """What owner_map="auto" goes by: the same everywhere, what is cached counts, and its reasons can be read."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -17,7 +16,7 @@ SIZES = [
 
 
 def pick(problem, costs=H200, **changes):
-    return choose(dataclasses.replace(problem, **changes), costs)
+    return choose(problem._replace(**changes), costs)
 
 
 @pytest.mark.parametrize("costs", [H200, costs_of("cpu")], ids=["h200", "other"])
@@ -85,5 +84,5 @@ def test_the_terms_add_up_and_are_told():
         assert f"{name}: {t.total:8.1f} us" in text
     assert f"auto: {choose(problem, H200)}" in text
     assert "gathered)" in text
-    assert "gathered ahead)" in explain(dataclasses.replace(problem, ahead=True), H200)
-    assert cost_model._terms(dataclasses.replace(problem, world=1), H200)["rows"].move_a == 0.0
+    assert "gathered ahead)" in explain(problem._replace(ahead=True), H200)
+    assert cost_model._terms(problem._replace(world=1), H200)["rows"].move_a == 0.0

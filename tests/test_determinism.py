@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -260,8 +262,11 @@ def test_after_cuda_has_started_with_everything_in_the_environment(monkeypatch):
 def test_what_cuda_read_inside_is_remembered(monkeypatch):
     started = []
     monkeypatch.setattr(determinism, "has_started", lambda what: what == "CUDA" and bool(started))
+    products = []
+    monkeypatch.setattr(determinism, "_multiply", lambda: products.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
     with determinism.deterministic(0):
         started.append(True)
+    assert set(products) == {":4096:8"}, "cuBLAS reads it at a product"
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     row = next(row for row in determinism.report() if row.name == "CUBLAS_WORKSPACE_CONFIG")
     assert row.is_set and "CUDA started inside deterministic() and has read :4096:8" in str(row)
@@ -273,6 +278,31 @@ def test_what_cuda_read_inside_is_remembered(monkeypatch):
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     determinism._written.clear()
     assert "cannot be told from one set before" in str(determinism.report())
+
+
+def test_what_cublas_could_not_read_inside_is_not_remembered(monkeypatch):
+    started = []
+    monkeypatch.setattr(determinism, "has_started", lambda what: what == "CUDA" and bool(started))
+
+    def fails():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(determinism, "_multiply", fails)
+    with determinism.deterministic(0):
+        started.append(True)
+    with pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE_CONFIG is None and should be ':4096:8', but CUDA has"):
+        determinism.deterministic(0).__enter__()
+
+
+def test_the_seed_that_cuda_will_start_with_is_put_back(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", told.append)
+    torch.manual_seed(9)
+    torch.rand(3)
+    with determinism.deterministic(7):
+        torch.rand(3)
+    assert told == [9, 7, 9]
 
 
 PRECISIONS = {
@@ -374,3 +404,55 @@ def test_cuda_generators_are_seeded_and_restored():
             seen.append(torch.rand(4, device="cuda"))
     assert_bitwise_equal(seen[0], seen[1])
     assert_bitwise_equal(torch.rand(4, device="cuda"), expected)
+
+
+START = """
+import os, torch
+from tp_invariant import determinism
+
+def product():
+    x = torch.randn(64, 64, device="cuda")
+    return x @ x
+
+torch.manual_seed(5)
+with determinism.deterministic(0):
+    torch.rand(1, device="cuda")  # starts CUDA
+    first = product() if INSIDE else None
+assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+seeded = torch.rand(4, device="cuda")
+torch.cuda.manual_seed(5)
+assert torch.equal(seeded, torch.rand(4, device="cuda")), "the seed from before"
+product()  # outside
+with determinism.deterministic(0):
+    torch.rand(1, device="cuda")
+    again = product()  # which torch refuses if cuBLAS has not read the variable
+assert first is None or torch.equal(first, again)
+rows = {row.name: row for row in determinism.report()}
+assert "has read :4096:8" in rows["CUBLAS_WORKSPACE_CONFIG"].note
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("before", "error"),
+    [
+        ("INSIDE = True", ""),
+        ("INSIDE = False", ""),
+        (  # the control: nothing made cuBLAS read the variable inside
+            "INSIDE = False\nfrom tp_invariant import determinism\ndeterminism._multiply = lambda: None",
+            "you must set an environment variable before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG",
+        ),
+        (
+            "import torch\nINSIDE = torch.ones(1, device='cuda')",
+            "CUBLAS_WORKSPACE_CONFIG is None and should be ':4096:8', but CUDA has started in this process",
+        ),
+    ],
+    ids=["product inside", "no product inside", "control", "started before"],
+)
+def test_entered_again_after_cuda_has_started_inside(before, error):
+    """In a process of its own, as cuBLAS reads its variable once."""
+    env = {name: value for name, value in os.environ.items() if name not in BY_NAME}
+    command = [sys.executable, "-c", f"{before}\n{START}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert error in done.stderr and bool(error) == bool(done.returncode), done.stderr

@@ -36,7 +36,7 @@ Legend:
 def facts():
     """One whole examination, in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE"):
+        for name in ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE", "TP_INVARIANT_CHECK"):
             patch.delenv(name, raising=False)
         return doctor.collect([(640, 48)], tokens=64)
 
@@ -48,7 +48,7 @@ def claim_named(facts, text):
 
 def no_checks(monkeypatch):
     """For what is about something else: the checks that take seconds return at once."""
-    for name in ("_gemm", "_attention", "_norms"):
+    for name in ("_gemm", "_attention", "_norms", "_losses"):
         monkeypatch.setattr(doctor_claims, name, lambda device: "not run")
     for name in ("_blas", "_tensor_core"):
         monkeypatch.setattr(doctor_claims, name, lambda: "not run")
@@ -70,6 +70,7 @@ def test_gate_and_settings(facts):
     assert facts["gate"] == {
         "TP_INVARIANT_MODE": None,
         "NVTE_TP_INVARIANT_MODE": None,
+        "TP_INVARIANT_CHECK": None,
         "mode": "off",
         "error": None,
     }
@@ -147,6 +148,28 @@ def test_variables_that_contradict_each_other(monkeypatch, capsys):
     assert main(["doctor", "--json"]) == 1
     gate = json.loads(capsys.readouterr().out)["gate"]
     assert "contradict each other" in gate["error"] and gate["TP_INVARIANT_MODE"] == "1"
+
+
+def test_a_check_variable_that_every_call_would_refuse(monkeypatch, capsys):
+    no_checks(monkeypatch)
+    monkeypatch.setenv("TP_INVARIANT_CHECK", "yes")
+    assert main(["doctor", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["gate"]["mode"] in ("on", "off")
+    for text in (facts["gate"]["error"], claim_named(facts, "gate's variables")["detail"]):
+        assert "TP_INVARIANT_CHECK='yes' is not understood" in text
+
+
+def test_a_loss_that_adds_by_the_number_of_tokens_does_not_hold(monkeypatch):
+    """The kernel's own with another last bit where there are many tokens."""
+    loss_of = doctor_claims.vocab_parallel_cross_entropy
+
+    def by_tokens(logits, target, **options):
+        return loss_of(logits, target, **options) * (1 + 2.0**-23 * (len(target) > 16))
+
+    monkeypatch.setattr(doctor_claims, "vocab_parallel_cross_entropy", by_tokens)
+    with pytest.raises(AssertionError, match=r"loss of tokens slice\(0, 1, None\), torch.bfloat16.* elements differ"):
+        doctor_claims._losses("cpu")
 
 
 def test_a_gemm_that_splits_by_shape_does_not_hold(monkeypatch, capsys):

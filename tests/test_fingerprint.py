@@ -21,6 +21,7 @@ def small(monkeypatch):
     """Fewer and smaller shapes, where their size does not matter."""
     monkeypatch.setattr(room, "GEMM_SHAPES", SMALL_GEMMS)
     monkeypatch.setattr(room, "ROW_SHAPES", SMALL_ROWS)
+    monkeypatch.setattr(room, "ATTENTION_SHAPES", ((7, 16),))
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
@@ -58,14 +59,15 @@ def test_floats_cover_their_exponents_evenly(dtype):
 def test_the_same_twice_and_for_any_number_of_threads(monkeypatch):
     monkeypatch.setattr(room, "GEMM_SHAPES", ((160, 256, 100),))  # large enough that torch splits them over threads
     monkeypatch.setattr(room, "ROW_SHAPES", ((96, 1000),))
+    monkeypatch.setattr(room, "ATTENTION_SHAPES", ((150, 64),))
     threads, found = torch.get_num_threads(), []
     try:
-        for count in (1, 1, 3):
+        for count in (1, 3):
             torch.set_num_threads(count)
             found.append([*fingerprint("cpu"), *tensor_core_fingerprint()])
     finally:
         torch.set_num_threads(threads)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_lines_are_in_order_and_told_apart(small):
@@ -74,12 +76,16 @@ def test_lines_are_in_order_and_told_apart(small):
     assert len(set(keys)) == len(keys)
     assert len({line.digest for line in lines}) == len(lines)
     assert keys[:2] == ["gemm.forward bfloat16 7x9x100", "gemm.forward+bias bfloat16 7x9x100"]
-    assert keys[-1] == "cross_entropy.dlogits float32 5x70"
+    assert keys[-1] == "embedding.dweight float32 5x70"
+    assert {"attention.dq float32 4x2x7x7x16", "attention.decode.out bfloat16 4x2x1x56x16"} < set(keys)
     assert {line.name for line in lines} == {
         *(f"gemm.{what}" for what in ("forward", "forward+bias", "dgrad", "wgrad", "wgrad.float32")),
         *(f"layernorm.{what}" for what in ("y", "dx", "dweight", "dbias")),
         *(f"rmsnorm.{what}" for what in ("y", "dx", "dweight")),
         *(f"cross_entropy.{what}" for what in ("loss", "dlogits")),
+        *(f"attention.{what}" for what in ("out", "dq", "dk", "dv", "decode.out")),
+        *(f"attention.window.{what}" for what in ("out", "dq", "dk", "dv")),
+        *("softmax", "log_softmax", "row_sums", "embedding.dweight"),
     }
     assert {line.dtype for line in lines} == set(DTYPES)
 
@@ -103,7 +109,7 @@ def test_one_bit_of_the_input_changes_every_line(small, monkeypatch):
 
     def flipped(name, shape, dtype, exponents):
         x = original(name, shape, dtype, exponents)
-        if name.split(" ")[-1] in ("x", "w", "xt", "dy", "logits"):
+        if name.split(" ")[-1] in ("x", "w", "xt", "dy", "logits", "dout", "v"):
             bits = x.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)
             bits[x.float().abs().argmax()] ^= torch.iinfo(bits.dtype).min  # the sign of the largest
         return x
@@ -157,10 +163,40 @@ def test_compare(small, capsys, tmp_path):
     assert main(["fingerprint", "--device", "cpu", "--compare", str(path)]) == 1
     out = capsys.readouterr().out
     assert "differs: gemm.wgrad.float32 bfloat16 7x9x100: " in out
-    assert out.splitlines()[-1].endswith("35 are only here and 0 only there")
-    path.write_text("# nothing to compare\n")
-    assert main(["fingerprint", "--model", "tensor-core", "--compare", str(path)]) == 1
-    assert capsys.readouterr().out.startswith("0 of 0 results")
+    assert out.splitlines()[-1].endswith(
+        "; 0 are only here and 0 only there; 74 that the model does not predict are left out"
+    )
+
+
+def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, tmp_path):
+    """What was not compared is not equal; only what the model cannot predict may be missing, on the model's side."""
+    computed = fingerprint("cpu")
+    monkeypatch.setattr(room, "fingerprint", lambda device: computed)
+    whole, cut = tmp_path / "whole.txt", tmp_path / "cut.txt"
+    assert main(["fingerprint", "--device", "cpu", "--output", str(whole)]) == 0
+    assert main(["fingerprint", "--device", "cpu", "--compare", str(whole)]) == 0
+    assert capsys.readouterr().out.endswith("; 0 are only here and 0 only there\n")
+    text = whole.read_text().splitlines()
+    head, lines = text[:4], text[4:]
+    here, there = [line for line in lines if "log_softmax" not in line], [*lines, f"new.kernel float32 5x70 {'0' * 64}"]
+    for text, named, last in ((here, "only here: log_softmax", "3 are only here"), (there, "only in ", "1 only there")):
+        cut.write_text("\n".join(text))
+        assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1
+        out = capsys.readouterr().out
+        assert "differs" not in out and named in out and last in out
+    predicted = [line for line in lines if room.is_predicted(line.rpartition(" ")[0])]
+    model = [*head[:3], f"# {room._MODEL}", *predicted]
+    for text, status in ((model, 0), (model[4:], 1), (model[:-1], 1)):  # whole; not said to be a model's; cut off
+        cut.write_text("\n".join(text))
+        assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == status
+    cut.write_text("\n".join([*lines, lines[0][:-64] + "0" * 64]))  # two machines' in one file
+    with pytest.raises(SystemExit):
+        main(["fingerprint", "--device", "cpu", "--compare", str(cut)])
+    assert f"line {len(lines) + 1}: {lines[0][:-65]} has another digest above" in capsys.readouterr().err
+    cut.write_text("# nothing to compare\n")
+    capsys.readouterr()
+    assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1
+    assert "0 of 0 results are the same bits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

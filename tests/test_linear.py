@@ -268,7 +268,7 @@ def test_outputs_can_be_changed_in_place(mode, sp, sequence_dim):
             y = layer(x)
             y += 1
             torch.relu_(y).sum().backward()
-            gathered = tpi.collectives.gather_sequence(x * 1, tp_group, sequence_dim)
+            gathered = tpi.regions.gather_sequence(x * 1, tp_group, sequence_dim)
             gathered += 1
             return bool(torch.isfinite(x.grad).all())
 

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
 from tp_invariant import collectives, owners, testing, token_gathers, wire
-from tp_invariant.collectives import Group, Pending, gather_sequence, resolve_group, scatter_sequence
+from tp_invariant.collectives import Group, Pending, resolve_group
 from tp_invariant.gemm import gemm
+from tp_invariant.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 from tp_invariant.token_gathers import TokenGathers
 

@@ -221,6 +221,30 @@ def test_usage_errors(options, text, capsys, monkeypatch):
     assert caught.value.code == 2 and text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("gpus", "options", "degrees"),
+    [
+        (0, "", (1, 2, 3, 4, 8)),
+        (0, "--quick", (1, 2, 3, 4)),
+        (1, "", (1, 2, 3, 4, 8)),
+        (2, "", (1, 2)),
+        (4, "", (1, 2, 3, 4)),
+        (8, "--quick", (1, 2, 3, 4, 8)),
+        (8, "--device cpu --degrees 6", (1, 6)),
+        (16, "", (1, 2, 3, 4, 8, 16)),
+    ],
+)
+def test_degrees_by_default_are_not_powers_of_two_alone(gpus, options, degrees, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    setup = verify._setup(verify._parser().parse_args(options.split()), pytest.fail)
+    assert setup.degrees == degrees
+    for size in (setup.features(2), setup.multiple(100), setup.multiple(100, 5)):
+        assert all(size % degree == 0 for degree in degrees) and size < 3200
+    if setup.device == "cuda":
+        assert all(setup.features(2) // degree % (2 * 16) == 0 for degree in degrees)
+
+
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_too_few_gpus(gpus, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)

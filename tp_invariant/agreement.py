@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import liveness
-from .collectives import Group, gather_major, set_sequence_checks
+from .collectives import Group, gather_major
 from .compiled import at_run_time, group_name, group_named
 from .environment import environment_facts
 from .layout import fresh_view
@@ -30,11 +30,30 @@ from .mode import is_call_check_enabled
 from .wire import gather_objects
 
 _MOST = 4096  # how many different calls are remembered as agreed on
+_MOST_SETTLED = 512
 _SHOWN = 8  # differences in one error
 _OWN_ERROR = "an error before the call"
 
 _introduced: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()  # kinds of device
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
+
+
+class Settled(dict[tuple, Any]):
+    """What a layer's checks found about a kind of call, by all that they look at: looked up when it comes again.
+
+    Ranks of one program look up and find the same. With TP_INVARIANT_CHECK=1 nothing is looked up. A copy is empty.
+    """
+
+    def settle(self, key: tuple | None, found: Any) -> Any:
+        """`found`, kept under `key` if there is one."""
+        if key is not None:
+            if len(self) >= _MOST_SETTLED:
+                self.clear()
+            self[key] = found
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settled:
+        return Settled()
 
 
 def agreed_in(group: Group) -> set[Hashable]:
@@ -202,18 +221,3 @@ def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[Hashable]) -
     if not y.requires_grad or group.size == 1 or not is_call_check_enabled():
         return y
     return _CheckedGradient.apply(y, layer, group, agreed)
-
-
-# --- functions of collectives.py ------------------------------------------------------------------------------------
-
-
-def _check_sequence(x: Tensor, dim: int, group: Group, name: str, error: Exception | None) -> None:
-    agreed = agreed_in(group)
-    if error is not None:
-        refuse(error, group, x.device, agreed)
-        return
-    facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
-    check_agreement(facts, group, x.device, agreed)
-
-
-set_sequence_checks(_check_sequence, lambda y, name, group: check_gradient(y, name, group, agreed_in(group)))

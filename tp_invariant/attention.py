@@ -15,6 +15,7 @@ In compiled graphs (fullgraph=True) it stands as one node, a torch.library opera
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -188,6 +189,13 @@ def _kernel(q: Tensor) -> Any:
     return reference_attention
 
 
+@functools.cache
+def _spec(causal: bool, scale: float, window: int, softcap: float) -> Any:
+    from .kernels.attention_spec import AttentionSpec
+
+    return AttentionSpec(causal, scale, window, softcap)
+
+
 def _lengths(
     q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool
 ) -> Any:
@@ -237,10 +245,8 @@ def _forward(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention_spec.py says what they are."""
-    from .kernels.attention_spec import AttentionSpec
-
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
-    out, lse = _kernel(q).forward(q, k, v, AttentionSpec(causal, scale, window, softcap), lengths)
+    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths)
     return out, lse
 
 
@@ -261,9 +267,7 @@ def _backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, in the shapes of q, k, v."""
-    from .kernels.attention_spec import AttentionSpec
-
-    spec, lengths = AttentionSpec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
+    spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
     dq, dk, dv = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths)
     return dq, dk, dv
 

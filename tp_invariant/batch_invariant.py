@@ -16,13 +16,20 @@ Integers are exact in any order and left to torch. What sums in an order of torc
 that the kernels do not take. Reductions of a whole tensor (x.sum()) and the other elementwise functions stay
 torch's.
 
-It is a TorchDispatchMode, and not a torch.library registration: a registration is process-wide, is undone by a private
-call, and routes calls of other threads meanwhile; a mode is scoped, nests, restores on exceptions, sits below autograd,
-which takes it along into the threads of a backward called inside, and keeps torch.compile out: compiled functions run
-eagerly in it, so no fused kernel slips by. It costs some microseconds of Python for each operation. It belongs to the
-thread that entered it. torch hides function modes from what backward calls, so activation checkpointing is told:
+How. torch's dispatcher has two keys that nothing in torch 2.11 to 2.13 registers: DeferredInit above autograd, Fake
+below it. At the first entry the functions above are registered there, for good, and a fallthrough for all others. A
+thread inside has the two keys in its thread-local set; so what is not routed costs nothing inside, and nothing at all
+is different outside or in another thread. torch takes the set along into the threads of a backward, into what
+activation checkpointing computes again, and into the functions that torch's own C++ calls. Other ways: a
+TorchDispatchMode has Python run for each operation, some 3000 in a forward of 28 layers, 78 ms against 16 on an H200;
+registering at "CUDA", as batch_invariant_ops does, routes every thread's calls.
 
-    checkpoint(block, x, use_reentrant=False, context_fn=lambda: (batch_invariant(), batch_invariant()))
+Its price: the keys and the calls that set them are private. A torch that lacks them, has them elsewhere or uses them
+itself is noticed at the first entry, a RuntimeError. Where there is CUDA the elementwise functions are registered at
+"CPU" instead, so that a GPU's do not wait for Python; a thread outside then pays some microseconds for a CPU's.
+
+Compiled functions run eagerly while any thread is inside (torch.compiler.set_stance, which is process-wide), so no
+fused kernel slips by; the backward of one that ran outside is compiled and stays so.
 
 With the names of the package batch_invariant_ops, so that changing the import is all:
 
@@ -32,126 +39,145 @@ With the names of the package batch_invariant_ops, so that changing the import i
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from .attention_choice import safe_attention
-from .batch_invariant_ops import REFUSED, ROUTES, check_operands, store
+from .batch_invariant_ops import REFUSED, ROUTES, check_operands, overloads, store
 from .elementwise import BY_POSITION, at_no_position
 from .functions import flatten_tokens
 
-_skipped = threading.local()  # .outer: whether an inner mode that is off handles this thread's operation
+# --- at the two keys ------------------------------------------------------------------------------------------------
+
+_ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
+_lock = threading.Lock()
+_included: Callable[[DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_include: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 
 
-class _Routing(TorchDispatchMode):
-    """Routes below autograd; with enabled=False it hides the routing modes around it."""
+def _keys() -> tuple[DispatchKey, DispatchKey]:
+    """_ABOVE and _BELOW.
 
-    def __init__(self, enabled: bool) -> None:
-        super().__init__()
-        self.enabled = enabled
-
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        for t in types:
-            if t.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                return NotImplemented  # a DTensor, say: its own dispatch first, whose local operations come back here
-        outer = getattr(_skipped, "outer", False)
-        if not self.enabled or outer:
-            _skipped.outer = True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                _skipped.outer = outer
-        handler = _handlers.get(func) or _handlers.setdefault(func, _handler_of(func))
-        return handler(self, func, args, kwargs)
+    Raises:
+        RuntimeError: this torch does not have them where they were, or uses them.
+    """
+    try:
+        above, below = (torch._C._dispatch_key_parse(name) for name in (_ABOVE, _BELOW))
+    except RuntimeError:
+        above = below = DispatchKey.Undefined
+    order = (DispatchKey.BackendSelect, below, DispatchKey.ADInplaceOrView, DispatchKey.AutocastCUDA, above)
+    places = [key.value for key in order]
+    entries = torch._C._dispatch_dump_table("aten::mm").splitlines()
+    if places != sorted(set(places)) or any(line.startswith((f"{_ABOVE}:", f"{_BELOW}:")) for line in entries):
+        raise RuntimeError(
+            f"batch_invariant() needs the dispatch keys {_ABOVE} and {_BELOW}, which torch {torch.__version__} lacks, "
+            "has in another order or uses itself (or torchdistx, if it is imported): use torch 2.11 to 2.13, without it"
+        )
+    return above, below
 
 
-Handler = Callable[[_Routing, OpOverload, tuple, dict[str, Any]], Any]
-_handlers: dict[OpOverload, Handler] = {}  # asking torch about an overload costs microseconds: once is enough
+Handler = Callable[[tuple, dict[str, Any]], Any]
 
 
-def _handler_of(func: OpOverload) -> Handler:
-    name = func._schema.name
-    if func in ROUTES:
-        return _route
-    if name in REFUSED:
-        return _refuse
-    if func in BY_POSITION:
-        return _at_no_position
-    if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):  # whole only in inference mode
-        return _decompose
-    return _leave
+def _kernel(handle: Handler, leave: Callable[[DispatchKeySet], bool], otherwise: Callable[..., Any]) -> Callable:
+    """What is registered: handle(args, kwargs), inside of which nothing is routed; `otherwise` where leave(keys)."""
+
+    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if leave(keys):
+            return otherwise(keys, *args, **kwargs)
+        _include(_below, False)
+        try:
+            return handle(args, kwargs)
+        finally:
+            _include(_below, True)
+
+    return kernel
 
 
-def _leave(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+def _redispatch(func: OpOverload, key: DispatchKey) -> Callable[..., Any]:
+    """func from behind `key` on."""
+    later = torch._C._dispatch_keyset_full_after(key)
+    return lambda keys, *args, **kwargs: func.redispatch(keys & later, *args, **kwargs)
 
 
-def _decompose(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    with mode:
-        return func.decompose(*args, **kwargs)
+def _is_off(keys: DispatchKeySet) -> bool:
+    return not _included(_below)
 
 
-def _refuse(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    raise NotImplementedError(
-        f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
-        f"{REFUSED[func._schema.name]}, or leave it out with set_batch_invariant_mode(False)"
-    )
+def _is_for_python(keys: DispatchKeySet) -> bool:
+    """In torch 2.11 a dispatch mode or a subclass, a DTensor say, comes behind _BELOW, and hides it while it runs."""
+    if keys.has(DispatchKey.Python):
+        _register_behind_python()
+        return True
+    return False
 
 
-def _at_no_position(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return at_no_position(func, args, kwargs)
+def _runs_on_cpu(func: OpOverload) -> bool:
+    """False for a composite function: what it is made of does, and a kernel of its own would take its derivative."""
+    composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    return not composite or func.has_kernel_for_dispatch_key(DispatchKey.CPU)
 
 
-def _route(mode: _Routing, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    plain = {name: value for name, value in kwargs.items() if name not in ("out", "grad_input")}
-    if not check_operands(func, args, plain):
-        return func(*args, **kwargs)
-    result = ROUTES[func](*args, **plain)
-    out = args[0] if func._schema.name.endswith("_") else kwargs.get("out", kwargs.get("grad_input"))
-    return result if out is None else store(func, result, out)
+def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
+    compute, in_place = ROUTES[func], func._schema.name.endswith("_")
+    target = next((argument.name for argument in func._schema.arguments if argument.is_out), None)
+
+    def route(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        plain = kwargs if target is None else {name: value for name, value in kwargs.items() if name != target}
+        if not check_operands(func, args, plain):
+            return func(*args, **kwargs)
+        result = compute(*args, **plain)
+        if target is not None:
+            return store(func, result, kwargs[target])
+        return store(func, result, args[0]) if in_place else result
+
+    return route
 
 
-_OPERATORS = (Tensor.matmul, Tensor.__rmatmul__)  # the first is what a @ b calls
-_WATCHED = {F.linear, F.scaled_dot_product_attention, F.multi_head_attention_forward, *_OPERATORS}
+def _refusal(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Any]:
+    def refuse(args: tuple, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError(
+            f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
+            f"{REFUSED[func._schema.name]}, or leave it out with set_batch_invariant_mode(False)"
+        )
+
+    return refuse
 
 
-class _Reroute(TorchFunctionMode):
-    """Above autograd, for the functions that torch decomposes in one way or another by shape, layout or grad mode."""
+def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
+    """What _ABOVE has in place of a function that torch decomposes in one way or another by shape or layout."""
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _WATCHED and is_batch_invariant_mode_enabled():
-            if func is F.linear:
-                return _linear(*args, **kwargs)
-            if func is F.scaled_dot_product_attention:
-                return _attention(*args, **kwargs)
-            if func is F.multi_head_attention_forward:  # torch hides this mode from what it calls
-                raise NotImplementedError(
-                    "nn.MultiheadAttention: inside batch_invariant() its projections would be rounded once or twice by "
-                    "layout; write it with nn.Linear and F.scaled_dot_product_attention, or leave it out with "
-                    "set_batch_invariant_mode(False)"
-                )
-            if func in _OPERATORS:
-                try:
-                    return func(*args, **kwargs)
-                except TypeError as error:  # which Python would take for an operator that is not there
-                    raise RuntimeError(str(error)) from error
-        return func(*args, **kwargs)
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        _include(_above, False)
+        try:
+            return replacement(*args, **kwargs)
+        finally:
+            _include(_above, True)
+
+    return kernel
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.dim() == 2 or (bias is None and input.dim() > 2 and input.is_contiguous()):  # so it is by itself
+        return F.linear(input, weight, bias)
     return F.linear(flatten_tokens(input), weight, bias).reshape(*input.shape[:-1], *weight.shape[:-1])
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    try:
+        return torch.matmul(a, b)
+    except TypeError as error:  # which Python would take for an operator that is not there
+        raise RuntimeError(str(error)) from error
 
 
 def _attention(
@@ -161,6 +187,7 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -175,7 +202,91 @@ def _attention(
         )
 
 
+_REPLACED: dict[OpOverload, Callable[..., Tensor]] = {
+    torch.ops.aten.linear.default: _linear,
+    torch.ops.aten.matmul.default: _matmul,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+}
+_above = _below = DispatchKey.Undefined  # until _register
+_handlers: dict[OpOverload, Handler] = {}
+_libraries: list[torch.library.Library] = []  # what is registered lives as long as they do
+
+
+def _register() -> None:
+    """Registers all of it, once for the process.
+
+    Raises: see _keys.
+    """
+    global _above, _below
+    with _lock:
+        if _libraries:
+            return
+        _above, _below = _keys()
+        everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        for name in (_ABOVE, _BELOW):
+            everything.fallback(torch.library.fallthrough_kernel, name)
+        for func, replacement in _REPLACED.items():
+            aten.impl(func, _above_autograd(replacement), _ABOVE)
+        _handlers.update({func: _router(func) for func in ROUTES})
+        _handlers.update({func: _refusal(func) for name in REFUSED for func in overloads(name)})
+        by_position = {func: functools.partial(at_no_position, func) for func in BY_POSITION}
+        if not torch.cuda.is_available():
+            _handlers.update(by_position)
+        for func, handle in _handlers.items():
+            kernel = _kernel(handle, _is_for_python, _redispatch(func, _below))
+            aten.impl(func, kernel, _BELOW, with_keyset=True)
+        if torch.cuda.is_available():
+            for func in filter(_runs_on_cpu, BY_POSITION):
+                kernel = _kernel(by_position[func], _is_off, torch.library.get_kernel(func, "CPU").call_boxed)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
+                    aten.impl(func, kernel, "CPU", with_keyset=True)
+        _libraries.extend((everything, aten))
+
+
+def _register_behind_python() -> None:
+    """All that is at _BELOW once more at BackendSelect, which every thread passes: only once it is needed."""
+    with _lock:
+        if len(_libraries) == 2:
+            aten = torch.library.Library("aten", "IMPL")
+            for func, handle in _handlers.items():
+                kernel = _kernel(handle, _is_off, _redispatch(func, DispatchKey.BackendSelect))
+                aten.impl(func, kernel, "BackendSelect", with_keyset=True)
+            _libraries.append(aten)
+
+
 # --- public ---------------------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    contexts = 0  # open ones
+    enabled: tuple[contextlib.AbstractContextManager[None], int] | None = None  # enable_'s, and how many were open then
+
+
+_thread = _Thread()
+_open = 0  # contexts of all threads
+_stance: Any = None  # gives back what the first of them found of torch.compile's stance
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """torch.compile stands back: on this thread, if a compiled function enters; for all, until the last one leaves."""
+    global _open, _stance
+    callback = set_eval_frame(None)
+    try:
+        with _lock:
+            if _open == 0:
+                _stance = torch.compiler.set_stance("force_eager")
+            _open += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _open -= 1
+                if _open == 0:
+                    _stance.__exit__(None, None, None)
+    finally:
+        set_eval_frame(callback)
 
 
 @contextlib.contextmanager
@@ -186,13 +297,26 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
 
     Raises (inside, at the operation):
         TypeError: a dtype or layout that the kernels do not take; names the operation and the operand. From `a @ b`
-            and `a.matmul(b)` a RuntimeError, because Python swallows a TypeError there.
+            and matmul a RuntimeError, because Python swallows a TypeError there.
         NotImplementedError: an operation or a device for which there is no batch-invariant kernel.
+    Raises (at the entry):
+        RuntimeError: in a compiled function; or under a torch whose dispatcher is another (see above).
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled={enabled!r} is not understood: pass True or False")
-    with _Reroute(), _Routing(enabled):
-        yield
+    _register()
+    keys = _above, _below
+    before = [_included(key) for key in keys]
+    with _nothing_compiled():
+        _thread.contexts += 1
+        for key in keys:
+            _include(key, enabled)
+        try:
+            yield
+        finally:
+            for key, was in zip(keys, before, strict=True):
+                _include(key, was)
+            _thread.contexts -= 1
 
 
 def batch_invariant() -> contextlib._GeneratorContextManager[None]:
@@ -206,27 +330,17 @@ def batch_invariant() -> contextlib._GeneratorContextManager[None]:
     return set_batch_invariant_mode(True)
 
 
-def _modes() -> Iterator[_Routing]:
-    """This thread's, the innermost first."""
-    return (mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, _Routing))
-
-
 def is_batch_invariant_mode_enabled() -> bool:
     """Whether operations of this thread are routed now."""
-    mode = next(_modes(), None)
-    return mode is not None and mode.enabled
-
-
-_enabled = threading.local()  # .context: what enable_batch_invariant_mode entered on this thread
+    return bool(_libraries) and _included(_below)
 
 
 def enable_batch_invariant_mode() -> None:
     """Turns the mode on for the rest of this thread, or until disable_batch_invariant_mode; twice is as once."""
-    if getattr(_enabled, "context", None) is None:
-        modes = _Reroute(), _Routing(True)
-        for mode in modes:
-            mode.__enter__()
-        _enabled.context = modes
+    if _thread.enabled is None:
+        context = set_batch_invariant_mode(True)
+        context.__enter__()
+        _thread.enabled = context, _thread.contexts
 
 
 def disable_batch_invariant_mode() -> None:
@@ -235,14 +349,13 @@ def disable_batch_invariant_mode() -> None:
     Raises:
         RuntimeError: contexts entered since then are still open.
     """
-    modes = getattr(_enabled, "context", None)
-    if modes is None:
+    if _thread.enabled is None:
         return
-    if modes[1] is not _get_current_dispatch_mode_stack()[-1] or modes[0] is not _get_current_function_mode():
+    context, contexts = _thread.enabled
+    if contexts != _thread.contexts:
         raise RuntimeError(
-            "disable_batch_invariant_mode() inside a torch mode that was entered after enable_batch_invariant_mode(): "
+            "disable_batch_invariant_mode() inside a context that was entered after enable_batch_invariant_mode(): "
             "leave that one first, or use set_batch_invariant_mode(False) as a context"
         )
-    for mode in reversed(modes):
-        mode.__exit__(None, None, None)
-    _enabled.context = None
+    _thread.enabled = None
+    context.__exit__(None, None, None)

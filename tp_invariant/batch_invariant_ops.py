@@ -22,18 +22,30 @@ from .gemm import BUNDLED_DTYPES, gemm
 
 
 def check_operands(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation rounds, so that it must be routed; integers do not.
+    """Whether the operation rounds, so that it must be routed; integers do not, nor do tensors without data.
 
     Raises:
         TypeError: an operand's dtype or layout, or an output dtype, that the kernels do not take.
         NotImplementedError: a device that they do not run on.
     """
+    for value in (*args, *kwargs.values()):  # the usual case, quickly
+        if isinstance(value, Tensor):
+            if value.dtype not in BUNDLED_DTYPES or value.layout is not torch.strided:
+                break
+            if not (value.is_cuda or value.is_cpu):
+                break
+        elif isinstance(value, torch.dtype) and value not in BUNDLED_DTYPES:
+            break
+    else:
+        return True
     named = [*zip((argument.name for argument in func._schema.arguments), args, strict=False), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     dtypes = [(name, value) for name, value in named if isinstance(value, torch.dtype)]
     kinds = [t.dtype for _, t in tensors] + [dtype for _, dtype in dtypes]
     if not any(dtype.is_floating_point or dtype.is_complex for dtype in kinds):
         return False
+    if any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for _, t in tensors):
+        return False  # a FakeTensor, which dispatched to itself and now asks for a shape
     for name, tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise TypeError(
@@ -260,15 +272,19 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _overloads(name: str) -> list[OpOverload]:
-    packet = getattr(torch.ops.aten, name)
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+def overloads(name: str) -> list[OpOverload]:
+    """Of an aten function, with or without "aten::"; none if this torch does not have it."""
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def _routed(name: str) -> list[OpOverload]:
     if name.startswith("add") or name in ("mm", "bmm", "baddbmm", "baddbmm_", "mv", "dot", "vdot"):
-        return overloads
-    return [op for op in overloads if any(a.name == "dim" and "int" in str(a.type) for a in op._schema.arguments)]
+        return overloads(name)
+    return [op for op in overloads(name) if any(a.name == "dim" and "int" in str(a.type) for a in op._schema.arguments)]
 
 
-ROUTES = {op: function for name, function in _FUNCTIONS.items() for op in _overloads(name)}
+ROUTES = {op: function for name, function in _FUNCTIONS.items() for op in _routed(name)}
 
 _PRODUCT = "write it as matmul and elementwise operations"
 _ATTENTION = "call F.scaled_dot_product_attention, which is routed"

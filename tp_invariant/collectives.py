@@ -1,4 +1,4 @@
-"""Collectives that move bytes and never add, and their autograd adjoints. The group is always an argument.
+"""Collectives that move bytes and never add. The group is always an argument; regions.py has those with an adjoint.
 
 Because nothing here adds, no algorithm, protocol, ring order or topology of NCCL or gloo can change a bit of a result.
 Activations are [..., features] or [rows, features]; see layout.py for the legend.
@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import wire
-from .compiled import opaque, set_group_type
-from .layout import check_divides, deinterleave, fresh_view, shard, split_sizes
+from .compiled import set_group_type
+from .layout import fresh_view, split_sizes
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,9 @@ class Group:
     process_group: dist.ProcessGroup | None = field(repr=False)
     rank: int
     size: int
+
+    def __hash__(self) -> int:  # what dataclass would make takes all fields, and layers ask at every call
+        return hash(self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
@@ -100,8 +102,10 @@ class Pending:
     """A collective under way: `wait()` gives its result. Keeps the operands alive until then.
 
     `finish` makes the result from what was received. With `for_all_streams` set, on CUDA, a later `wait` may be on
-    another stream than the first.
+    another stream than the first. `lent`: the result is good until `release`.
     """
+
+    lent = False
 
     def __init__(
         self,
@@ -130,6 +134,9 @@ class Pending:
             self._arrived = torch.cuda.current_stream(self._result.device).record_event()
         self.waited = True
         return self._result
+
+    def release(self) -> None:
+        """Once all that reads the result has been launched: a lent buffer goes back, anything else stays."""
 
     @property
     def result(self) -> Tensor:
@@ -228,171 +235,3 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Seque
     out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group), flat, group).wait()
     blocks = [block.view(mine, cols) for block, cols in zip(out.split(received), col_sizes, strict=True)]
     return torch.cat(blocks, dim=1)
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_dim(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.chunk(ctx.group.size, ctx.dim)[ctx.group.rank].contiguous(), None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_dim(grad, ctx.dim, ctx.group), None, None
-
-
-def _scaled(x: Tensor, dim: int, by: int, over: int = 1) -> list[Tensor]:
-    """A new tensor like x with `dim` times by / over."""
-    shape = list(x.shape)
-    shape[dim] = shape[dim] * by // over
-    return [x.new_empty(shape)]
-
-
-def _restore_sequence(ctx: Any, dtypes: Any, dim: int, group: Group) -> None:
-    ctx.dim, ctx.group = dim, group
-
-
-_gather_sequence = opaque(
-    _GatherSequence,
-    name="gather_sequence",
-    tensors=("x",),
-    outputs=lambda x, dim, group: _scaled(x, dim, group.size),
-    restore=_restore_sequence,
-)
-_scatter_sequence = opaque(
-    _ScatterSequence,
-    name="scatter_sequence",
-    tensors=("x",),
-    outputs=lambda x, dim, group: _scaled(x, dim, 1, group.size),
-    restore=_restore_sequence,
-)
-
-
-# agreement.py stands below this room and says here how a call is compared over the group: (x, dim, group, name, error).
-_compare_call: Callable[[Tensor, int, Group, str, Exception | None], None] | None = None
-_compare_gradient: Callable[[Tensor, str, Group], Tensor] | None = None
-
-
-def set_sequence_checks(
-    call: Callable[[Tensor, int, Group, str, Exception | None], None],
-    gradient: Callable[[Tensor, str, Group], Tensor],
-) -> None:
-    """What gather_sequence and scatter_sequence call before they move anything, and on what they return."""
-    global _compare_call, _compare_gradient
-    _compare_call, _compare_gradient = call, gradient
-
-
-def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Tensor, dim: int, group: Group) -> Tensor:
-    assert _compare_call is not None and _compare_gradient is not None  # the package's __init__ imports agreement
-    try:
-        if not -x.dim() <= dim < x.dim():
-            raise IndexError(f"sequence_dim={dim} is out of range on rank {group.rank}: x has {x.dim()} dims")
-        if fn is _scatter_sequence:
-            check_divides(x.shape[dim], group.size, size_name=f"size of sequence_dim {dim}", parts_name="TP degree")
-    except (IndexError, ValueError) as error:
-        _compare_call(x, dim, group, name, error)
-        raise
-    _compare_call(x, dim, group, name, None)
-    return _compare_gradient(fn(x, dim, group), name, group)
-
-
-def gather_sequence(
-    x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
-) -> Tensor:
-    """Leaves a sequence-parallel region: the shards [.., S/P, ..] -> the whole [.., S, ..], the same on every rank.
-
-    Its adjoint takes this rank's slice: a gradient of the whole is complete on every rank, as everywhere in this
-    library, so nothing is summed over ranks.
-
-    Raises:
-        IndexError: x has no such dim.
-        RuntimeError: the ranks' shapes, dtypes or dims differ; the same on every rank. Compared when first seen, with
-            TP_INVARIANT_CHECK=1 at every call, and in backward.
-    """
-    group = resolve_group(tp_group)
-    return x if group.size == 1 else _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, group)
-
-
-def scatter_sequence(
-    x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
-) -> Tensor:
-    """Enters a sequence-parallel region: the whole [.., S, ..], the same on every rank, -> this rank's [.., S/P, ..].
-
-    Its adjoint gathers the slices.
-
-    Raises:
-        IndexError, RuntimeError: see gather_sequence.
-        ValueError: the degree does not divide S.
-    """
-    group = resolve_group(tp_group)
-    return x if group.size == 1 else _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, group)
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: int, group: Group) -> Tensor:
-        ctx.stride, ctx.group = stride, group
-        gathered = gather_dim(x, x.dim() - 1, group)
-        return deinterleave(gathered, dim=-1, world=group.size, stride=stride).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        group: Group = ctx.group
-        return shard(grad, dim=-1, rank=group.rank, world=group.size, stride=ctx.stride), None, None
-
-
-class _ScatterFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: int, group: Group) -> Tensor:
-        ctx.stride, ctx.group = stride, group
-        return shard(x, dim=-1, rank=group.rank, world=group.size, stride=stride)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        gathered = gather_dim(grad, grad.dim() - 1, ctx.group)
-        return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride), None, None
-
-
-def _restore_features(ctx: Any, dtypes: Any, stride: int, group: Group) -> None:
-    ctx.stride, ctx.group = stride, group
-
-
-_gather_features = opaque(
-    _GatherFeatures,
-    name="gather_features",
-    tensors=("x",),
-    outputs=lambda x, stride, group: _scaled(x, -1, group.size),
-    restore=_restore_features,
-)
-_scatter_features = opaque(
-    _ScatterFeatures,
-    name="scatter_features",
-    tensors=("x",),
-    outputs=lambda x, stride, group: _scaled(x, -1, 1, group.size),
-    restore=_restore_features,
-)
-
-
-def gather_features(x: Tensor, group: Group, stride: int = 1) -> Tensor:
-    """[.., N/P] -> [.., N] in TP=1's order, the same on every rank. Its adjoint takes this rank's part."""
-    return x if group.size == 1 else _gather_features(x, stride, group)
-
-
-def scatter_features(x: Tensor, group: Group, stride: int = 1) -> Tensor:
-    """[.., K], the same on every rank -> this rank's [.., K/P]. Its adjoint gathers the parts."""
-    return x if group.size == 1 else _scatter_features(x, stride, group)

@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import hugging_face
 from .attention_choice import SafeSdpa
-from .collectives import Group, gather_sequence, resolve_group, scatter_sequence
+from .collectives import Group, resolve_group
 from .gemm import GemmFn, check_callable
 from .identity import identify
 from .plans import Part, own_plan
+from .regions import gather_sequence, scatter_sequence
 from .same_weights import check_same_model
 from .survey import SEQUENCE_DIM, Survey
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -76,8 +77,7 @@ def _tabled(device: torch.device | str | None) -> Costs:
     return next((costs for costs in (_H200, _H100) if str(name).startswith(costs.name)), _OTHER)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """C [rows, cols] = A B with K sharded over `world` ranks.
 
     scatter_rows                each rank wants its rows of C alone, else all of C
@@ -99,8 +99,7 @@ class Problem:
     kept: bool = False
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """A map's cost, microseconds."""
 
     move_a: float

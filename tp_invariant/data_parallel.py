@@ -26,6 +26,7 @@ These do what they say with the mode on or off: not installing them is the stock
 # no `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves
 
 import functools
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from .agreement import agreed_in, check_agreement, introduce, refuse
 from .collectives import Group, exchange_rows, gather_major, gather_uneven
@@ -265,7 +267,9 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
     """Makes all of an FSDP2 model's gradients fixed-order sums over ranks. Call it after the last fully_shard.
 
     Every module that fully_shard was called on gets a FixedOrderReduceScatter, a divide factor of 1, and sums alone:
-    gradients are sums over ranks, not FSDP's means, divided by `tokens` where given.
+    gradients are sums over ranks, not FSDP's means, divided by `tokens` where given. A later fully_shard of the model
+    or a module in it would bring FSDP's own reduction back for that one: the model's next forward raises a RuntimeError
+    that names it. Calling this again takes it in.
 
     Raises:
         ValueError: a model without such modules; HSDP or a mesh of more dims (its all-reduce over replicas adds on the
@@ -295,3 +299,22 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
         module.set_custom_reduce_scatter(FixedOrderReduceScatter(tokens))  # type: ignore[arg-type]
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if model in _guards:
+        _guards.pop(model).remove()
+    _guards[model] = model.register_forward_pre_hook(
+        functools.partial(_refuse_late_ones, frozenset(modules), FSDPModule)
+    )
+
+
+_guards: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+
+
+def _refuse_late_ones(fixed: frozenset[nn.Module], kind: type, model: nn.Module, args: tuple) -> None:
+    late = [name for name, module in model.named_modules() if isinstance(module, kind) and module not in fixed]
+    if late:
+        more = f" and {len(late) - 5} more" if len(late) > 5 else ""
+        raise RuntimeError(
+            f"fully_shard was called on {', '.join(name or 'the model itself' for name in late[:5])}{more} after "
+            f"fix_reduction_order on this {type(model).__name__}: FSDP would sum these gradients in its own order. "
+            "Call fix_reduction_order again, after the last fully_shard"
+        )

@@ -75,8 +75,27 @@ def _check(settings: Sequence[Setting], override: bool) -> None:
             )
 
 
+def _multiply() -> None:
+    one = torch.ones(1, 1, device="cuda")
+    torch.mm(one, one)
+
+
+def _has_read(setting: Setting) -> bool:
+    """Whether what has started inside a context has read the setting, which still holds.
+
+    CUDA starts with the first tensor, while cuBLAS, and torch on its behalf, read theirs at the first product. So that
+    it is not one outside, there is one now; where it fails the next context is refused.
+    """
+    if setting.started == "CUDA":
+        try:
+            _multiply()
+        except RuntimeError:
+            return False
+    return True
+
+
 def _put_back(setting: Setting, restore: Callable[[], None], written: Any, started: bool) -> None:
-    if setting.started and not started and has_started(setting.started) and setting.holds():
+    if setting.started and not started and has_started(setting.started) and setting.holds() and _has_read(setting):
         _in_force[setting.name] = setting.read(), weakref.WeakSet(nccl_groups())
     restore()
     _written[setting.name] = written
@@ -115,6 +134,8 @@ def _keep_random_states(undo: contextlib.ExitStack) -> None:
     if "numpy" in sys.modules:
         numpy_random = sys.modules["numpy"].random
         undo.callback(numpy_random.set_state, numpy_random.get_state())
+    if not torch.cuda.is_initialized():  # it may start inside, or be told the seed inside and start after: as on a CPU
+        undo.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))  # which is then the one from before
     undo.callback(torch.set_rng_state, torch.get_rng_state())
     if torch.cuda.is_initialized():
         undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())

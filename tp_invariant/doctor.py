@@ -66,6 +66,7 @@ def tables(facts: dict[str, Any]) -> list[tuple[str, Rows]]:
             settings.append((row["setting"], ", ".join(row["profiles"]), *shown))
     runs: Rows = [("for", "what runs")]
     runs.append((f"16-bit GEMM on {facts['attention']['device']}", facts["gemm"]["kernel"]))
+    runs.append(("large blocks between GPUs", facts["links"]["transport"]))
     runs += [(f"attention: {choice['case']}", choice["runs"]) for choice in facts["attention"]["choices"]]
     on = [name for name, enabled in facts["attention"]["SDPA backends enabled"].items() if enabled]
     runs.append(("SDPA, the mode off", f"one of {', '.join(on)}" if on else "no backend is enabled"))

@@ -16,9 +16,10 @@ from . import doctor_facts
 from .attention_choice import safe_attention
 from .bits import assert_bitwise_equal
 from .collectives import resolve_group
+from .cross_entropy import vocab_parallel_cross_entropy
 from .gemm import BUNDLED_DTYPES, bundled_gemm_fn
 from .layout import TokenSharding
-from .mode import is_tp_invariant_mode_enabled
+from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from .norm import Norm, NormCall
 from .testing import assert_slice_invariant, wide_randn
 
@@ -70,7 +71,8 @@ def version_claim(package: str, found: str | None, tested: tuple[tuple[int, int]
 
 
 def _gate() -> str:
-    return f"the mode is {'on' if is_tp_invariant_mode_enabled() else 'off'}"
+    checked = "every call is compared" if is_call_check_enabled() else "first calls are compared"
+    return f"the mode is {'on' if is_tp_invariant_mode_enabled() else 'off'}; {checked} over the ranks"
 
 
 def _gemm(device: str) -> str:
@@ -132,6 +134,25 @@ def _norms(device: str) -> str:
     return "LayerNorm and RMSNorm of slices of rows"
 
 
+def _losses(device: str) -> str:
+    """Tokens in slices against all of them, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(257, (24,), generator=generator).to(device)
+    for dtype in BUNDLED_DTYPES:
+        logits = wide_randn(24, 257, generator=generator, spread=2).to(device, dtype)
+
+        def run(rows: slice, logits: Tensor = logits) -> tuple[Tensor, Tensor]:
+            own = logits[rows].clone().requires_grad_()
+            with set_tp_invariant_mode(True):
+                loss = vocab_parallel_cross_entropy(own, target[rows], tp_group=None, reduction="none")
+            return loss.detach(), *torch.autograd.grad(loss.sum(), own)
+
+        whole = run(slice(0, 24))
+        for rows in (slice(0, 1), slice(1, 9), slice(9, 24)):
+            assert_bitwise_equal(run(rows), tuple(t[rows] for t in whole), f"loss of tokens {rows}, {dtype}")
+    return f"cross-entropy of slices of tokens, forward and backward, {len(BUNDLED_DTYPES)} dtypes"
+
+
 def _tensor_core() -> str:
     """The GPU's 16-bit GEMM lines of the fingerprint against the model's."""
     from . import fingerprint
@@ -162,6 +183,7 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
             "the bits are right all the same, by a slower form; another build of torch may have a faster BLAS",
         ),
         _tried("CPU: norms of rows do not depend on other rows", lambda: _norms("cpu"), broken),
+        _tried("CPU: a token's loss does not depend on other tokens", lambda: _losses("cpu"), broken),
         _tried("CPU: a head's attention does not depend on other heads", lambda: _attention("cpu"), broken),
         *_gpu_claims(facts, gpus, broken),
         _degrees(gpus),
@@ -187,6 +209,7 @@ def _gpu_claims(facts: dict[str, Any], gpus: int, broken: str) -> list[Claim]:
     names = (
         "GPU: the bundled GEMM is slice-invariant",
         "GPU: norms of rows do not depend on other rows",
+        "GPU: a token's loss does not depend on other tokens",
         "GPU: a head's attention does not depend on other heads",
         "GPU: 16-bit GEMMs have the bits of the tensor core's model",
         "GPU: the GEMM's tiles were measured on this chip, near cuBLAS's speed",
@@ -194,10 +217,11 @@ def _gpu_claims(facts: dict[str, Any], gpus: int, broken: str) -> list[Claim]:
     )
     if not gpus:
         return [Claim(name, UNCHECKED, "torch sees no GPU", _NO_GPU) for name in names]
-    invariant, norms, attention, model, speed, peers = names
+    invariant, norms, losses, attention, model, speed, peers = names
     found = [
         _tried(invariant, lambda: _gemm("cuda"), broken),
         _tried(norms, lambda: _norms("cuda"), broken),
+        _tried(losses, lambda: _losses("cuda"), broken),
         _tried(attention, lambda: _attention("cuda"), broken),
     ]
     name, hopper = torch.cuda.get_device_name(), torch.cuda.get_device_capability() == (9, 0)

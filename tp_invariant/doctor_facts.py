@@ -18,6 +18,7 @@ from torch import Tensor
 from . import determinism, mode, owners
 from .attention_choice import safe_attention
 from .collectives import gather_major, resolve_group
+from .peer_copies import explain_transport
 from .testing import run_ranks
 from .version import __version__
 
@@ -113,7 +114,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def links(measure: bool) -> dict[str, Any]:
-    """How GPUs reach each other; with measure, what an all-gather between ranks moves."""
+    """How GPUs reach each other, and what moves large blocks; with measure, what an all-gather between ranks moves."""
     count = gpu_count()
     topology = parse_topology(_nvidia_smi("topo", "-m"))
     pairs = []
@@ -127,7 +128,7 @@ def links(measure: bool) -> dict[str, Any]:
                     "link": f"NVLink ({kind})" if kind.startswith("NV") else kind,
                 }
             )
-    found: dict[str, Any] = {"pairs": pairs}
+    found: dict[str, Any] = {"pairs": pairs, "transport": explain_transport()}
     if measure:
         device, ranks = ("cuda", count) if count > 1 else ("cpu", 2)
         seconds, size = max(run_ranks(_time_gather, ranks, device, device=device))
@@ -156,12 +157,14 @@ def _time_gather(tp_group: Any, device: str) -> tuple[float, int]:
 
 def gate() -> dict[str, Any]:
     """The variables, what they come to, or the error that every layer would raise."""
-    names = (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE)
-    found: dict[str, Any] = {name: os.environ.get(name) for name in names}
+    names = (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE, mode.CHECK_VARIABLE)
+    found: dict[str, Any] = {name: os.environ.get(name) for name in names} | {"mode": None, "error": None}
     try:
-        return found | {"mode": "on" if mode.is_tp_invariant_mode_enabled() else "off", "error": None}
+        found["mode"] = "on" if mode.is_tp_invariant_mode_enabled() else "off"
+        mode.is_call_check_enabled()
     except ValueError as error:
-        return found | {"mode": None, "error": str(error)}
+        found["error"] = str(error)
+    return found
 
 
 def settings() -> list[dict[str, Any]]:

@@ -4,9 +4,8 @@
     tp-invariant fingerprint --compare here.txt                         on another, or with another version
     tp-invariant fingerprint --model tensor-core --compare gpu.txt      on a CPU: did that GPU do what a Hopper does?
 
-A line is `result dtype shape digest`; lines that start with # say where they come from. The inputs are hashes of their
-place and name, made into floating-point numbers by their bits: no generator of random numbers, no rounding, the same
-everywhere. So equal digests are equal bits, and the bits of two machines are as alike as their files.
+A line is `result dtype shape digest`; lines that start with # say where they come from. The inputs are the same
+everywhere (hashed_inputs.py): equal digests are equal bits, and the bits of two machines are as alike as their files.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .attention import attention
 from .bits import digest
 from .collectives import resolve_group
 from .cross_entropy import vocab_parallel_cross_entropy
 from .gemm import BUNDLED_DTYPES, GemmFn, bundled_gemm_fn
+from .hashed_inputs import hashed, hashed_floats
 from .layout import TokenSharding
 from .mode import set_tp_invariant_mode
 from .norm import Norm, NormCall
@@ -33,6 +33,7 @@ from .version import __version__
 
 GEMM_SHAPES = ((96, 160, 1000), (33, 65, 257), (32, 48, 4096))  # M, N, K
 ROW_SHAPES = ((96, 1000), (33, 257), (10, 4096))  # tokens, features
+ATTENTION_SHAPES = ((150, 64), (70, 40))  # tokens, head size
 
 
 @dataclass(frozen=True)
@@ -50,41 +51,6 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.key} {self.digest}"
-
-
-# --- inputs ---------------------------------------------------------------------------------------------------------
-
-
-def hashed(name: str, count: int) -> Tensor:
-    """`count` well-mixed integers of 32 bits, int64, that depend on the name and their place alone.
-
-    Two rounds of xor-shift and multiply, as in MurmurHash3's last step; the factors are below 2^31, so that no product
-    passes 2^63.
-    """
-    x = torch.arange(count, dtype=torch.int64) * 0x1E3779B9 + zlib.crc32(name.encode()) & 0xFFFFFFFF
-    for factor, shift in ((0x21F0AAAD, 16), (0x735A2D97, 15)):
-        x = (x ^ x >> shift) * factor & 0xFFFFFFFF
-    return x ^ x >> 15
-
-
-def hashed_floats(name: str, shape: tuple[int, ...], dtype: torch.dtype, exponents: tuple[int, int]) -> Tensor:
-    """Numbers with hashed signs and fractions, and exponents in [low, high), a power of two apart.
-
-    bfloat16, float16 or float32, all of them normal.
-    """
-    digits, bias, bits = {
-        torch.bfloat16: (7, 127, torch.int16),
-        torch.float16: (10, 15, torch.int16),
-        torch.float32: (23, 127, torch.int32),
-    }[dtype]
-    low, high = exponents
-    count = 1
-    for size in shape:
-        count *= size
-    x = hashed(name, count)
-    field = (x >> 23 & high - low - 1) + low + bias  # the fraction has the bits below, the sign the highest
-    magnitude = field << digits | x & (1 << digits) - 1
-    return (magnitude - (x >> 31 << 8 * dtype.itemsize - 1)).to(bits).view(dtype).view(shape)
 
 
 def _wide(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -151,12 +117,65 @@ def loss_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
             yield Line("cross_entropy.dlogits", dtype, (rows, vocab), digest(dlogits))
 
 
+def attention_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """Four query heads on two key heads: causal and within a window, forward and backward, and one query of a decoder.
+
+    The problem's shape is query heads x key heads x queries x keys x head size.
+    """
+    for dtype in dtypes:
+        for tokens, head_dim in ATTENTION_SHAPES:
+            for name, queries, keys, window in (
+                ("attention", tokens, tokens, None),
+                ("attention.window", tokens, tokens, tokens // 4),
+                ("attention.decode", 1, 8 * tokens, None),
+            ):
+                at = f"{name} {queries}x{keys}x{head_dim}"
+                q, k, v = (
+                    hashed_floats(f"{at} {operand}", (1, heads, length, head_dim), dtype, (-4, 0)).to(device)
+                    for operand, heads, length in (("q", 4, queries), ("k", 2, keys), ("v", 2, keys))
+                )
+                inputs = {f"d{operand}": x.requires_grad_() for operand, x in (("q", q), ("k", k), ("v", v))}
+                out = attention(*inputs.values(), causal=True, window=window)
+                results = {"out": out}
+                if queries > 1:
+                    dout = _wide(f"{at} dout", tuple(out.shape), dtype).to(device)
+                    grads = torch.autograd.grad(out, list(inputs.values()), dout)
+                    results |= dict(zip(inputs, grads, strict=True))
+                for result, value in results.items():
+                    yield Line(f"{name}.{result}", dtype, (4, 2, queries, keys, head_dim), digest(value))
+
+
+def row_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """Softmax, log-softmax and sums of rows, and the gradient of an embedding whose ids repeat."""
+    if device == "cuda":
+        from .kernels import embedding, softmax  # import triton
+    else:
+        from .kernels import reference_embedding as embedding
+        from .kernels import reference_softmax as softmax
+    for dtype in dtypes:
+        for rows, features in ROW_SHAPES:
+            at = f"{rows}x{features}"
+            logits = hashed_floats(f"{at} logits", (rows, features), dtype, (-4, 4)).to(device)
+            dy = _wide(f"{at} dy", (rows, features), dtype).to(device)
+            ids = (hashed(f"{at} ids", rows) % 3 * 2).to(device)
+            results = {
+                "softmax": softmax.softmax(logits, log=False, out_dtype=dtype),
+                "log_softmax": softmax.softmax(logits, log=True, out_dtype=dtype),
+                "row_sums": softmax.row_sums(dy, divisor=1, out_dtype=dtype),
+                "embedding.dweight": embedding.embedding_grad(dy, ids, 4, dtype),
+            }
+            for name, value in results.items():
+                yield Line(name, dtype, (rows, features), digest(value))
+
+
 def fingerprint(device: str) -> list[Line]:
     """Every line of the kernels bundled for `device`, always in the same order."""
     return [
         *gemm_lines(bundled_gemm_fn(torch.device(device)), BUNDLED_DTYPES, device),
         *norm_lines(BUNDLED_DTYPES, device),
         *loss_lines(BUNDLED_DTYPES, device),
+        *attention_lines(BUNDLED_DTYPES, device),
+        *row_lines(BUNDLED_DTYPES, device),
     ]
 
 
@@ -167,9 +186,20 @@ def tensor_core_fingerprint() -> list[Line]:
     return list(gemm_lines(matmul, DTYPES, "cpu"))
 
 
+def is_predicted(key: str) -> bool:
+    """Whether the model has a line of this key; it says nothing about the others."""
+    from .kernels.tensor_core import DTYPES
+
+    name, dtype, _ = key.split(" ")
+    return name.startswith("gemm.") and dtype in {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+
+
+_MODEL = "the CPU model of Hopper's tensor core"
+
+
 def header(device: str, model: str | None) -> list[str]:
     if model is not None:
-        where = "the CPU model of Hopper's tensor core"
+        where = _MODEL
     elif device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         where = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
@@ -198,7 +228,7 @@ def read_lines(path: str) -> dict[str, str]:
     """{"result dtype shape": digest} of a file that this command wrote.
 
     Raises:
-        FileFormatError: a line that is no such line.
+        FileFormatError: a line that is no such line, or one result with two digests.
     """
     found = {}
     for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
@@ -209,25 +239,47 @@ def read_lines(path: str) -> dict[str, str]:
             raise FileFormatError(
                 f"{path}, line {number}: {text!r} is no line of a fingerprint, which is: result dtype shape digest"
             )
+        if found.get(key, value) != value:
+            raise FileFormatError(f"{path}, line {number}: {key} has another digest above: a file of two machines?")
         found[key] = value
     return found
 
 
-def compare(lines: Sequence[Line], theirs: dict[str, str], path: str) -> int:
-    """Prints which lines differ from those of the file; 0 if those that both have agree, 1 if not or there is none."""
-    shared = [line for line in lines if line.key in theirs]
-    differ = [line for line in shared if line.digest != theirs[line.key]]
-    for line in differ:
-        print(f"differs: {line.key}: {line.digest[:12]} here, {theirs[line.key][:12]} in {path}")
-    only = len(theirs) - len(shared)
+def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted: bool = False) -> int:
+    """Prints what differs from the file's lines; 0 if both have the same lines, 1 if not or if there is none.
+
+    predicted: one of the two is the model's, which has lines for some results; the others' are left out.
+    """
+    ours = {line.key: line.digest for line in lines}
+    left_out = {key for key in {*ours, *theirs} if predicted and not is_predicted(key)}
+    shared = [key for key in ours if key in theirs and key not in left_out]
+    differ = [key for key in shared if ours[key] != theirs[key]]
+    here, there = (
+        [key for key in one if key not in {*other, *left_out}] for one, other in ((ours, theirs), (theirs, ours))
+    )
+    for key in differ:
+        print(f"differs: {key}: {ours[key][:12]} here, {theirs[key][:12]} in {path}")
+    for where, keys in (("here", here), (f"in {path}", there)):
+        if keys:
+            print(f"only {where}: {', '.join(dict.fromkeys(key.split(' ')[0] for key in keys))}")
     print(f"{len(shared) - len(differ)} of {len(shared)} results are the same bits as in {path}", end="")
-    print(f"; {len(lines) - len(shared)} are only here and {only} only there")
-    return 1 if differ or not shared else 0
+    print(f"; {len(here)} are only here and {len(there)} only there", end="")
+    print(f"; {len(left_out)} that the model does not predict are left out" if left_out else "")
+    return 1 if differ or here or there or not shared else 0
+
+
+def _is_prediction(path: str) -> bool:
+    return f"# {_MODEL}" in Path(path).read_text(errors="replace").splitlines()
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `fingerprint` command. Exit status 1: --compare found differences, or nothing to compare; 2: bad usage."""
-    parser = argparse.ArgumentParser(prog="tp-invariant fingerprint", description=__doc__.splitlines()[0])
+    """The `fingerprint` command; exit statuses as its help says."""
+    parser = argparse.ArgumentParser(
+        prog="tp-invariant fingerprint",
+        description=__doc__.splitlines()[0],
+        epilog="Exit status: 0; with --compare 1 if a result differs or is on one side only (beside a --model, whose "
+        "header says so, among the results that it predicts), or if there is none; 2 for a wrong option.",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="whose kernels (default: cuda where there is a GPU)")
     parser.add_argument(
         "--model", choices=("tensor-core",), help="compute the 16-bit GEMM lines of a Hopper GPU, on the CPU"
@@ -249,7 +301,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, FileFormatError) as error:
         parser.error(str(error))
     if options.compare:
-        return compare(lines, theirs, options.compare)
+        return compare(lines, theirs, options.compare, bool(options.model) or _is_prediction(options.compare))
     if not options.output:
         sys.stdout.write(text)
     return 0

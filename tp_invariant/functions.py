@@ -69,7 +69,7 @@ class LinearCall:
         scatter = self.sequence_parallel and self.group.size > 1
         lead = list(a.shape[:-1])
         if scatter:
-            a = a.movedim(self.sequence_dim, 0)
+            a = a.movedim(self.sequence_dim, 0) if self.sequence_dim else a
             sequence = lead.pop(self.sequence_dim) // self.group.size
             lead = [sequence, *lead]
         product = start_product(

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from einops import rearrange
@@ -206,8 +205,7 @@ def gemm_into(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, out: Tensor, *, accu
         out.copy_(c)
 
 
-@dataclass(frozen=True)
-class RankMajor:
+class RankMajor(NamedTuple):
     """A matrix whose dim `k_dim` is sharded over ranks, gathered rank-major, not laid out: `buffer[rank]` is a shard.
 
     A GEMM kernel may read `buffer` in place by walking the sharded dim as (stride, rank, local); one that cannot takes

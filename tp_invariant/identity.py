@@ -1,4 +1,14 @@
-"""What a callable is, in words that are the same in every process which was given the same one."""
+"""What a callable is, in words that are the same in every process which was given the same one.
+
+A callable that holds what differs between ranks and does not matter, such as a rank number, a device or a counter of
+its calls, declares what it is instead:
+
+    class MyGemm:
+        tp_invariant_identity = "my_gemm 3, tiles of 128"       # or a method that returns it
+
+        def __init__(self, rank): ..
+        def __call__(self, a, b, *, bias=None, out_dtype=None): ..
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,8 @@ import torch
 _DEPTH = 8  # of values inside values, an instance that holds itself among them
 _MOST_BYTES = 1 << 16
 _PLAIN = (bool, int, float, complex, str, bytes)
+_DECLARED = "tp_invariant_identity"
+_ADVICE = f" (declare {_DECLARED} if that may differ)"
 
 
 def identify(fn: Callable[..., Any]) -> str:
@@ -23,12 +35,24 @@ def identify(fn: Callable[..., Any]) -> str:
     torch and tensors on the CPU of up to 64 KiB count by value. What cannot be told apart counts by its type alone:
     larger tensors and those elsewhere by dtype and shape too, enclosed lists, instances of compiled classes, globals
     that the code reads, values nested more than 8 deep. Computed anew each time, as an enclosed value may have changed.
+
+    An attribute `tp_invariant_identity` of a function, a partial or an instance, that is a str or something else that
+    can be hashed, or a method or function without arguments that returns it, stands for what is enclosed or held; name
+    and code still count. None declares nothing.
+
+    Raises:
+        TypeError: a tp_invariant_identity that cannot be hashed.
     """
-    return _identify(fn, 0)
+    text = _identify(fn, 0)
+    walked = " holding " in text or getattr(fn, "__closure__", None)
+    return text + _ADVICE if walked and not _declared(fn, 0) else text
 
 
 def _identify(fn: Any, depth: int) -> str:
-    if isinstance(fn, functools.partial):
+    declared = _declared(fn, depth)
+    if isinstance(fn, FunctionType) and declared:
+        return f"{_name(fn)} #{_code(fn.__code__)[:8]}{declared}"
+    if isinstance(fn, functools.partial) and not declared:
         given = [_value(value, depth) for value in fn.args]
         given += [f"{name}={_value(value, depth)}" for name, value in sorted(fn.keywords.items())]
         return f"partial({', '.join([_identify(fn.func, depth), *given])})"
@@ -39,15 +63,34 @@ def _identify(fn: Any, depth: int) -> str:
     if isinstance(fn, (BuiltinFunctionType, type)):
         return _name(fn)
     wrapped = getattr(fn, "__wrapped__", None)  # functools.lru_cache
-    if callable(wrapped) and depth < _DEPTH:
+    if callable(wrapped) and depth < _DEPTH and not declared:
         return f"a {_name(type(fn))} of {_identify(wrapped, depth + 1)}"
     call = inspect.getattr_static(type(fn), "__call__", None)
     code = f" #{_hash(call, depth)}" if isinstance(call, FunctionType) else ""
     return f"a {_name(type(fn))}{code}{_held(fn, depth)}"
 
 
+def _declared(fn: Any, depth: int) -> str:
+    """What `fn` declares itself to be, "" if nothing."""
+    # asked of the instance and its class alone: some answer to any name, and a method to those of its function
+    if isinstance(fn, (type, MethodType)) or inspect.getattr_static(fn, _DECLARED, None) is None:
+        return ""
+    value = getattr(fn, _DECLARED)
+    value = value() if callable(value) else value
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{_DECLARED} of a {_name(type(fn))} is a {type(value).__name__}, which cannot be hashed: make it a str, a "
+            "tuple of such values, or a method that returns one"
+        ) from None
+    return "" if value is None else f" declared as {_value(value, depth + 1)}"
+
+
 def _held(instance: Any, depth: int) -> str:
-    """A digest of an instance's attributes, "" where there are none."""
+    """What an instance declares, or a digest of its attributes; "" where there is neither."""
+    if declared := _declared(instance, depth):
+        return declared
     held = dict(getattr(instance, "__dict__", {}))
     slots = [name for kind in type(instance).__mro__ for name in _slots(kind)]
     held |= {name: getattr(instance, name) for name in slots if hasattr(instance, name)}

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .collectives import gather_sequence
 from .functions import LinearCall
 from .gemm import check_dtype
 from .layout import TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardSpec, mark_sharded
+from .regions import gather_sequence
 
 
 class LayerNormLinear(Linear):

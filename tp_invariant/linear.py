@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import functions, stock
-from .agreement import check_agreement, check_gradient, refuse
-from .collectives import Group, gather_features, resolve_group, scatter_features
+from .agreement import Settled, check_gradient
+from .collectives import Group, resolve_group
 from .compiled import constant, name_of
-from .cost_model import costs_of
 from .functions import LinearCall
-from .gemm import GemmFn, check_callable, check_dtype, gemm_fn_name
+from .gemm import GemmFn, check_callable
 from .layout import check_divides
-from .main_grad import MainGrad
-from .mode import is_tp_invariant_mode_enabled
+from .linear_checks import CheckedCalls
+from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .owners import ShardedWeight, check_owner_map
-from .parameters import ShardedModule, ShardSpec, full_initialisation, mark_sharded
+from .parameters import ShardSpec, full_initialisation, mark_sharded
+from .regions import gather_features, scatter_features
 
 PARALLEL_MODES = (None, "column", "row")
 
@@ -43,7 +43,7 @@ _STOCK: dict[str | None, Callable[..., Tensor]] = {
 }
 
 
-class Linear(ShardedModule, nn.Linear):
+class Linear(CheckedCalls):
     """y = x Wᵀ + b over tensor-parallel ranks; with the mode on, the same bits at every degree.
 
     Shapes, for P ranks (SP: sequence_parallel, `sequence_dim` divided by P; `..` are any number of token dims):
@@ -121,6 +121,7 @@ class Linear(ShardedModule, nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
         self._agreed: set[Hashable] = set()  # see agreement.py
+        self._settled = Settled()
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
@@ -253,111 +254,23 @@ class Linear(ShardedModule, nn.Linear):
         if self.bias is not None:
             self.bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
-        invariant = self._check_call(x, weight.dtype)
+        call, invariant = self._settle(x, weight, stride)
         if self.parallel_mode == "row" and not self.input_is_parallel:
             x = scatter_features(x, self.group, stride)
-        sharded = self.sequence_parallel and self.group.size > 1
-        assert self._gemm_fn_name  # guards it: torch.compile takes functions of the same code for the same one
-        call = LinearCall(
-            self.group,
-            sharded,
-            self.sequence_dim,
-            stride,
-            self.owner_map,
-            self.gemm_fn,
-            main_grad=self._main_grad() if self.fuse_wgrad_accumulation else None,
-        )
-        if self._moves_bytes:
-            check_agreement(self._facts(x, call, invariant), self.group, x.device, self._agreed)
-        if invariant:
-            check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
-        else:
-            stock.log_once(self.group)
         paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
         linear = paths[self.parallel_mode]
         y = linear(x, weight, None if self.return_bias else bias, call)
-        if self._moves_bytes:
+        if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed)
         if self.gather_output:
             y = gather_features(y, self.group, stride)
         return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
-
-    @property
-    def _moves_bytes(self) -> bool:
-        """Whether calls take several ranks, which must then agree."""
-        return self.group.size > 1 and (self.sequence_parallel or self.parallel_mode is not None)
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})"
-
-    def _main_grad(self) -> MainGrad:
-        return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
-
-    def _check_call(self, x: Tensor, weight_dtype: torch.dtype, more: Callable[[], None] | None = None) -> bool:
-        """Whether the mode is on; what this rank finds wrong with the call, all ranks get to know."""
-        try:
-            self._check_input(x, weight_dtype)
-            invariant = is_tp_invariant_mode_enabled()
-            if invariant and more is not None:
-                more()
-            if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
-                self._main_grad().buffer()
-            return invariant
-        except (TypeError, ValueError) as error:
-            if self._moves_bytes:
-                refuse(error, self.group, x.device, self._agreed)
-            raise
-
-    def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
-        """What every rank must have alike: it decides which collectives run, and on what."""
-        return {
-            "the TP-invariant mode": invariant,
-            "the layer": self._name,
-            "bias": self.bias is not None,
-            "partition_stride": call.stride,
-            "sequence_parallel": call.sequence_parallel,
-            "sequence_dim": call.sequence_dim,
-            "owner_map": call.owner_map,
-            "what owner_map='auto' goes by": _costs_text(x.device),
-            "gemm_fn": gemm_fn_name(call.gemm_fn, x.device),
-            "gather_output": self.gather_output,
-            "return_bias": self.return_bias,
-            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
-            "the shape of x": tuple(x.shape),
-            "the dtype of x": str(x.dtype),
-            "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
-            "whether the weight needs one": torch.is_grad_enabled() and self.weight.requires_grad,
-        }
 
     def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = autocast_dtype(x.device)
         if dtype is None:
             return x, self.weight, self.bias
         return x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-
-    def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
-        features = self.weight.shape[1] if self.input_is_parallel else self.in_features
-        if x.dim() < 2 or x.shape[-1] != features:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least "
-                f"one token dim (in_features={self.in_features}, parallel_mode={self.parallel_mode!r}, "
-                f"TP degree {self.group.size})"
-            )
-        if x.dtype != weight_dtype:
-            raise TypeError(
-                f"x is {x.dtype} and weight is {weight_dtype} on rank {self.group.rank}: convert one of them, or use "
-                "torch.autocast"
-            )
-        if self.sequence_parallel:
-            if not 0 <= self.sequence_dim < x.dim() - 1:
-                raise ValueError(
-                    f"sequence_dim={self.sequence_dim} is not a token dim of x with shape {tuple(x.shape)}: it must be "
-                    f"from 0 to {x.dim() - 2}"
-                )
-            if self.parallel_mode == "row":
-                name = f"size of sequence_dim {self.sequence_dim} of x"
-                check_divides(x.shape[self.sequence_dim], self.group.size, size_name=name, parts_name="TP degree")
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
         if bias is None:
@@ -375,11 +288,6 @@ class Linear(ShardedModule, nn.Linear):
         if self.parallel_mode is not None:
             text += f", parallel_mode={self.parallel_mode!r}, tp={self.group.rank}/{self.group.size}"
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
-
-
-@constant
-def _costs_text(device: torch.device) -> str:
-    return costs_of(device).text
 
 
 def _check_stride(stride: Any) -> int:

@@ -8,6 +8,7 @@ head of q or k has its heads spread over ranks instead of its tokens: there a he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .collectives import Group, gather_dim, gather_major
+from .collectives import Group, Pending, gather_dim, start_gather_major
 from .compiled import opaque, setting
 from .functions import flatten_tokens
 from .layout import TokenSharding, fresh_view
@@ -84,7 +85,10 @@ class Norm(torch.autograd.Function):
         call: NormCall = ctx.call
         kernels = _kernels(x.device)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = dweight = dbias = None
+        dx = dweight = dbias = leaves = None
+        if need_weight or need_bias:  # before dx, behind which they travel
+            start = _start_leaves if call.heads_dim is None else _start_head_leaves
+            leaves = start(kernels, call, dy, x, mean, rstd, need_bias)
         if need_x:
             dx = kernels.norm_backward_input(
                 flatten_tokens(dy),
@@ -95,20 +99,22 @@ class Norm(torch.autograd.Function):
                 rms=call.rms,
                 zero_centered=call.zero_centered,
             ).view(x.shape)
-        if need_weight or need_bias:
-            all_leaves = _all_leaves if call.heads_dim is None else _head_leaves
-            leaves, bias_leaves = all_leaves(kernels, call, dy, x, mean, rstd, need_bias)
+        if leaves is not None:
+            weight_leaves, bias_leaves = leaves()
             if need_weight:
-                dweight = kernels.fold_leaves(leaves).to(weight.dtype)
+                dweight = kernels.fold_leaves(weight_leaves).to(weight.dtype)
             if bias_leaves is not None:
                 dbias = kernels.fold_leaves(bias_leaves).to(ctx.bias_dtype)
         return dx, dweight, dbias, None
 
 
-def _all_leaves(
+_Leaves = tuple[Tensor, Tensor | None]  # of gamma and of beta
+
+
+def _start_leaves(
     kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The leaves of the full activation, in token order, on every rank."""
+) -> Callable[[], _Leaves]:
+    """The leaves of the full activation, in token order, on every rank: on their way, and there when called."""
     fits = call.sharding.leaves_fit(x.shape, LEAF_ROWS)
     if not fits:
         rows = x.shape[:-1]
@@ -120,19 +126,24 @@ def _all_leaves(
         flatten_tokens(dy), flatten_tokens(x), mean, rstd, leaf_rows=LEAF_ROWS, rms=call.rms, with_bias=with_bias
     )
     if call.sharding.world == 1 or not fits:
-        return leaves, bias_leaves
+        return lambda: (leaves, bias_leaves)
     # one collective for both
     local = leaves if bias_leaves is None else torch.cat([leaves, bias_leaves], dim=1)
-    ordered = call.sharding.order_leaves(gather_major(local, call.group), x.shape)
-    if bias_leaves is None:
-        return ordered, None
-    weight_part, bias_part = ordered.split(x.shape[-1], dim=1)
-    return weight_part, bias_part
+    pending = start_gather_major(local, call.group)
+
+    def finish() -> _Leaves:
+        ordered = call.sharding.order_leaves(pending.wait(), x.shape)
+        if bias_leaves is None:
+            return ordered, None
+        weight_part, bias_part = ordered.split(x.shape[-1], dim=1)
+        return weight_part, bias_part
+
+    return finish
 
 
-def _head_leaves(
+def _start_head_leaves(
     kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> Callable[[], _Leaves]:
     """One leaf for each head of all ranks, in head order: the sum over its tokens, taken by blocks of LEAF_ROWS."""
     dim, lead = call.heads_dim, x.shape[:-1]
     assert dim is not None
@@ -141,7 +152,7 @@ def _head_leaves(
 
     def by_head(t: Tensor) -> Tensor:
         rows = t.reshape(*lead, -1).movedim(dim, 0).flatten(1, -2)
-        return F.pad(rows, (0, 0, 0, padding)).flatten(0, 1)
+        return (F.pad(rows, (0, 0, 0, padding)) if padding else rows).flatten(0, 1)
 
     leaves = kernels.norm_weight_leaves(
         by_head(dy),
@@ -153,15 +164,20 @@ def _head_leaves(
         with_bias=with_bias,
     )
 
-    def of_all_ranks(blocks: Tensor | None) -> Tensor | None:
+    def start(blocks: Tensor | None) -> Pending | None:
         if blocks is None:
             return None
         folded = kernels.fold_leaves(rearrange(blocks, "(head block) d -> block (head d)", head=heads))
-        return gather_major(folded.view(heads, -1), call.group).flatten(0, 1)
+        return start_gather_major(folded.view(heads, -1), call.group)
 
-    weight_leaves = of_all_ranks(leaves[0])
-    assert weight_leaves is not None
-    return weight_leaves, of_all_ranks(leaves[1])
+    pending = [start(blocks) for blocks in leaves]
+
+    def finish() -> _Leaves:
+        weight_leaves, bias_leaves = (None if p is None else p.wait().flatten(0, 1) for p in pending)
+        assert weight_leaves is not None
+        return weight_leaves, bias_leaves
+
+    return finish
 
 
 def _norm_outputs(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> list[Tensor | None]:

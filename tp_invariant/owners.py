@@ -15,12 +15,13 @@ that is cannot change a bit, so it is a choice of speed alone (volumes per rank)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import peer_copies
 from .collectives import (
     Group,
     Pending,
@@ -44,11 +45,27 @@ def check_owner_map(owner_map: str) -> str:
     return owner_map
 
 
+# --- what travels ---------------------------------------------------------------------------------------------------
+
+
+def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = False, kept: bool = False) -> Pending:
+    """x of all ranks, rank-major; with `sizes`, of its rows those of this rank. To be released once it is read."""
+    pending = None
+    if not kept:
+        if sizes is None:
+            pending = peer_copies.start_gather(x, group, early=early)
+        else:
+            pending = peer_copies.start_exchange_rows(x, sizes, group, early=early)
+    if pending is not None:
+        return pending
+    group = side_group(group) if early else group
+    return start_gather_major(x, group) if sizes is None else start_exchange_rows(x, sizes, group)
+
+
 # --- the weight operand ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WeightLayout:
+class WeightLayout(NamedTuple):
     """What a map wants of a weight that is sharded along `k_dim`: "whole", or all of K of this rank's "cols"."""
 
     part: str
@@ -57,16 +74,15 @@ class WeightLayout:
 
     def start(self, weight: Tensor, *, early: bool) -> Pending:
         """[P, ...weight's shape], or [P, N/P, K/P]. `early`: on the side, so that activations go past it."""
-        group = side_group(self.group) if early and weight.is_cuda else self.group
-        local = weight.detach()
-        if self.part == "whole":
-            return start_gather_major(local, group)
-        n_first = local if self.k_dim == 1 else local.t()
-        return start_exchange_rows(n_first, split_sizes(n_first.shape[0], group.size), group)
+        local, sizes = weight.detach(), None
+        if self.part == "cols":
+            local = local if self.k_dim == 1 else local.t()
+            sizes = split_sizes(local.shape[0], self.group.size)
+        # what is kept would keep a buffer from others
+        return _start(local, sizes, self.group, early=early and weight.is_cuda, kept=weight_cache.keep > 0)
 
 
-@dataclass(frozen=True)
-class ShardedWeight:
+class ShardedWeight(NamedTuple):
     """B of a sharded product, as this rank holds it.
 
     local    k_dim 1: [N, K/P] (row-parallel forward); k_dim 0: [K/P, N] (column-parallel dgrad)
@@ -86,35 +102,33 @@ class ShardedWeight:
         """N, the columns of C."""
         return self.local.shape[1 - self.k_dim]
 
-    def _layout(self, owner_map: str) -> WeightLayout:
+    def layout(self, owner_map: str) -> WeightLayout:
         return WeightLayout("cols" if owner_map == "cols" else "whole", self.k_dim, self.group)
 
     def prefetch(self, owner_map: str) -> None:
         """Starts gathering what `owner_map` will need of this weight."""
-        weight_cache.prefetch(self.local, self._layout(owner_map))
+        weight_cache.prefetch(self.local, self.layout(owner_map))
 
     def is_cached(self, owner_map: str) -> bool:
-        return weight_cache.holds(self.local, self._layout(owner_map))
+        return weight_cache.holds(self.local, self.layout(owner_map))
 
-    def start(self, owner_map: str) -> Callable[[], RankMajor]:
-        """All of B, or for `cols` all of K of this rank's share of its columns; to be asked for when needed."""
-        pending = weight_cache.take(self.local, self._layout(owner_map), grad=self.grad)
+    def start(self, owner_map: str) -> Pending:
+        """All of B, or for `cols` all of K of this rank's share of its columns; `wait` below gives it."""
+        return weight_cache.take(self.local, self.layout(owner_map), grad=self.grad)
 
-        def finish() -> RankMajor:
-            buffer = pending.wait()
-            if buffer.is_cuda:  # its gather may have been started on another stream
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))
-            weight_cache.run_ahead(self.group)
-            return RankMajor(buffer, 1 if owner_map == "cols" else self.k_dim, self.stride)
-
-        return finish
+    def wait(self, pending: Pending, owner_map: str) -> RankMajor:
+        """B when it is needed; what is expected to be needed next starts here."""
+        buffer = pending.wait()
+        if buffer.is_cuda:  # its gather may have been started on another stream
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        weight_cache.run_ahead(self.group)
+        return RankMajor(buffer, 1 if owner_map == "cols" else self.k_dim, self.stride)
 
 
 # --- the maps -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """C = A B + bias, T rows, N columns. a_shard [T, K/P]; C is whole, or this rank's rows of it if scatter_rows."""
 
     a_shard: Tensor
@@ -131,38 +145,42 @@ class Product:
     def row_sizes(self) -> list[int]:
         return split_sizes(self.a_shard.shape[0], self.group.size)
 
-    def gemm(self, a: Pending, weight: Callable[[], RankMajor], bias: Tensor | None) -> Tensor:
-        a_major = RankMajor(a.wait(), 1, self.weight.stride)
-        # the weight last: what it starts ahead then waits for nothing that this product waits for
-        return gemm_rank_major(self.gemm_fn, a_major, weight(), bias=bias)
+    def gemm(self, a: Pending, weight: Pending, owner_map: str, bias: Tensor | None) -> Tensor:
+        try:
+            a_major = RankMajor(a.wait(), 1, self.weight.stride)
+            # the weight last: what it starts ahead then waits for nothing that this product waits for
+            return gemm_rank_major(self.gemm_fn, a_major, self.weight.wait(weight, owner_map), bias=bias)
+        finally:
+            a.release()
+            weight.release()
 
 
 def _replicate(p: Product) -> Callable[[], Tensor]:
-    a, weight = start_gather_major(p.a_shard, p.group), p.weight.start("replicate")
+    a, weight = _start(p.a_shard, None, p.group), p.weight.start("replicate")
 
     def finish() -> Tensor:
-        c = p.gemm(a, weight, p.bias)
+        c = p.gemm(a, weight, "replicate", p.bias)
         return c.split(p.row_sizes)[p.group.rank].clone() if p.scatter_rows else c
 
     return finish
 
 
 def _rows(p: Product) -> Callable[[], Tensor]:
-    a, weight = start_exchange_rows(p.a_shard, p.row_sizes, p.group), p.weight.start("rows")
+    a, weight = _start(p.a_shard, p.row_sizes, p.group), p.weight.start("rows")
 
     def finish() -> Tensor:
-        c = p.gemm(a, weight, p.bias)
+        c = p.gemm(a, weight, "rows", p.bias)
         return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group)
 
     return finish
 
 
 def _cols(p: Product) -> Callable[[], Tensor]:
-    a, weight, n = start_gather_major(p.a_shard, p.group), p.weight.start("cols"), p.weight.cols
+    a, weight, n = _start(p.a_shard, None, p.group), p.weight.start("cols"), p.weight.cols
     col_sizes = split_sizes(n, p.group.size)
 
     def finish() -> Tensor:
-        c = p.gemm(a, weight, None if p.bias is None else p.bias.split(col_sizes)[p.group.rank])
+        c = p.gemm(a, weight, "cols", None if p.bias is None else p.bias.split(col_sizes)[p.group.rank])
         if p.scatter_rows:
             return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
         return gather_uneven(c, 1, n, p.group)
@@ -178,18 +196,21 @@ def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, sc
     if owner_map != "auto":
         return owner_map
     problem = Problem(
-        rows=a_shard.shape[0],
-        cols=weight.cols,
-        k=a_shard.shape[1] * weight.group.size,
-        world=weight.group.size,
-        scatter_rows=scatter_rows,
-        itemsize=a_shard.element_size(),
-        rows_cached=weight.is_cached("rows"),
-        cols_cached=weight.is_cached("cols"),
-        ahead=weight_cache.ahead,
-        kept=weight_cache.keep > 0 and not weight.grad,
+        a_shard.shape[0],
+        weight.cols,
+        a_shard.shape[1] * weight.group.size,
+        weight.group.size,
+        scatter_rows,
+        a_shard.element_size(),
+        weight.is_cached("rows"),
+        weight.is_cached("cols"),
+        weight_cache.ahead,
+        weight_cache.keep > 0 and not weight.grad,
     )
-    return choose(problem, costs_of(a_shard.device))
+    return _choose(problem, costs_of(a_shard.device))
+
+
+_choose = lru_cache(maxsize=4096)(choose)
 
 
 def explain_choice(

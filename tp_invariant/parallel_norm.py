@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import check_agreement, check_gradient, refuse
+from .agreement import Settled, check_agreement, check_gradient, refuse
 from .collectives import Group, resolve_group
 from .gemm import check_dtype
 from .layout import TokenSharding, check_divides
-from .mode import is_tp_invariant_mode_enabled
+from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardedModule, ShardSpec, mark_sharded
 
@@ -79,6 +79,7 @@ class ParallelNorm(ShardedModule):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.heads, self.heads_dim = heads, heads_dim
         self._agreed: set[Hashable] = set()  # see agreement.py
+        self._settled = Settled()
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         mark_sharded(self.weight, None, 1)
         self.bias: nn.Parameter | None = None
@@ -128,23 +129,40 @@ class ParallelNorm(ShardedModule):
             ValueError: a last dim that is not `features`, or a heads_dim that does not hold this rank's heads.
             TypeError: a dtype that the kernels do not take.
         """
+        call, invariant = self._settle(x)
+        y = (invariant_norm if invariant else stock_norm)(x, self.weight, self.bias, call)
+        if self._moves_bytes and is_call_check_enabled():
+            y = check_gradient(y, self._name, self.group, self._agreed)
+        return y
+
+    @property
+    def _moves_bytes(self) -> bool:
+        return self.group.size > 1 and (self.sequence_parallel or self.heads is not None)
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def _settle(self, x: Tensor) -> tuple[NormCall, bool]:
+        """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
         group = self.group
-        sharded = self.sequence_parallel and group.size > 1
-        moves_bytes = group.size > 1 and (sharded or self.heads is not None)
+        key = None if torch.compiler.is_compiling() else self._kind_of_call(x)
+        found = None if key is None else self._settled.get(key)
+        if found is not None and found[0].group is group:
+            return found
         try:
             self._check_input(x)
             invariant = is_tp_invariant_mode_enabled()
             if invariant:
                 check_dtype(None, x, f"x on rank {group.rank}")
         except (TypeError, ValueError) as error:
-            if moves_bytes:
+            if self._moves_bytes:
                 refuse(error, group, x.device, self._agreed)
             raise
-        name = f"{type(self).__name__}({self.extra_repr()})"
-        if moves_bytes:
+        if self._moves_bytes:
             facts = {
                 "the TP-invariant mode": invariant,
-                "the layer": name,
+                "the layer": self._name,
                 "the shape of x": tuple(x.shape),
                 "the dtype of x": str(x.dtype),
                 "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
@@ -153,14 +171,39 @@ class ParallelNorm(ShardedModule):
             check_agreement(facts, group, x.device, self._agreed)
         call = NormCall(
             group,
-            TokenSharding(group.size if sharded else 1, self.sequence_dim),
+            TokenSharding(group.size if self.sequence_parallel else 1, self.sequence_dim),
             torch.finfo(x.dtype).eps if self.eps is None else self.eps,
             self.normalization == "RMSNorm",
             self.zero_centered_gamma,
             self.heads_dim,
         )
-        y = (invariant_norm if invariant else stock_norm)(x, self.weight, self.bias, call)
-        return check_gradient(y, name, group, self._agreed) if moves_bytes else y
+        return (call, invariant) if key is None else self._settled.settle(key, (call, invariant))
+
+    def _kind_of_call(self, x: Tensor) -> tuple | None:
+        """All that `_settle` goes by but the group; None for calls that are to be checked again."""
+        try:
+            if is_call_check_enabled():
+                return None
+            mode = is_tp_invariant_mode_enabled()
+        except ValueError:  # of a variable, which the checks will tell all ranks
+            return None
+        return (
+            mode,
+            x.shape,
+            x.dtype,
+            x.device,
+            x.requires_grad,
+            self.weight.requires_grad,
+            torch.is_grad_enabled(),
+            self.features,
+            self.eps,
+            self.normalization,
+            self.zero_centered_gamma,
+            self.sequence_parallel,
+            self.sequence_dim,
+            self.heads,
+            self.heads_dim,
+        )
 
     def _check_input(self, x: Tensor) -> None:
         where = f"x has shape {tuple(x.shape)} on rank {self.group.rank}"

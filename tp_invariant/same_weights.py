@@ -1,8 +1,8 @@
 """Whether all ranks hold the same full model, before each keeps its own part of it: different weights never show again.
 
-Each parameter is hashed on its device (bits.leaf_hashes: integers, so exact in any order), and eight bytes a parameter
-travel, in one collective. The cost is one pass over the weights: milliseconds for a gigabyte on a GPU, a second or two
-on a CPU.
+Each parameter and buffer (running statistics, a rotary embedding's frequencies, also those that no checkpoint holds) is
+hashed on its device (bits.leaf_hashes: integers, so exact in any order), and eight bytes of each travel, in one
+collective. The cost is one pass over the weights: milliseconds for a gigabyte on a GPU, a second or two on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import check_agreement, group_device
-from .bits import digest, leaf_hashes
+from .bits import leaf_hashes
 from .collectives import Group, gather_major
 
 _SHOWN = 5
@@ -29,23 +29,28 @@ def _hash(tensor: Tensor) -> Tensor:
 
 
 def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -> None:
-    """Compares the ranks' models, parameter by parameter, and `facts` about what is to be done with them. A collective.
+    """Compares the ranks' models, tensor by tensor, and `facts` about what is to be done with them. A collective.
 
-    Parameters on the meta device are left out on ranks that have them there.
+    Tensors on the meta device are left out on ranks that have them there.
 
     Raises:
-        RuntimeError: the same on every rank; names the first parameters that differ, and which ranks hold which.
+        RuntimeError: the same on every rank; names the first parameters and buffers that differ, and which ranks hold
+            which.
     """
-    named = dict(model.named_parameters())
+    kinds: dict[str, Mapping[str, Tensor]] = {
+        "parameters": dict(model.named_parameters()),
+        "buffers": dict(model.named_buffers()),
+    }
+    named = {name: t for tensors in kinds.values() for name, t in tensors.items()}
     if group.process_group is None or group.size == 1 or not named:
         return
-    place = group_device(group, next((p.device for p in named.values() if not p.is_meta), torch.device("cpu")))
-    what = {name: (str(p.dtype), tuple(p.shape)) for name, p in named.items()}
-    alike = {"the model": f"{type(model).__name__}, {len(named)} parameters, {digest(what)[:12]}", **facts}
-    check_agreement(alike, group, place, set())
-    own = torch.stack([_hash(p.detach()).to(place) for p in named.values()])
+    place = group_device(group, next((t.device for t in named.values() if not t.is_meta), torch.device("cpu")))
+    counts = ", ".join(f"{len(tensors)} {kind}" for kind, tensors in kinds.items())
+    shapes = {f"the dtype and shape of {name}": (str(t.dtype), tuple(t.shape)) for name, t in named.items()}
+    check_agreement({"the model": f"{type(model).__name__}, {counts}", **shapes, **facts}, group, place, set())
+    own = torch.stack([_hash(t.detach()).to(place) for t in named.values()])
     everyone = gather_major(own, group).t().tolist()
-    problems = []
+    problems = {}
     for name, hashes in zip(named, everyone, strict=True):
         ranks_with: dict[int, list[int]] = {}
         for rank, value in enumerate(hashes):
@@ -53,11 +58,14 @@ def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -
                 ranks_with.setdefault(value, []).append(rank)
         if len(ranks_with) > 1:
             alike_on = (f"rank {', '.join(map(str, ranks))}" for ranks in ranks_with.values())
-            problems.append(f"  {name}: one value on {', another on '.join(alike_on)}")
+            problems[name] = f"  {name}: one value on {', another on '.join(alike_on)}"
     if problems:
+        found = {kind: len(tensors.keys() & problems.keys()) for kind, tensors in kinds.items()}
+        where = " and ".join(f"{count} of {len(kinds[kind])} {kind}" for kind, count in found.items() if count)
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise RuntimeError(
-            f"the {group.size} ranks of tp_group hold different weights in {len(problems)} of {len(named)} parameters; "
-            "nothing was changed. Load the same checkpoint on every rank, or seed all ranks alike before the model is "
-            "made:\n" + "\n".join(problems[:_SHOWN]) + more
+            f"the {group.size} ranks of tp_group hold different weights in {where}; nothing was changed. Load the same "
+            "checkpoint on every rank, or seed all ranks alike before the model is made:\n"
+            + "\n".join(list(problems.values())[:_SHOWN])
+            + more
         )

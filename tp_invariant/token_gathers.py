@@ -8,7 +8,9 @@ gathered again; inference tensors, which have no version, are never held, nor wh
 A layer gets a gather once: if it asks again, the tensor may be a buffer that holds another step's values, written by
 something that raises no version (a receive, a kernel of the user's).
 
-Like the weight cache it decides by what ranks of one program share, so all gather or none does.
+Like the weight cache it decides by what ranks of one program share, so all gather or none does. A gather may lie in a
+lent buffer (peer_copies.py). A layer launches all that reads it before another asks, so it is released when the next
+one does: at a place of the program that ranks share, which the death of a tensor need not be.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
+from . import peer_copies
 from .collectives import Group, Pending, start_gather_dim
 
 
@@ -38,29 +41,33 @@ class TokenGathers:
         self._held: _Held | None = None
         self._let_go: tuple | None = None  # key and user of what its last user let go
         self._last_users: set[tuple] = set()
+        self._spent: list[Pending] = []  # let go and not yet released
 
     def start(self, x: Tensor, dim: int, group: Group) -> None:
         """Starts gathering x [.., features] along `dim` before a `take` of the same asks for it."""
+        self._release()
         key = self._key(x, dim, group)
         if self.reuse and key is not None and (self._held is None or self._held.key != key):
             self._drop()
-            self._held = _Held(key, start_gather_dim(x, dim, group))
+            self._held = _Held(key, _gather(x, dim, group))
 
     def take(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
         """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of."""
+        self._release()
         key = self._key(x, dim, group)
         if group.size == 1 or not self.reuse or key is None or user.is_inference():
             return start_gather_dim(x, dim, group)
         held, asks = self._held, (WeakIdRef(user), _in_backward())
         if held is None or held.key != key or asks in held.users:
             self._drop()
-            held = _Held(key, start_gather_dim(x, dim, group))
+            held = _Held(key, _gather(x, dim, group))
         if self._let_go is not None and self._let_go[0] == key and self._let_go[1] != asks:
             self._last_users.discard(self._let_go[1])  # it was not the last user after all
         held.users.append(asks)
         self._held, self._let_go = held, None
         if asks in self._last_users:
             self._held, self._let_go = None, (key, asks)
+            self._spent.append(held.pending)
         return held.pending
 
     def _key(self, x: Tensor, dim: int, group: Group) -> tuple | None:
@@ -73,6 +80,7 @@ class TokenGathers:
     def _forget(self, dead: Any) -> None:
         if self._held is not None and self._held.key[0] is dead:
             self._held.pending.wait()
+            self._spent.append(self._held.pending)
             self._held = None
 
     def _drop(self) -> None:
@@ -80,14 +88,28 @@ class TokenGathers:
         if held is None:
             return
         held.pending.wait()  # its memory is free once nothing writes to it
+        held.pending.release()
         if held.users:
             self._last_users = {user for user in self._last_users if user[0]() is not None} | {held.users[-1]}
 
+    def _release(self) -> None:
+        if self._spent and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # a release is no part of the graph
+        for pending in self._spent:
+            pending.release()
+        self._spent.clear()
+
     def clear(self) -> None:
         """Forgets everything, also who asked last."""
+        self._release()
         self._drop()
         self._last_users.clear()
         self._let_go = None
+
+
+def _gather(x: Tensor, dim: int, group: Group) -> Pending:
+    lent = peer_copies.start_gather_rows(x, group) if dim % x.dim() == 0 else None
+    return start_gather_dim(x, dim, group) if lent is None else lent
 
 
 def _in_backward() -> bool:

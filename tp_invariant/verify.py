@@ -1,6 +1,6 @@
 """The contract, run on this machine: every part of the library at every degree, byte for byte, beside a control.
 
-    tp-invariant verify                     CPU: TP=1, 2, 4 and 8 on gloo; two or more GPUs: up to all of them, on NCCL
+    tp-invariant verify                     CPU: TP=1, 2, 3, 4, 8 on gloo; two or more GPUs: up to all of them, on NCCL
     tp-invariant verify --quick --only linear-row --gemm-fn my_kernels:matmul
 
 A check holds if all its cases give TP=1's bytes on every rank of every degree, its controls (the mode off, or another
@@ -82,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "--degrees",
         type=_degrees,
         metavar="P,P,..",
-        help="compared with TP=1 (default: 1,2,4,8 on a CPU, with --quick 1,2,4; powers of two up to the GPUs here)",
+        help="compared with TP=1 (default: 1,2,3,4,8 on a CPU, --quick 1,2,3,4; 3 and powers of two up to the GPUs)",
     )
-    add("--quick", action="store_true", help="fewer cases of each check: 20 seconds on two cores, instead of 2 minutes")
+    add("--quick", action="store_true", help="fewer cases of each check: 20 seconds on two cores, instead of 4 minutes")
     add("--only", action="append", metavar="NAME", help="this check alone; may be repeated")
     add("--list", action="store_true", help="list the checks and run none")
     add("--seed", type=_seed, default=0, metavar="N", help="for all data (default: 0)")
@@ -101,8 +101,8 @@ def _setup(options: argparse.Namespace, error: Callable[[str], Any]) -> Setup:
             "what one GPU can show, --device cpu runs the contract on the CPU"
         )
     most = (4 if options.quick else 8) if device == "cpu" else gpus
-    usual = tuple(2**i for i in range(most.bit_length()))
-    degrees = tuple(sorted({1, *(options.degrees or usual)}))
+    usual = [3, *(2**i for i in range(most.bit_length()))]  # 3: a degree is no power of two
+    degrees = tuple(sorted({1, *(options.degrees or (degree for degree in usual if degree <= most))}))
     if len(degrees) == 1:
         error("--degrees 1 leaves nothing to compare: give one more, as in 1,2")
     if device == "cuda" and degrees[-1] > gpus:

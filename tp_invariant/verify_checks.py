@@ -42,10 +42,16 @@ class Setup:
         """What every degree divides."""
         return math.lcm(*self.degrees)
 
+    def multiple(self, usual: int, of: int = 1) -> int:
+        """About `usual`, that every degree times `of` divides."""
+        return -(-usual // (self.unit * of)) * self.unit * of
+
     def features(self, stride: int = 1) -> int:
-        """About the usual width, several blocks of K, that every degree times stride divides."""
-        usual = 272 if self.device == "cpu" else 2048
-        return -(-usual // (self.unit * stride)) * self.unit * stride
+        """About the usual width, several blocks of K, that every degree times stride divides.
+
+        On GPUs each rank has a multiple of 16, so that the kernels which read in place, or by TMA, are asked.
+        """
+        return self.multiple(272, stride) if self.device == "cpu" else self.multiple(2048, 16 * stride)
 
     def each_dtype(self, make: Callable[..., Sequence[Case]]) -> list[Case]:
         """make(dtype=.., device=.., seed=..) for each dtype; quick keeps the first case of all but the first dtype."""
@@ -112,7 +118,8 @@ def _layer_cases(setup: Setup, parallel_mode: str, norm: str | None, base: dict[
         return
     yield case.with_(tokens=(1,))
     yield case.with_(sequence_parallel=True, sequence_dim=1, tokens=(3, unit), bias=False)
-    odd = (53, unit * 34) if parallel_mode == "column" else (unit * 34, 53)
+    n = setup.multiple(272, 2)
+    odd = (53, n) if parallel_mode == "column" else (n, 53)
     yield LayerCase(parallel_mode, *odd, (35,), stride=2, late_stride=True, return_bias=True, norm=norm, **base)
     if norm:
         for gathered in (False, True):
@@ -130,28 +137,28 @@ def check_layers(setup: Setup, parallel_mode: str, norms: Sequence[str | None]) 
 
 
 def check_norm(setup: Setup) -> Outcome:
-    unit, width = setup.unit, setup.features()
+    tokens, width = setup.multiple(64), setup.features()
 
     def cases(**base: Any) -> Sequence[Case]:
-        heads = [NormCase(norm, 40, 64, heads=2 * unit, **base) for norm in ("RMSNorm", "LayerNorm")]
-        return [NormCase(norm, 8 * unit, width, **base) for norm in ("RMSNorm", "LayerNorm")] + heads
+        heads = [NormCase(norm, 40, 64, heads=setup.multiple(16), **base) for norm in ("RMSNorm", "LayerNorm")]
+        return [NormCase(norm, tokens, width, **base) for norm in ("RMSNorm", "LayerNorm")] + heads
 
     return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
 
 
 def check_vocabulary(setup: Setup) -> Outcome:
-    unit = setup.unit
+    rows, tokens, vocabulary = setup.multiple(72), setup.multiple(80), setup.multiple(536)
 
     def cases(**base: Any) -> list[Case]:
-        embeddings = [EmbeddingCase(9 * unit, 24, 10 * unit, sp, **base) for sp in (True, False)]
-        return [LossCase(67 * unit, 200, **base), *embeddings, LossCase(17 * unit, 200, 0.0, **base)]
+        embeddings = [EmbeddingCase(rows, 24, tokens, sp, **base) for sp in (True, False)]
+        return [LossCase(vocabulary, 200, **base), *embeddings, LossCase(setup.multiple(136), 200, 0.0, **base)]
 
     return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
 
 
 def check_clipping(setup: Setup) -> Outcome:
     return check_cases(
-        setup.each_dtype(lambda **base: [ClipCase(8 * setup.unit, **base)]), setup.degrees, setup.gemm_fn
+        setup.each_dtype(lambda **base: [ClipCase(setup.multiple(64), **base)]), setup.degrees, setup.gemm_fn
     )
 
 

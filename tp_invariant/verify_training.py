@@ -111,6 +111,14 @@ class TrainingCase(Case):
     head_dim: int = 16
     steps: int = 3
 
+    def _multiple(self, usual: int) -> int:
+        """About `usual`, that `unit` divides."""
+        return -(-usual // self.unit) * self.unit
+
+    @property
+    def vocabulary(self) -> int:
+        return self._multiple(128)
+
     @property
     def as_reference(self) -> TrainingCase:
         return self.with_(sequence_parallel=False)
@@ -126,7 +134,9 @@ class TrainingCase(Case):
     def _plain(self) -> _Transformer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = _Transformer(self.layers, self.hidden, 2 * self.unit, self.head_dim, 16 * self.unit, 32 * self.unit)
+            model = _Transformer(
+                self.layers, self.hidden, 2 * self.unit, self.head_dim, self._multiple(128), self.vocabulary
+            )
         return model.to(self.device, self.dtype)  # rounded to the case's dtype before any other
 
     def model(self, tp_group: Any) -> nn.Module:
@@ -137,7 +147,7 @@ class TrainingCase(Case):
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         g = torch.Generator().manual_seed(self.seed + step + 1)
-        windows = torch.randint(32 * self.unit, (1, 2 * self.unit + 1), generator=g).to(self.device)
+        windows = torch.randint(self.vocabulary, (1, self._multiple(8) + 1), generator=g).to(self.device)
         return windows[:, :-1], windows[:, 1:]
 
     def train(self, tp_group: Any, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Results:

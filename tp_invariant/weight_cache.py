@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
 from .collectives import Group, Pending
-from .weight_schedule import Phase, Schedule
+from .weight_schedule import LIMIT, Phase, Schedule
 
 
 class Layout(Protocol):
@@ -42,22 +42,30 @@ class Layout(Protocol):
         ...
 
 
+class _Use:
+    """One layout of one weight: the same object as long as the weight lives, so that it is compared at no cost."""
+
+    __slots__ = ("layout", "weight")
+
+    def __init__(self, weight: Tensor, layout: Layout) -> None:
+        self.weight, self.layout = WeakIdRef(weight), layout
+
+
 def _state(weight: Tensor) -> tuple:
-    return weight._version, weight.data_ptr(), tuple(weight.shape), weight.dtype
+    return weight._version, weight.data_ptr(), weight.shape, weight.dtype
 
 
-def _backward_task() -> int:
-    """Which backward this thread is inside of, -1 outside."""
-    return torch._C._current_graph_task_id()
+# Which backward this thread is inside of, -1 outside.
+_backward_task = torch._C._current_graph_task_id
 
 
 def _capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
-    key: tuple[WeakIdRef, Layout]
+    use: _Use
     state: tuple
     task: int
     pending: Pending
@@ -77,22 +85,35 @@ class WeightCache:
 
     def __init__(self, keep: int = 0, ahead: bool = True) -> None:
         self.keep, self.ahead = keep, ahead
-        self._entries: OrderedDict[tuple, _Entry] = OrderedDict()
+        self._uses: dict[tuple[int, Layout], _Use] = {}  # by the weight's id
+        self._entries: OrderedDict[_Use, _Entry] = OrderedDict()
         self._early: dict[Group, _Entry] = {}  # what this cache started by itself: one for a group
         self._schedules: dict[Group, Schedule] = {}
         self._captured: list[Tensor] = []
         self._watching = False
 
+    def _use(self, weight: Tensor, layout: Layout) -> _Use:
+        key = id(weight), layout
+        use = self._uses.get(key)
+        if use is None or use.weight() is not weight:  # a weight that is gone may have had this id
+            if len(self._uses) >= LIMIT:
+                self._uses = {key: use for key, use in self._uses.items() if use.weight() is not None}
+            use = self._uses[key] = _Use(weight, layout)
+        return use
+
     def holds(self, weight: Tensor, layout: Layout) -> bool:
         """Whether `layout` of `weight` as it is now is here or on its way."""
         if weight.is_inference():  # has no version to go by
             return False
-        key = (WeakIdRef(weight), layout)
-        return any(self._serves(entry, key) for entry in (self._entries.get(key), self._early.get(layout.group)))
+        use = self._use(weight, layout)
+        return self._serves(self._early.get(layout.group), use, weight) or self._serves(
+            self._entries.get(use), use, weight
+        )
 
-    def _serves(self, entry: _Entry | None, key: tuple[WeakIdRef, Layout]) -> bool:
-        weight = key[0]()
-        if entry is None or weight is None or entry.key != key or entry.state != _state(weight):
+    def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
+        if entry is None or entry.use is not use or entry.state != _state(weight):
+            return False
+        if self.keep and entry.pending.lent:  # started before `keep` was set
             return False
         if entry.task not in (-1, _backward_task()):  # started by itself inside another backward
             return False
@@ -100,13 +121,13 @@ class WeightCache:
 
     def prefetch(self, weight: Tensor, layout: Layout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
-        for key in [key for key in self._entries if key[0]() is None]:  # of weights that are gone
-            self._drop(key)
+        for use in [use for use in self._entries if use.weight() is None]:  # of weights that are gone
+            self._drop(use)
         if weight.is_inference() or self.holds(weight, layout) or _capturing(weight):
             return
-        key = (WeakIdRef(weight), layout)
-        self._drop(key)
-        self._entries[key] = _Entry(key, _state(weight), -1, layout.start(weight, early=True))
+        use = self._use(weight, layout)
+        self._drop(use)
+        self._entries[use] = _Entry(use, _state(weight), -1, layout.start(weight, early=True))
 
     def take(self, weight: Tensor, layout: Layout, *, grad: bool = False) -> Pending:
         """`layout` of `weight`, from the cache where it is there and current; else its gather starts now.
@@ -115,30 +136,33 @@ class WeightCache:
         """
         if weight.is_inference():
             return layout.start(weight, early=False)
-        key = (WeakIdRef(weight), layout)
-        kept = self._entries.get(key)
+        use = self._use(weight, layout)
+        kept = self._entries.get(use)
         if _capturing(weight):
-            if kept is None or not self._serves(kept, key):
+            if kept is None or not self._serves(kept, use, weight):
                 return layout.start(weight, early=False)
             self._captured.append(kept.pending.result)
             return _there(kept.pending.result)
         task = _backward_task()
         phase = Phase.BACKWARD if task != -1 else Phase.FORWARD if grad else Phase.INFERENCE
-        self._schedules.setdefault(layout.group, Schedule()).note(key, phase, task)
+        schedule = self._schedules.get(layout.group)
+        if schedule is None:
+            schedule = self._schedules[layout.group] = Schedule()
+        schedule.note(use, phase, task)
         entry = self._early.get(layout.group)
-        if self._serves(entry, key):
-            self._early.pop(layout.group)
+        if self._serves(entry, use, weight):
+            del self._early[layout.group]
         else:
-            entry = kept if self._serves(kept, key) else None
-        self._drop_early(layout.group)
+            self._drop_early(layout.group)
+            entry = kept if self._serves(kept, use, weight) else None
         if entry is not kept or not self.keep:
-            self._drop(key, unless=entry)
+            self._drop(use, unless=entry)
         if entry is None:
-            entry = _Entry(key, _state(weight), -1, layout.start(weight, early=False))
+            entry = _Entry(use, _state(weight), -1, layout.start(weight, early=False))
         if self.keep:
             entry.task, entry.pending.for_all_streams = -1, True
-            self._entries[key] = entry
-            self._entries.move_to_end(key)
+            self._entries[use] = entry
+            self._entries.move_to_end(use)
             while len(self._entries) > self.keep:
                 self._drop(next(iter(self._entries)))
         return entry.pending
@@ -149,7 +173,7 @@ class WeightCache:
         use: Any = schedule.expected() if schedule is not None and self.ahead else None
         if use is None:
             return
-        weight, layout = use[0](), use[1]
+        weight, layout = use.weight(), use.layout
         # FSDP frees the storage of what is not in use
         if weight is None or weight.untyped_storage().nbytes() == 0 or _capturing(weight):
             return
@@ -162,15 +186,17 @@ class WeightCache:
         pending = layout.start(weight, early=True)
         self._early[group] = _Entry(use, _state(weight), _backward_task(), pending)
 
-    def _drop(self, key: tuple, unless: _Entry | None = None) -> None:
-        entry = self._entries.pop(key, None)
+    def _drop(self, use: _Use, unless: _Entry | None = None) -> None:
+        entry = self._entries.pop(use, None)
         if entry is not None and entry is not unless:
             entry.pending.wait()  # its memory is free once nothing writes to it
+            entry.pending.release()
 
     def _drop_early(self, group: Group) -> None:
         entry = self._early.pop(group, None)
         if entry is not None:
             entry.pending.wait()
+            entry.pending.release()
 
     def _drop_all_early(self) -> None:
         for group in list(self._early):
@@ -179,8 +205,8 @@ class WeightCache:
     def clear(self) -> None:
         """Forgets everything, also what was learnt of the order of uses."""
         self._drop_all_early()
-        for key in list(self._entries):
-            self._drop(key)
+        for use in list(self._entries):
+            self._drop(use)
         self._schedules.clear()
 
 

@@ -1,0 +1,575 @@
+"""Peer copies: their protocol on simulated streams in many interleavings; what chooses them; on GPUs their bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from unittest import mock
+
+import pytest
+import torch
+
+import tp_invariant as tpi
+from tp_invariant import owners, peer_copies, peer_memory, token_gathers
+from tp_invariant.collectives import (
+    Group,
+    Pending,
+    resolve_group,
+    start_exchange_rows,
+    start_gather_dim,
+    start_gather_major,
+)
+from tp_invariant.peer_copies import PER_CLASS, PeerCopies, copies_of, size_class, transport
+from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
+from tp_invariant.weight_cache import WeightCache
+
+GPUS = torch.cuda.device_count()
+
+# --- simulated ranks ------------------------------------------------------------------------------------------------
+
+
+class Corrupt(AssertionError):
+    """Bytes that are not those of the collective that they are read for."""
+
+
+class Stuck(AssertionError):
+    """Nothing can go on."""
+
+
+class SimStream:
+    def __init__(self, name):
+        self.name, self.queue, self.marks = name, deque(), 0
+
+
+class World:
+    """Ranks' memories, flags and streams; `run` executes hosts and streams one small step at a time, at random."""
+
+    def __init__(self, size, seed, one_queue=False):
+        self.random, self.one_queue = random.Random(seed), one_queue
+        self.memory = [{} for _ in range(size)]  # buffer -> its cells
+        self.words = [{} for _ in range(size)]
+        self.streams = []
+        self.hosts = []
+        self.steps = 0
+
+    def run(self):
+        while True:
+            heads = []
+            for host in self.hosts:
+                heads.append((None, host))
+            for stream in self.streams:
+                if stream.queue:
+                    heads.append((stream, stream.queue[0]))
+            self.random.shuffle(heads)
+            if not any(self._step(stream, head) for stream, head in heads):
+                if any(stream.queue for stream in self.streams):
+                    raise Stuck
+                return
+
+    def _step(self, stream, head):
+        """A step of the first that can make one."""
+        done = next(head, "end")
+        if done == "blocked":
+            return False
+        self.steps += 1
+        if done == "end":
+            self.hosts.remove(head) if stream is None else stream.queue.popleft()
+        return True
+
+
+class SimMachine:
+    """peer_copies.Machine; `without` names what it leaves out, to see that the tests see it."""
+
+    def __init__(self, world, rank, size, without):
+        self.world, self.rank, self.size, self.without = world, rank, size, without
+        first = SimStream(("compute", rank))
+        self.computes = [first, SimStream(("compute", rank))]
+        self.lanes = [SimStream(("lane", rank)), SimStream(("lane", rank))]
+        self.hardware = {s: first if world.one_queue else s for s in [*self.computes, *self.lanes]}
+        world.streams += dict.fromkeys(self.hardware.values())
+        self.on = first
+        self.buffers = 0
+        self.copied = 0
+
+    def put(self, stream, operation):
+        self.hardware[stream].queue.append(operation)
+
+    def current(self):
+        return self.on
+
+    def lane(self, early):
+        return self.lanes[early]
+
+    def mark(self, stream):
+        mark = {"passed": False, "of": stream}
+
+        def pass_it():
+            mark["passed"] = True
+            yield "stepped"
+
+        self.put(stream, pass_it())
+        return mark
+
+    def after(self, stream, mark):
+        if f"{stream.name[0]} after {mark['of'].name[0]}" in self.without:
+            return
+
+        def wait():
+            while not mark["passed"]:
+                yield "blocked"
+
+        self.put(stream, wait())
+
+    def new_buffer(self, nbytes):
+        for memory in self.world.memory:  # a peer that is ahead may write before this rank comes here
+            memory.setdefault(self.buffers, {})
+        self.buffers += 1
+        return True
+
+    def copy(self, stream, peer, buffer, offset, source, begin, nbytes):
+        def move():
+            for i in range(nbytes):
+                self.world.memory[peer][buffer][offset + i] = source[begin + i]
+                yield "stepped"
+
+        self.copied += nbytes
+        self.put(stream, move())
+
+    def flags(self, stream, buffer, number, *, tell=None, until=None):
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+
+        def write():
+            for peer in peers:
+                self.world.words[peer][tell, buffer, self.rank] = number
+                yield "stepped"
+
+        def wait():
+            while any(self.world.words[self.rank].get((until, buffer, peer), 0) != number for peer in peers):
+                yield "blocked"
+
+        if tell is not None and f"tell {tell.name}" not in self.without:
+            self.put(stream, write())
+        if until is not None and f"until {until.name}" not in self.without:
+            self.put(stream, wait())
+
+
+def write(source, values):
+    for i, value in enumerate(values):
+        source[i] = value
+        yield "stepped"
+
+
+def read(world, rank, buffer, want):
+    """A GEMM: reads what it was given once and, later, again."""
+    for _ in range(2):
+        for i, value in enumerate(want):
+            if world.memory[rank][buffer].get(i) != value:
+                raise Corrupt(f"rank {rank}: cell {i} of buffer {buffer}")
+            yield "stepped"
+
+
+def program(seed, size, length=14):
+    """The same for every rank: collectives started, and then used in another order, on one stream or another."""
+    choose = random.Random(seed)
+    calls, open_ = [], []
+    for n in range(length):
+        if choose.random() < 0.4:
+            sent, begin = [], 0
+            for _ in range(size):  # an exchange, some of whose ranks get nothing
+                sent.append((begin, choose.randrange(4)))
+                begin += sent[-1][1]
+        else:
+            sent = [(0, choose.randint(1, 4))] * size
+        calls.append(("start", n, sent, choose.random() < 0.5, choose.randrange(2)))
+        open_.append(n)
+        while open_ and (len(open_) > 3 or choose.random() < 0.5):
+            calls.append(
+                (
+                    "use",
+                    open_.pop(choose.randrange(len(open_))),
+                    choose.randrange(2),
+                    choose.random() < 0.9,
+                    choose.randrange(2),
+                )
+            )
+    return [*calls, *(("use", n, 0, True, 1) for n in open_)]
+
+
+def host(world, machine, copies, calls, forgets=None):
+    """A rank's program. `forgets`: a collective whose release it leaves out."""
+    started = {}
+    for call in calls:
+        yield "stepped"
+        kind, n, *rest = call
+        if kind == "start":
+            sent, early, stream = rest
+            machine.on = machine.computes[stream]
+            total = max(begin + count for begin, count in sent)
+            source = [None] * total
+            machine.put(machine.on, write(source, [(n, machine.rank, i) for i in range(total)]))
+            started[n] = copies.start(source, sent, early), sent, source
+            continue
+        stream, reads, releases_on = rest
+        machine.on = machine.computes[stream]
+        lease, sent, source = started.pop(n)
+        if lease is None:
+            continue
+        if reads:
+            lease.wait()
+            begin, count = sent[machine.rank]
+            want = [(n, rank, begin + i) for rank in range(machine.size) for i in range(count)]
+            machine.put(machine.on, read(world, machine.rank, lease.index, want))
+            machine.put(machine.on, write(source, ["another"] * len(source)))  # its memory is free
+        machine.on = machine.computes[releases_on]
+        if n != forgets:
+            lease.release()
+
+
+def simulate(size, seed, without=(), one_queue=False, forgetful=None):
+    """Runs all ranks to their end; the machines, and the ranks' PeerCopies."""
+    world = World(size, seed, one_queue)
+    calls = program(seed, size)
+    machines = [SimMachine(world, rank, size, without) for rank in range(size)]
+    copies = [PeerCopies(machine, limit=2**40) for machine in machines]
+    for machine, own in zip(machines, copies, strict=True):
+        forgets = 2 if machine.rank == forgetful else None
+        world.hosts.append(host(world, machine, own, calls, forgets))
+    world.run()
+    return machines, copies
+
+
+@pytest.mark.parametrize("one_queue", (False, True), ids=("streams", "one-queue"))
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_every_interleaving_reads_its_own_bytes(size, one_queue):
+    """Nothing is overwritten before it is read, nothing is read before it is there, and nobody waits in a circle."""
+    for seed in range(100 // size):
+        machines, copies = simulate(size, seed, one_queue=one_queue)
+        assert all(own.started >= 10 for own in copies)
+        assert all(machine.copied > 0 for machine in machines)
+        assert max(machine.buffers for machine in machines) <= PER_CLASS
+
+
+WAITS = ("until FREE", "until ARRIVED", "lane after compute", "compute after lane", "compute after compute")
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_each_wait_is_needed(wait):
+    failed = 0
+    for seed in range(20):
+        try:
+            simulate(3, seed, without=(wait,))
+        except (Corrupt, Stuck):
+            failed += 1
+    assert failed > 3, f"without `{wait}` the interleavings are as good as with it"
+
+
+@pytest.mark.parametrize("word", ("tell FREE", "tell ARRIVED"))
+def test_what_is_not_told_is_waited_for(word):
+    with pytest.raises(Stuck):
+        simulate(3, 0, without=(word,))
+
+
+def test_ranks_that_part_hang_and_never_read_wrong_bytes():
+    """One leaves out a release, so that its buffers are others from then on."""
+    stuck = 0
+    for seed in range(20):
+        try:
+            simulate(3, seed, forgetful=1)
+        except Stuck:
+            stuck += 1
+    assert stuck > 10
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", (1, 2**21, 2**21 + 1, 50 * 2**20 - 1, 201326592, 2**30 + 1))
+def test_sizes_of_buffers(nbytes):
+    size = size_class(nbytes)
+    assert nbytes <= size <= max(1.25 * nbytes, 2**21) or size - nbytes < 2**21
+    assert size % 2**21 == 0
+    assert size_class(size) == size
+
+
+def idle_copies(limit):
+    world = World(2, 0)
+    return PeerCopies(SimMachine(world, 0, 2, ()), limit)
+
+
+def test_buffers_are_bounded():
+    copies = idle_copies(limit=2**40)
+    sent = [(0, 5 * 2**20)] * 2
+    leases = [copies.start([], sent, False) for _ in range(PER_CLASS + 1)]
+    assert leases[-1] is None
+    assert (copies.started, copies.refused, copies.allocated) == (PER_CLASS, 1, PER_CLASS * size_class(10 * 2**20))
+    leases[1].release()
+    leases[1].release()  # once only
+    again = copies.start([], [(0, 3 * 2**20)] * 2, False)  # a smaller one fits in too
+    assert again.index == leases[1].index
+    leases[1].release()  # what it had is another's now
+    assert copies.start([], sent, False) is None
+    with pytest.raises(AssertionError, match="read after it went back"):
+        leases[1].wait()
+    small = idle_copies(limit=size_class(10 * 2**20))
+    assert small.start([], sent, False) is not None
+    assert small.start([], sent, True) is None
+
+
+# --- who uses lent buffers ------------------------------------------------------------------------------------------
+
+
+class Lent(Pending):
+    """What another gives, in memory that is overwritten when it is released."""
+
+    lent, open, started = True, 0, 0
+
+    def __init__(self, inner):
+        super().__init__(inner.wait().clone(), None)
+        self._released = False
+        Lent.open += 1
+        Lent.started += 1
+
+    def release(self):
+        if not self._released:
+            self._released = True
+            Lent.open -= 1
+            self._result.fill_(float("nan"))
+
+
+LENDING = {
+    "start_gather": lambda x, group, *, early=False: Lent(start_gather_major(x, group)),
+    "start_gather_rows": lambda x, group: Lent(start_gather_dim(x, 0, group)),
+    "start_exchange_rows": lambda x, sizes, group, *, early=False: Lent(start_exchange_rows(x, sizes, group)),
+}
+
+
+def two_steps(tp_group, sp, owner_map, device="cpu", dtype=torch.float32, hidden=48, tokens=24):
+    """Two steps of two MLPs of a shared input each: outputs and gradients of all."""
+    torch.manual_seed(0)
+    options = {"tp_group": tp_group, "sequence_parallel": sp, "owner_map": owner_map, "dtype": dtype, "device": device}
+    model = torch.nn.ModuleDict()
+    for i in range(2):
+        model[f"gate{i}"] = tpi.Linear(hidden, 2 * hidden, parallel_mode="column", **options)
+        model[f"up{i}"] = tpi.Linear(hidden, 2 * hidden, parallel_mode="column", **options)
+        model[f"down{i}"] = tpi.Linear(2 * hidden, hidden, parallel_mode="row", **options)
+    group, results = resolve_group(tp_group), []
+    for step in range(2):
+        x = wide_randn(tokens, hidden, generator=torch.Generator().manual_seed(step), spread=3).to(device, dtype)
+        x = (x.chunk(group.size)[group.rank].clone() if sp else x).requires_grad_()
+        y = x
+        for i in range(2):
+            y = y + model[f"down{i}"](model[f"gate{i}"](y) * model[f"up{i}"](y))
+        y.square().mean().backward()
+        results += [y.detach().clone(), x.grad.clone()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad
+    return results + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def on_lent(tp_group):
+    found = []
+    with tpi.set_tp_invariant_mode(True):
+        for sp in (False, True):
+            for owner_map in ("rows", "cols", "replicate"):
+                want = two_steps(tp_group, sp, owner_map)
+                Lent.open = Lent.started = 0
+                with mock.patch.multiple(peer_copies, **LENDING):
+                    got = two_steps(tp_group, sp, owner_map)
+                    most = Lent.open
+                    owners.weight_cache.clear()
+                    token_gathers.token_gathers.clear()
+                found.append((digest(got) == digest(want), bool(torch.stack([t.isnan().any() for t in got]).any())))
+                found[-1] += (Lent.started, most, Lent.open)
+    return found
+
+
+def too_early(tp_group):
+    with tpi.set_tp_invariant_mode(True), mock.patch.multiple(peer_copies, **LENDING):
+        wait = Lent.wait
+        with mock.patch.object(Lent, "wait", lambda self: (wait(self), self.release())[0]):
+            return bool(two_steps(tp_group, True, "rows")[0].isnan().any())
+
+
+def test_nothing_reads_a_buffer_that_was_released():
+    for found in run_ranks(on_lent, 3, device="cpu"):
+        for same, nans, started, still_open, leaked in found:
+            assert same
+            assert not nans
+            assert started >= 16
+            assert still_open <= 2  # what was started ahead, and the last tokens
+            assert leaked == 0
+    assert all(run_ranks(too_early, 3, device="cpu")), "this test does not see a buffer that is released too early"
+
+
+def test_what_is_kept_is_not_lent():
+    """`keep` set after a gather was started: that one is let go, as a CUDA graph may read what is kept."""
+    started = []
+
+    def start(weight, *, early):
+        started.append(Lent(Pending(weight, None)) if cache.keep == 0 else Pending(weight, None))
+        return started[-1]
+
+    cache, weight, layout = WeightCache(), torch.ones(3), mock.Mock(group=Group(None, 0, 1), start=start)
+    Lent.open = 0
+    cache.prefetch(weight, layout)
+    assert Lent.open == 1
+    cache.keep = 1
+    assert not cache.holds(weight, layout)
+    assert cache.take(weight, layout) is started[1]
+    assert Lent.open == 0
+    assert cache.take(weight, layout) is started[1]
+
+
+# --- what is chosen -------------------------------------------------------------------------------------------------
+
+
+def test_the_variable(monkeypatch):
+    monkeypatch.delenv("TP_INVARIANT_TRANSPORT", raising=False)
+    assert transport() == "auto"
+    for choice in peer_copies.TRANSPORTS:
+        monkeypatch.setenv("TP_INVARIANT_TRANSPORT", choice)
+        assert transport() == choice
+    monkeypatch.setenv("TP_INVARIANT_TRANSPORT", "ce")
+    with pytest.raises(
+        ValueError, match=r"^TP_INVARIANT_TRANSPORT='ce' is not understood: set it to one of auto, nccl, copy_engine"
+    ):
+        transport()
+
+
+def chosen(tp_group, monkeypatch_to):
+    group = resolve_group(tp_group)
+    x = torch.zeros(group.size, 2**20)
+    with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=monkeypatch_to):
+        try:
+            return peer_copies.start_gather(x, group), peer_copies.start_exchange_rows(x, [1] * group.size, group)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_on_a_cpu_there_are_none():
+    assert peer_memory.why_not(torch.device("cpu")) == "the tensors are on cpu"
+    for choice in ("auto", "nccl"):
+        assert run_ranks(chosen, 2, choice, device="cpu") == [(None, None)] * 2
+    text = (
+        "TP_INVARIANT_TRANSPORT=copy_engine, but the 2 ranks of tp_group have no peer copies: the tensors are on cpu "
+        "(rank 0). Set it to auto or nccl on all ranks: the bits are the same"
+    )
+    assert run_ranks(chosen, 2, "copy_engine", device="cpu") == [text] * 2
+    assert run_ranks(chosen, 1, "copy_engine", device="cpu") == [(None, None)]
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+ON_GPUS = [
+    pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs")]) for n in (2, 3, 4)
+]
+
+
+def rounds_of_copies(tp_group):
+    """Gathers and exchanges beside NCCL's, several in flight, some ranks late: how many went which way."""
+    group = resolve_group(tp_group)
+    late = random.Random(group.rank)  # the ranks' own; all else is shared
+    choose = random.Random(0)
+    checks, flying = 0, []
+    with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
+        for n in range(120):
+            dtype = choose.choice((torch.uint8, torch.bfloat16, torch.float32))
+            generator = torch.Generator("cuda").manual_seed(1000 * n + group.rank)
+            rows, cols = choose.choice((1, 7, 64, 513)), choose.choice((1, 3, 1001, 4096))
+            x = torch.randint(
+                0, 256, (rows, cols * dtype.itemsize), dtype=torch.uint8, device="cuda", generator=generator
+            )
+            x, early = x.view(dtype), choose.random() < 0.5
+            if late.random() < 0.3:
+                torch.cuda._sleep(late.randrange(5_000_000))
+            if choose.random() < 0.5:
+                want, lent = start_gather_major(x, group).wait(), peer_copies.start_gather(x, group, early=early)
+            else:
+                sizes = [0] * group.size
+                for _ in range(rows):
+                    sizes[choose.randrange(group.size)] += 1
+                want = start_exchange_rows(x, sizes, group).wait()
+                lent = peer_copies.start_exchange_rows(x, sizes, group, early=early)
+            assert lent is not None
+            flying.append((lent, want, x))
+            while len(flying) > choose.randrange(3):
+                lent, want, x = flying.pop(choose.randrange(len(flying)))
+                got = lent.wait()
+                x.fill_(0)  # its memory is ours again
+                if late.random() < 0.3:
+                    torch.cuda._sleep(late.randrange(5_000_000))
+                same = got.clone()
+                lent.release()
+                assert_bitwise_equal(same, want)
+                checks += 1
+        copies = copies_of(group, torch.device("cuda", torch.cuda.current_device()))
+    return checks, copies.started, copies.refused, copies.allocated <= copies.limit
+
+
+@pytest.mark.parametrize("ranks", ON_GPUS)
+def test_bytes_are_those_of_nccl(ranks):
+    for checks, started, refused, bounded in run_ranks(rounds_of_copies, ranks, device="cuda"):
+        assert checks > 110
+        assert started >= 120
+        assert refused == 0
+        assert bounded
+
+
+def without_arrival(tp_group):
+    """Rank 1 is late and nobody waits for what arrives: whether rank 0 reads what rank 1 sent."""
+    group = resolve_group(tp_group)
+    x = torch.full((2**20,), group.rank + 1.0, device="cuda")
+    with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
+        for _ in range(2 * PER_CLASS):  # whatever the buffers hold
+            lent = peer_copies.start_gather(x, group)
+            lent.wait()
+            lent.release()
+        machine = copies_of(group, x.device).machine
+        flags = machine.flags
+
+        def deaf(stream, buffer, number, *, tell=None, until=None):
+            flags(stream, buffer, number, tell=tell, until=None if until == peer_copies.Flag.ARRIVED else until)
+
+        x += 10.0
+        torch.cuda.synchronize()
+        group.process_group.barrier().wait()
+        if group.rank == 1:
+            torch.cuda._sleep(500_000_000)
+        with mock.patch.object(machine, "flags", deaf):
+            lent = peer_copies.start_gather(x, group)
+            seen = lent.wait()[1].clone()
+        machine.flags(machine.current(), lent._lease.index, lent._lease._buffer.number, until=peer_copies.Flag.ARRIVED)
+        arrived = lent.wait()[1].clone()
+        lent.release()
+    return bool((seen == 12.0).all()), bool((arrived == 12.0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_the_wait_is_what_makes_them_right():
+    assert run_ranks(without_arrival, 2, device="cuda")[0] == (False, True)
+
+
+def by_transport(tp_group, sp):
+    """Digests of two steps by each transport, and how many blocks went by copy engine."""
+    group, found = resolve_group(tp_group), []
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 1536, "tokens": 1536}
+    with tpi.set_tp_invariant_mode(True):
+        for choice in ("nccl", "copy_engine", "auto"):
+            before = 0 if choice == "nccl" else copies_of(group, device).started
+            with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice):
+                results = [two_steps(tp_group, sp, owner_map, **sizes) for owner_map in ("rows", "cols", "replicate")]
+            after = 0 if choice == "nccl" else copies_of(group, device).started
+            found.append((digest(results), after - before))
+    return found
+
+
+@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("sp", (False, True))
+def test_layers_have_the_same_bits_by_either_transport(ranks, sp):
+    for (nccl, _), (copied, started), (auto, large) in run_ranks(by_transport, ranks, sp, device="cuda"):
+        assert nccl == copied == auto
+        assert started > 40
+        assert 0 < large <= started

@@ -1,0 +1,129 @@
+"""The regions' collectives and adjoints: against what one process computes from all ranks' inputs, byte for byte."""
+
+import functools
+import re
+
+import pytest
+import torch
+
+from tp_invariant import testing
+from tp_invariant.collectives import Group, resolve_group
+from tp_invariant.layout import shard
+from tp_invariant.regions import gather_features, gather_sequence, scatter_features, scatter_sequence
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+WORLDS = (2, 3, 8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+worlds = pytest.mark.parametrize("world", WORLDS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 8)
+
+
+NAN_WITH_PAYLOAD = {torch.bfloat16: 0x7FC1, torch.float16: 0x7E01, torch.float32: 0x7FC00001}
+
+
+def special(shape, dtype, seed):
+    """Random bit patterns: infinities and subnormals among them, and a -0.0 and a NaN with a payload in front."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    x = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype)
+    x[:1] = -0.0
+    x.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[1:2] = NAN_WITH_PAYLOAD[dtype]
+    return x.view(shape)
+
+
+def check_ranks(world, case):
+    """Runs case(group, rank) on every rank; it asserts by itself, and its count of checks must not be zero."""
+
+    def on_rank(tp_group):
+        group = resolve_group(tp_group)
+        return case(group)
+
+    counts = run_ranks(on_rank, world)
+    assert len(counts) == world
+    assert counts == counts[:1] * world
+    assert counts[0] > 0
+
+
+def forward_and_adjoint(fn, x, grad):
+    x = x.clone().requires_grad_()
+    y = fn(x)
+    y.backward(grad)
+    return y, x.grad
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequence_regions(world, dtype):
+    def case(group):
+        checks = 0
+        for dim in range(3):
+            shape = [2, 3, 4, 5]
+            shape[dim] = 2 * group.size
+            x, grad = special(shape, dtype, 1), special(shape, dtype, 2)
+            x_mine, grad_mine = (t.chunk(group.size, dim)[group.rank] for t in (x, grad))
+            for tp_group in (group, group.process_group):
+                gathered = forward_and_adjoint(lambda t, g=tp_group, d=dim: gather_sequence(t, g, d), x_mine, grad)
+                assert_bitwise_equal(gathered, (x, grad_mine))
+                scattered = forward_and_adjoint(lambda t, g=tp_group, d=dim: scatter_sequence(t, g, d), x, grad_mine)
+                assert_bitwise_equal(scattered, (x_mine, grad))
+                assert gathered[1].is_contiguous()
+                assert scattered[0].is_contiguous()
+                checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+@worlds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_feature_regions(world, dtype):
+    def case(group):
+        checks = 0
+        for stride in (1, 2, 3):
+            shape = (3, 2, 2 * stride * group.size)
+            x, grad = special(shape, dtype, 3), special(shape, dtype, 4)
+            x_mine, grad_mine = (shard(t, dim=-1, rank=group.rank, world=group.size, stride=stride) for t in (x, grad))
+            gathered = forward_and_adjoint(lambda t, s=stride: gather_features(t, group, s), x_mine, grad)
+            assert_bitwise_equal(gathered, (x, grad_mine))
+            scattered = forward_and_adjoint(lambda t, s=stride: scatter_features(t, group, s), x, grad_mine)
+            assert_bitwise_equal(scattered, (x_mine, grad))
+            assert gathered[0].is_contiguous()
+            checks += 1
+        return checks
+
+    check_ranks(world, case)
+
+
+def test_gathered_gated_features_stand_as_one_rank_has_them():
+    def case(group):
+        mine = torch.tensor([[10.0 + group.rank, 20.0 + group.rank]])  # [gate_r up_r]
+        y = gather_features(mine, group, 2)
+        expected = [10.0 + rank for rank in range(group.size)] + [20.0 + rank for rank in range(group.size)]
+        assert_bitwise_equal(y, torch.tensor([expected]))
+        return 1
+
+    check_ranks(3, case)
+
+
+def test_scatter_of_a_sequence_that_does_not_divide():
+    def case(group):
+        text = "size of sequence_dim 1=4 is not divisible by TP degree=3: it must be a multiple of 3"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            scatter_sequence(torch.zeros(3, 4, 2), group, 1)
+        return 1
+
+    check_ranks(3, case)
+
+
+def test_one_rank_needs_no_process_group():
+    alone, x = Group(None, 0, 1), special((4, 6), torch.float32, 0)
+    assert_bitwise_equal(gather_sequence(x, None), x)
+    assert_bitwise_equal(scatter_sequence(x, None), x)
+    assert_bitwise_equal(gather_features(x, alone, 3), x)
+    assert_bitwise_equal(scatter_features(x, alone, 3), x)

@@ -1,0 +1,43 @@
+"""Inputs that are the same everywhere: hashes of a place and a name, made into floating-point numbers by their bits.
+
+No generator of random numbers, whose streams may change with a version, and no rounding.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+
+def hashed(name: str, count: int) -> Tensor:
+    """`count` well-mixed integers of 32 bits, int64, that depend on the name and their place alone.
+
+    Two rounds of xor-shift and multiply, as in MurmurHash3's last step; the factors are below 2^31, so that no product
+    passes 2^63.
+    """
+    x = torch.arange(count, dtype=torch.int64) * 0x1E3779B9 + zlib.crc32(name.encode()) & 0xFFFFFFFF
+    for factor, shift in ((0x21F0AAAD, 16), (0x735A2D97, 15)):
+        x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+    return x ^ x >> 15
+
+
+def hashed_floats(name: str, shape: tuple[int, ...], dtype: torch.dtype, exponents: tuple[int, int]) -> Tensor:
+    """Numbers with hashed signs and fractions, and exponents in [low, high), a power of two apart.
+
+    bfloat16, float16 or float32, all of them normal.
+    """
+    digits, bias, bits = {
+        torch.bfloat16: (7, 127, torch.int16),
+        torch.float16: (10, 15, torch.int16),
+        torch.float32: (23, 127, torch.int32),
+    }[dtype]
+    low, high = exponents
+    count = 1
+    for size in shape:
+        count *= size
+    x = hashed(name, count)
+    field = (x >> 23 & high - low - 1) + low + bias  # the fraction has the bits below, the sign the highest
+    magnitude = field << digits | x & (1 << digits) - 1
+    return (magnitude - (x >> 31 << 8 * dtype.itemsize - 1)).to(bits).view(dtype).view(shape)
