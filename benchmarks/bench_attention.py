@@ -282,7 +282,8 @@ def main() -> None:
     chip = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     lines = [
         f"{chip}, torch {torch.__version__}, triton {triton.__version__}, {datetime.date.today()}; bf16, {HEADS} query "
-        f"and {KV_HEADS} key heads of {HEAD_DIM}, random data, chunks of {kernels.CHUNK} keys, median of medians; `python {' '.join(sys.argv)}`",
+        f"and {KV_HEADS} key heads of {HEAD_DIM}, random data, chunks of {kernels.CHUNK} keys, median of medians; "
+        f"`python {' '.join(sys.argv)}`",
         "",
         f"A copy in the same run: {copied:.2f} TB/s, bytes read and written.",
         "",

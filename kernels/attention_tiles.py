@@ -36,7 +36,7 @@ def forward_tile(head_dim: int, dtype: torch.dtype, longest_k: int = 0) -> Tile:
     More queries to a tile read keys less often, which pays where a few heads' keys leave the second-level cache.
     """
     if dtype == torch.float32:
-        return Tile(64, 32, 4, 2) if head_dim <= 128 else Tile(64, 16, 8, 1)
+        return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(64, 16, 8, 1)  # 4 warps at 128 spill 16000 registers
     if head_dim > 128:
         return Tile(64, 64, 8, 2)
     return Tile(64, 64, 4, 3) if longest_k < 16384 else Tile(128, 64, 8, 3)

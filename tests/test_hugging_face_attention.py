@@ -107,6 +107,46 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_full_forward():
     assert not torch.equal(steps, full)
 
 
+def decoded_on_gpus(tp_group, mode, prompt, steps):
+    """Whether a long prompt and greedy steps against a cache give the full forward's logits, bytes and all; these."""
+    import transformers
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = transformers.Qwen3Config(
+        vocab_size=4096, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
+    model = parallelize(model, tp_group)
+    ids = torch.randint(0, 4096, (2, prompt), generator=torch.Generator().manual_seed(1)).to(device)
+    cache, logits, next_ids = DynamicCache(), [], ids
+    with tpi.set_tp_invariant_mode(mode), torch.no_grad():
+        for step in range(1 + steps):
+            logits.append(model(input_ids=next_ids, past_key_values=cache).logits)
+            if step < steps:
+                next_ids = logits[-1][:, -1:].argmax(-1)
+                ids = torch.cat([ids, next_ids], dim=1)
+        full, stepwise = model(input_ids=ids, use_cache=False).logits, torch.cat(logits, dim=1)
+    same = torch.equal(stepwise.view(torch.int16), full.view(torch.int16))
+    return same, testing.digest(full.cpu()), float((stepwise - full).norm() / full.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_decoding_at_every_degree_on_gpus():
+    """1000 tokens at once, then 60 one by one: chunks of keys folded by another kernel than a prefill's."""
+    digests = []
+    for degree in (4, 2, 1):
+        if degree <= torch.cuda.device_count():
+            for same, digest, error in testing.run_ranks(decoded_on_gpus, degree, True, 1000, 60, device="cuda"):
+                assert same, f"TP={degree}: off by {error} of the norm"
+                digests.append(digest)
+    assert len(set(digests)) == 1
+    for same, digest, error in testing.run_ranks(decoded_on_gpus, 1, False, 1000, 60, device="cuda"):  # the control
+        assert not same and digest != digests[0] and error < 0.05, error
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_caches_and_chunks(family, seen):
     """A growing cache, one that drops what a window has passed, and a static one, whose end is empty."""

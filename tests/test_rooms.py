@@ -108,7 +108,7 @@ ALLOWED = {
     "attention": {"kernels"},
     "attention_choice": {"attention", "elementwise", "gemm", "mode"},
     "batch_invariant_ops": {"gemm", "kernels"},
-    "batch_invariant": {"attention_choice", "batch_invariant_ops", "elementwise", "functions"},
+    "batch_invariant": {"attention_choice", "batch_invariant_ops", "elementwise", "functions", "gemm"},
     "determinism_settings": set(),
     "determinism": {"determinism_settings"},
     "plans": set(),

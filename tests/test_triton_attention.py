@@ -26,12 +26,16 @@ def small_kernels(monkeypatch):
     """tpi.attention by these kernels, with several tiles and chunks in a few keys."""
     monkeypatch.setattr(sys.modules["tp_invariant.attention"], "_kernel", lambda q: kernels)
     monkeypatch.setattr(kernels, "CHUNK", 32)
+    monkeypatch.setattr(kernels, "_MERGED_AT_ONCE", 2)
+    kernels._plan.cache_clear()  # it does not know of other tiles
     for module, name in (
         (kernels, "forward_tile"),
         (attention_backward, "backward_key_tile"),
         (attention_backward, "backward_query_tile"),
     ):
         monkeypatch.setattr(module, name, lambda *sizes: Tile(16, 16, 4, 1))
+    yield
+    kernels._plan.cache_clear()
 
 
 def data(queries, keys, heads=4, kv_heads=2, spread=2):

@@ -282,20 +282,20 @@ class FakeKernel:
             self.compiled.append(options)
             self.launched.append((number, grid, args))
 
-            def direct(*of_all):  # grid, stream, 9 constants, arguments
-                self.launched.append((number, of_all[:3], of_all[13:]))
+            class Direct:  # no function: Triton's is none either
+                def __call__(_, *of_all):  # grid, stream, 9 constants, arguments
+                    self.launched.append((number, of_all[:3], of_all[13:]))
 
             class Compiled:
                 function = packed_metadata = None
                 run = SimpleNamespace(
-                    launch=direct, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False,
+                    launch=Direct(), global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False,
                     launch_pdl=False,
                 )  # fmt: skip
 
-                def __getitem__(self, grid):
-                    return lambda *args, stream: kernel.launched.append((number, grid, args))
+                def __getitem__(_, grid):
+                    return lambda *args, stream: self.launched.append((number, grid, args))
 
-            kernel = self
             return Compiled()
 
         return compile_and_launch

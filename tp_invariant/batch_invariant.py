@@ -53,9 +53,10 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._ops import OpOverload
 
 from .attention_choice import safe_attention
-from .batch_invariant_ops import REFUSED, ROUTES, check_operands, overloads, store
+from .batch_invariant_ops import REFUSED, ROUTES, addmm, check_operands, mm, overloads, store
 from .elementwise import BY_POSITION, at_no_position
 from .functions import flatten_tokens
+from .gemm import BUNDLED_DTYPES
 
 # --- at the two keys ------------------------------------------------------------------------------------------------
 
@@ -63,6 +64,7 @@ _ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
 _lock = threading.Lock()
 _included: Callable[[DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 _include: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+_exclude: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def _keys() -> tuple[DispatchKey, DispatchKey]:
@@ -104,28 +106,43 @@ def _kernel(handle: Handler, leave: Callable[[DispatchKeySet], bool], otherwise:
     return kernel
 
 
-def _redispatch(func: OpOverload, key: DispatchKey) -> Callable[..., Any]:
-    """func from behind `key` on."""
-    later = torch._C._dispatch_keyset_full_after(key)
-    return lambda keys, *args, **kwargs: func.redispatch(keys & later, *args, **kwargs)
-
-
 def _is_off(keys: DispatchKeySet) -> bool:
     return not _included(_below)
 
 
+def _redispatch(func: OpOverload, later: DispatchKeySet, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    return func.redispatch(keys & later, *args, **kwargs)
+
+
 def _is_for_python(keys: DispatchKeySet) -> bool:
     """In torch 2.11 a dispatch mode or a subclass, a DTensor say, comes behind _BELOW, and hides it while it runs."""
-    if keys.has(DispatchKey.Python):
+    return keys.has(DispatchKey.Python)
+
+
+def _python_first(func: OpOverload) -> Callable[..., Any]:
+    """func without _BELOW, which torch takes away for what the mode or the subclass calls, too."""
+
+    def call(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         _register_behind_python()
-        return True
-    return False
+        _exclude(_below, True)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _exclude(_below, False)
+
+    return call
 
 
-def _runs_on_cpu(func: OpOverload) -> bool:
-    """False for a composite function: what it is made of does, and a kernel of its own would take its derivative."""
+def _goes_by_cpu(func: OpOverload) -> bool:
+    """Whether a kernel at "CPU" can stand in for func.
+
+    Not for one of two tensors (add): torch hands over a number in place of the second, which cannot be passed on. Nor
+    for a composite one: what it is made of does, and a kernel of its own would take its derivative.
+    """
+    tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
     composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-    return not composite or func.has_kernel_for_dispatch_key(DispatchKey.CPU)
+    direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
+    return (tensors == 1 or "backward" in func._schema.name) and (direct or not composite)
 
 
 def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
@@ -157,23 +174,45 @@ def _refusal(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Any]:
 def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
     """What _ABOVE has in place of a function that torch decomposes in one way or another by shape or layout."""
 
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
         _include(_above, False)
         try:
-            return replacement(*args, **kwargs)
+            return replacement(keys, *args, **kwargs)
         finally:
             _include(_above, True)
 
     return kernel
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if input.dim() == 2 or (bias is None and input.dim() > 2 and input.is_contiguous()):  # so it is by itself
-        return F.linear(input, weight, bias)
-    return F.linear(flatten_tokens(input), weight, bias).reshape(*input.shape[:-1], *weight.shape[:-1])
+@functools.cache
+def _is_plain(keys: int) -> bool:
+    """Whether a call's keys say that it is of a CPU's or a GPU's dense tensors and nobody else's: no autocast, no vmap."""
+    plain = DispatchKeySet(_above) | DispatchKeySet(_below)
+    for key in ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"):
+        plain = plain | DispatchKeySet(getattr(DispatchKey, key))
+    return (plain | DispatchKeySet.from_raw_repr(keys)).raw_repr() == plain.raw_repr()
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x = input if input.dim() == 2 else flatten_tokens(input)
+    if (
+        _is_plain(keys.raw_repr())
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None))
+        and x.dtype is weight.dtype
+        and x.dtype in BUNDLED_DTYPES
+        and weight.dim() == 2
+    ):  # what it comes to, without the way through the dispatcher
+        _include(_below, False)
+        try:
+            y = mm(x, weight.t()) if bias is None else addmm(bias, x, weight.t())
+        finally:
+            _include(_below, True)
+    else:
+        y = F.linear(x, weight, bias)
+    return y if x is input else y.view(*input.shape[:-1], *weight.shape[:-1])
+
+
+def _matmul(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
     try:
         return torch.matmul(a, b)
     except TypeError as error:  # which Python would take for an operator that is not there
@@ -181,6 +220,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _attention(
+    keys: DispatchKeySet,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -226,31 +266,31 @@ def _register() -> None:
         for name in (_ABOVE, _BELOW):
             everything.fallback(torch.library.fallthrough_kernel, name)
         for func, replacement in _REPLACED.items():
-            aten.impl(func, _above_autograd(replacement), _ABOVE)
+            aten.impl(func, _above_autograd(replacement), _ABOVE, with_keyset=True)
         _handlers.update({func: _router(func) for func in ROUTES})
         _handlers.update({func: _refusal(func) for name in REFUSED for func in overloads(name)})
+        by_cpu = set(filter(_goes_by_cpu, BY_POSITION)) if torch.cuda.is_available() else set()
         by_position = {func: functools.partial(at_no_position, func) for func in BY_POSITION}
-        if not torch.cuda.is_available():
-            _handlers.update(by_position)
-        for func, handle in _handlers.items():
-            kernel = _kernel(handle, _is_for_python, _redispatch(func, _below))
-            aten.impl(func, kernel, _BELOW, with_keyset=True)
-        if torch.cuda.is_available():
-            for func in filter(_runs_on_cpu, BY_POSITION):
-                kernel = _kernel(by_position[func], _is_off, torch.library.get_kernel(func, "CPU").call_boxed)
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
-                    aten.impl(func, kernel, "CPU", with_keyset=True)
+        for func, handle in (_handlers | by_position).items():
+            if func not in by_cpu:
+                kernel = _kernel(handle, _is_for_python, _python_first(func))
+                aten.impl(func, kernel, _BELOW, with_keyset=True)
+                continue
+            kernel = _kernel(handle, _is_off, torch.library.get_kernel(func, "CPU").call_boxed)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
+                aten.impl(func, kernel, "CPU", with_keyset=True)
         _libraries.extend((everything, aten))
 
 
 def _register_behind_python() -> None:
-    """All that is at _BELOW once more at BackendSelect, which every thread passes: only once it is needed."""
+    """What is routed or refused once more at BackendSelect, which every thread passes: only once it is needed."""
     with _lock:
         if len(_libraries) == 2:
             aten = torch.library.Library("aten", "IMPL")
+            later = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
             for func, handle in _handlers.items():
-                kernel = _kernel(handle, _is_off, _redispatch(func, DispatchKey.BackendSelect))
+                kernel = _kernel(handle, _is_off, functools.partial(_redispatch, func, later))
                 aten.impl(func, kernel, "BackendSelect", with_keyset=True)
             _libraries.append(aten)
 

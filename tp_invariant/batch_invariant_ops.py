@@ -7,6 +7,7 @@ under slicing on an H200.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -84,7 +85,7 @@ def store(func: OpOverload, result: Tensor, out: Tensor) -> Tensor:
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied: give [M, K] and [K, N]")
     return gemm(None, a, b, out_dtype=out_dtype)
@@ -112,15 +113,15 @@ def _plus(c: Tensor, product: Tensor, out_dtype: torch.dtype, beta: float, alpha
     return total.to(out_dtype)
 
 
-def _addmm(
+def addmm(
     c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     out_dtype = out_dtype or a.dtype
     if alpha == beta == 1 and c.dim() in (1, 2) and c.shape[-1] == c.numel() == b.shape[-1] and a.dim() == b.dim() == 2:
         if a.shape[1] != b.shape[0]:
-            _mm(a, b)  # says what is wrong
+            mm(a, b)  # says what is wrong
         return gemm(None, a, b, bias=c.reshape(-1), out_dtype=out_dtype)
-    return _plus(c, _mm(a, b, torch.float32), out_dtype, beta, alpha)
+    return _plus(c, mm(a, b, torch.float32), out_dtype, beta, alpha)
 
 
 def _baddbmm(
@@ -130,22 +131,23 @@ def _baddbmm(
 
 
 def _mv(a: Tensor, x: Tensor) -> Tensor:
-    return _mm(a, x.unsqueeze(-1)).squeeze(-1)
+    return mm(a, x.unsqueeze(-1)).squeeze(-1)
 
 
 def _addmv(c: Tensor, a: Tensor, x: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _plus(c, _mm(a, x.unsqueeze(-1), torch.float32).squeeze(-1), a.dtype, beta, alpha)
+    return _plus(c, mm(a, x.unsqueeze(-1), torch.float32).squeeze(-1), a.dtype, beta, alpha)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    return _mm(x.unsqueeze(0), y.unsqueeze(-1)).view(())
+    return mm(x.unsqueeze(0), y.unsqueeze(-1)).view(())
 
 
 # --- along rows -----------------------------------------------------------------------------------------------------
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
+@functools.cache
+def _kernels(device_type: str) -> ModuleType:
+    if device_type == "cuda":
         from .kernels import softmax  # imports triton, so only here
 
         return softmax
@@ -156,6 +158,8 @@ def _kernels(device: torch.device) -> ModuleType:
 
 def _as_rows(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, list[int]]:
     """x with `dims` last and flattened, [rows, n], and the order that its dims have there."""
+    if list(dims) == [x.dim() - 1]:
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), list(range(x.dim()))
     order = [d for d in range(x.dim()) if d not in dims] + list(dims)
     n = math.prod(x.shape[d] for d in dims)
     rows = math.prod(x.shape[d] for d in range(x.dim()) if d not in dims)
@@ -179,7 +183,7 @@ def _softmax_of(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool) -> Tenso
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=out_dtype)
     rows, order = _as_rows(x, _dims(dim, x.dim()))
-    y = _kernels(x.device).softmax(rows, log=log, out_dtype=out_dtype)
+    y = _kernels(x.device.type).softmax(rows, log=log, out_dtype=out_dtype)
     inverse = [order.index(d) for d in range(x.dim())]
     return y.view([x.shape[d] for d in order]).permute(inverse).contiguous()
 
@@ -210,6 +214,10 @@ def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: to
     if x.dim() == 0:
         return _reduce(x.view(1), dim, False, dtype, mean)
     out_dtype = dtype or x.dtype
+    if dim in ([-1], [x.dim() - 1]) and x.dtype.is_floating_point and x.numel():  # the usual case, quickly
+        size = x.shape[-1]
+        y = _kernels(x.device.type).row_sums(x.reshape(-1, size), divisor=size if mean else 1, out_dtype=out_dtype)
+        return y.view((*x.shape[:-1], 1) if keepdim else x.shape[:-1])
     if not x.dtype.is_floating_point:
         x = x.to(out_dtype)
     dims = _dims(dim, x.dim())
@@ -218,7 +226,7 @@ def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: to
     if count == 0:
         y = rows.new_full((rows.shape[0],), math.nan if mean else 0.0, dtype=out_dtype)
     else:
-        y = _kernels(x.device).row_sums(rows, divisor=count if mean else 1, out_dtype=out_dtype)
+        y = _kernels(x.device.type).row_sums(rows, divisor=count if mean else 1, out_dtype=out_dtype)
     kept = [(1 if d in dims else size) for d, size in enumerate(x.shape) if keepdim or d not in dims]
     return y.view(kept)
 
@@ -249,10 +257,10 @@ def _log_softmax_backward(grad: Tensor, y: Tensor, dim: int, input_dtype: torch.
 # --- the tables -----------------------------------------------------------------------------------------------------
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "mm": _mm,
+    "mm": mm,
     "bmm": _bmm,
-    "addmm": _addmm,
-    "addmm_": _addmm,
+    "addmm": addmm,
+    "addmm_": addmm,
     "baddbmm": _baddbmm,
     "baddbmm_": _baddbmm,
     "mv": _mv,

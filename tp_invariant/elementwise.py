@@ -61,6 +61,8 @@ def at_no_position(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Ten
 
     Sums round by position only where they scale: with alpha = 1, the usual case, they go to torch as they are.
     """
+    if any(isinstance(value, Tensor) and value.is_cuda for value in args):
+        return func(*args, **kwargs)
     target = next((name for name in ("out", "grad_input") if name in kwargs), None)
     operands = [*args, *(value for name, value in kwargs.items() if name != target)]
     tensors = [value for value in operands if isinstance(value, Tensor)]

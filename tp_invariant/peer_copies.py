@@ -4,8 +4,9 @@ NCCL's kernels take SMs, and a GEMM of one program per SM that runs beside one e
 every rank copies its block into a buffer of each peer's. Who may write and what is there is said by flags, numbers that
 streams write into peers' memory and wait for, so that no kernel has to start for it:
 
-    start     once all have freed what a buffer held before: my block to each peer, then ARRIVED; wait for theirs
-    wait      the stream that asks goes on when all blocks are there and mine have been read
+    start     once all have freed what a buffer held before: my block to each peer, then ARRIVED
+    wait      the stream that asks goes on when all peers' ARRIVED are there and my blocks have been sent. It waits by
+              itself, as CUDA may queue others' kernels behind a wait of this kind, which it cannot see the end of
     release   what was launched so far is the last that reads it: FREE at each peer
 
     numbers   each use of a buffer has one. Waits are for that very number, neither less nor more, so that ranks which
@@ -111,7 +112,7 @@ class Machine(Protocol):
     def flags(
         self, stream: Any, buffer: int, number: int, *, tell: Flag | None = None, until: Flag | None = None
     ) -> None:
-        """Writes `number` as my word `tell` at every peer, then waits until every peer's word `until` here is it."""
+        """Writes `number` as my word `tell` at every peer, or waits until every peer's word `until` here is it."""
         ...
 
 
@@ -127,8 +128,8 @@ class _Buffer:
 class Lease:
     """A buffer while it is filled and read: `wait` on every stream that reads it, then `release` on any."""
 
-    def __init__(self, machine: Machine, buffer: _Buffer, started_on: Any, arrived: Any) -> None:
-        self._machine, self._buffer, self._started_on, self._arrived = machine, buffer, started_on, arrived
+    def __init__(self, machine: Machine, buffer: _Buffer, started_on: Any, sent: Any) -> None:
+        self._machine, self._buffer, self._started_on, self._sent = machine, buffer, started_on, sent
         self._read_on: list[Any] = []
         self._released = False
 
@@ -139,11 +140,13 @@ class Lease:
     def wait(self) -> None:
         assert not self._released, "a buffer is read after it went back"
         stream = self._machine.current()
-        self._machine.after(stream, self._arrived)
+        if stream in self._read_on:
+            return
+        self._read_on.append(stream)
+        self._machine.after(stream, self._sent)
         if stream != self._started_on:  # which copied my own block
             self._machine.after(stream, self._machine.mark(self._started_on))
-        if stream not in self._read_on:
-            self._read_on.append(stream)
+        self._machine.flags(stream, self._buffer.index, self._buffer.number, until=Flag.ARRIVED)
 
     def release(self) -> None:
         if self._released:
@@ -187,7 +190,10 @@ class PeerCopies:
         if fits:  # of the smallest, the one that peers have freed longest ago
             return min(fits, key=lambda b: (b.nbytes, b.number))
         alike = sum(b.nbytes == size for b in self._buffers)
-        if alike >= PER_CLASS or self.allocated + size > self.limit or not self.machine.new_buffer(size):
+        if alike >= PER_CLASS or self.allocated + size > self.limit:
+            return None
+        if not self.machine.new_buffer(size):
+            self.limit = self.allocated  # a rank has no memory left: do not ask all of them each time
             return None
         self._buffers.append(_Buffer(len(self._buffers), size))
         return self._buffers[-1]
@@ -222,7 +228,7 @@ class PeerCopies:
             send(stream, m.rank)
         for step in range(1, m.size):  # in each step every rank is sent to by one
             send(lane, (m.rank + step) % m.size)
-        m.flags(lane, buffer.index, buffer.number, tell=Flag.ARRIVED, until=Flag.ARRIVED)
+        m.flags(lane, buffer.index, buffer.number, tell=Flag.ARRIVED)
         if early:  # needed after the GEMM that is launched next, where SMs come free
             send(lane, m.rank)
         return Lease(m, buffer, stream, m.mark(lane))
