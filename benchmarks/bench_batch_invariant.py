@@ -13,6 +13,7 @@ clocks and heat fall on all:
                     stages, rows on the same kernels as tp_invariant's; attention is torch's
 
 A time is that of the forward between two events on the GPU, so the host's launches count where the GPU waits for them.
+"host" is the time until the call returns, the GPU idle before; a GPU that is far behind may hold it up.
 "bits" says whether the first sequence of the batch gets the logits that it gets alone, byte for byte. Writes OUT.csv
 and OUT.md. With --small a short run of a tiny model, in Triton's interpreter where there is no GPU, that shows only
 that the script works.
@@ -27,6 +28,7 @@ import datetime
 import os
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -110,6 +112,18 @@ def build(options: argparse.Namespace) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model(input_ids=tokens).logits
 
 
+def host_milliseconds(fn: Callable[[], object], times: int = 7) -> float:
+    """Until fn returns, the device idle before; the median."""
+    found = []
+    for _ in range(times):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        fn()
+        found.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(found)
+
+
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     forward, vocabulary = build(options), PRESETS[options.preset][1]["vocab_size"]
     rows = []
@@ -123,14 +137,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 bits[name] = torch.equal(forward(tokens)[:1].view(torch.uint8), alone.view(torch.uint8))
             del alone
         timed: dict[str, list[list[float]]] = {name: [] for name in WAYS}
+        host: dict[str, list[float]] = {name: [] for name in WAYS}
         for _ in range(options.rounds):
             for name, way in WAYS.items():
                 with way():
                     times = microseconds(lambda tokens=tokens: forward(tokens), options.milliseconds, options.device)
+                    host[name].append(host_milliseconds(lambda tokens=tokens: forward(tokens)))
                 timed[name].append([t / 1e3 for t in times])
         for name, quantiles in timed.items():
             for label, column in zip(("p20", "ms", "p80"), zip(*quantiles, strict=True), strict=True):
                 row[f"{name}_{label}"] = round(statistics.median(column), 3)
+            row[f"{name}_host"] = round(statistics.median(host[name]), 3)
         for other in (TORCH, PINNED):
             row[f"{OURS}_vs_{other}"] = round(row[f"{other}_ms"] / row[f"{OURS}_ms"], 3)
         row |= {f"{name}_bits": "same" if same else "differ" for name, same in bits.items()}
@@ -155,7 +172,10 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         for other in (TORCH, PINNED)
     ]
     times = [
-        " | ".join(f"{row[f'{name}_ms']} ({row[f'{name}_p20']} to {row[f'{name}_p80']})" for name in WAYS)
+        " | ".join(
+            f"{row[f'{name}_ms']} ({row[f'{name}_p20']} to {row[f'{name}_p80']}; {row[f'{name}_host']})"
+            for name in WAYS
+        )
         for row in rows
     ]
     lines = [
@@ -165,8 +185,8 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "",
         f"batch_invariant(), geometric means of {len(rows)} shapes: {', '.join(means)}.",
         "",
-        "Milliseconds (20th to 80th percentile), speed of batch_invariant() against the other two, and whether a "
-        "sequence's bits in the batch are those that it has alone:",
+        "Milliseconds (20th to 80th percentile; the host's), speed of batch_invariant() against the other two, and "
+        "whether a sequence's bits in the batch are those that it has alone:",
         "",
         f"| batch | tokens | {' | '.join(WAYS)} | vs torch | vs pinned | {' | '.join(f'bits, {n}' for n in WAYS)} |",
         "|" + " --- |" * (4 + 2 * len(WAYS)),

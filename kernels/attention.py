@@ -350,8 +350,10 @@ def forward(
     head_dim = q.shape[3]
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention"):
+        if padded == head_dim:
+            return _forward(q, k, v, spec, lengths)
         out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths)
-    return (out if padded == head_dim else out[..., :head_dim].contiguous()), lse
+    return out[..., :head_dim].contiguous(), lse
 
 
 def _forward(

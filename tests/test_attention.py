@@ -187,6 +187,24 @@ def test_repeats_beside_a_busy_stream():
     torch.cuda.synchronize()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_decode_steps_of_two_streams():
+    """The kernel that folds a step's chunks is launched before the one that makes them is done: it has to wait."""
+    cases = [tensors("cuda", torch.bfloat16, batch, 8, 2, 1, keys, 128)[:3] for batch, keys in ((1, 5000), (16, 9000))]
+    first = [tpi.attention(*case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        results = []
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append([tpi.attention(*case) for _ in range(10)])
+        torch.cuda.synchronize()
+        for expected, got in zip(first, results, strict=True):
+            assert all(torch.equal(x.view(torch.int16), expected.view(torch.int16)) for x in got)
+
+
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -339,9 +357,11 @@ def test_checkpointed_it_has_the_same_bits(reentrant):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_replayed_from_a_cuda_graph_it_has_the_same_bits(packed):
-    q, k, v, grad = data = tensors("cuda", torch.bfloat16, 1, 8, 2, 300, 300, 128)
+@pytest.mark.parametrize(
+    "queries, keys, packed", [(300, 300, False), (300, 300, True), (1, 5000, False)], ids=["", "packed", "decode"]
+)
+def test_replayed_from_a_cuda_graph_it_has_the_same_bits(queries, keys, packed):
+    q, k, v, grad = data = tensors("cuda", torch.bfloat16, 1, 8, 2, queries, keys, 128)
     options = dict(causal=True)
     if packed:
         cu = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import attention_choice
+from tp_invariant import attention_choice, batch_invariant_dispatch
 from tp_invariant.batch_invariant import (
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
@@ -577,15 +577,19 @@ def test_default_gemm_fn_applies():
 
     def gemm_fn(a, b, *, bias=None, out_dtype=None):
         seen.append(tuple(a.shape))
-        return (a @ b).to(out_dtype)  # not routed again: no recursion
+        return (a @ b if len(seen) == 1 else F.linear(a, b.t())).to(out_dtype)  # not routed again: no recursion
 
     tpi.set_default_gemm_fn(gemm_fn)
     try:
         with tpi.batch_invariant():
             torch.mm(wide(2, 3), wide(3, 4))
+            for grad in (False, True):
+                with torch.set_grad_enabled(grad):
+                    F.linear(wide(2, 3), wide(4, 3).requires_grad_())
+            assert is_batch_invariant_mode_enabled()
     finally:
         tpi.set_default_gemm_fn(None)
-    assert seen == [(2, 3)]
+    assert seen == 3 * [(2, 3)]
 
 
 # --- the context ----------------------------------------------------------------------------------------------------
@@ -695,12 +699,9 @@ def test_what_is_not_routed_costs_no_python():
 
 @pytest.mark.parametrize("name", ("NoSuchKey", "PythonDispatcher", "CPU"))
 def test_a_torch_with_other_keys(name):
-    module = sys.modules["tp_invariant.batch_invariant"]
-    with (
-        mock.patch.object(module, "_BELOW", name),
-        pytest.raises(RuntimeError, match=f"DeferredInit and {name}, which"),
-    ):
-        module._keys()
+    patched = mock.patch.object(batch_invariant_dispatch, "_BELOW", name)
+    with patched, pytest.raises(RuntimeError, match=f"DeferredInit and {name}, which"):
+        batch_invariant_dispatch._keys()
 
 
 FROM_CPU_KEY = """

@@ -130,10 +130,10 @@ def attention(
 
 def _number(value: Any, kind: type, name: str) -> Any:
     """`value` as an int or a float, so that a call has one type for it, whatever launched the kernel first."""
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name} is a tensor: it must be {kind.__name__} or None, and gets no gradient")
     if value is None:
         return None
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor: it must be {kind.__name__} or None, and gets no gradient")
     number = kind(value)
     if kind is int and number != value:
         raise ValueError(f"{name}={value} must be a whole number")
@@ -141,19 +141,21 @@ def _number(value: Any, kind: type, name: str) -> Any:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"{shapes} must be [batch, heads, sequence, head size]; packed sequences have batch 1")
+        raise ValueError(f"{shapes()} must be [batch, heads, sequence, head size]; packed sequences have batch 1")
     if k.shape[:-1] != v.shape[:-1] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{shapes} do not fit: they need one batch, k and v one sequence and heads, q and k one head size"
+            f"{shapes()} do not fit: they need one batch, k and v one sequence and heads, q and k one head size"
         )
     if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} heads and k {k.shape[1]}: q's must be a multiple of k's, and at least 1 of each"
         )
     if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"{shapes} have heads of size 0: it must be at least 1")
+        raise ValueError(f"{shapes()} have heads of size 0: it must be at least 1")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}: attention takes {', '.join(map(str, DTYPES))}")

@@ -25,8 +25,11 @@ TorchDispatchMode has Python run for each operation, some 3000 in a forward of 2
 registering at "CUDA", as batch_invariant_ops does, routes every thread's calls.
 
 Its price: the keys and the calls that set them are private. A torch that lacks them, has them elsewhere or uses them
-itself is noticed at the first entry, a RuntimeError. Where there is CUDA the elementwise functions are registered at
-"CPU" instead, so that a GPU's do not wait for Python; a thread outside then pays some microseconds for a CPU's.
+itself (2.13 already calls Fake the key of a FakeTensor mode to come) is noticed at the first entry, a RuntimeError.
+Where there is CUDA the elementwise functions of one tensor are registered at "CPU" instead, so that a GPU's do not wait
+for Python; a thread outside then pays some 5 us for a CPU's. In torch 2.11 a dispatch mode or a DTensor inside hides
+Fake from what it calls, so what is routed or refused is then registered at BackendSelect too: a product outside pays as
+much, and elementwise functions on a CPU stay torch's there.
 
 Compiled functions run eagerly while any thread is inside (torch.compiler.set_stance, which is process-wide), so no
 fused kernel slips by; the backward of one that ran outside is compiled and stays so.
@@ -39,177 +42,38 @@ With the names of the package batch_invariant_ops, so that changing the import i
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKeySet
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._ops import OpOverload
 
 from .attention_choice import safe_attention
-from .batch_invariant_ops import REFUSED, ROUTES, addmm, check_operands, mm, overloads, store
-from .elementwise import BY_POSITION, at_no_position
+from .batch_invariant_dispatch import include, included, is_on, is_plain, register, unrouted
+from .batch_invariant_ops import addmm, mm
 from .functions import flatten_tokens
 from .gemm import BUNDLED_DTYPES
-
-# --- at the two keys ------------------------------------------------------------------------------------------------
-
-_ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
-_lock = threading.Lock()
-_included: Callable[[DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-_include: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
-_exclude: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
-def _keys() -> tuple[DispatchKey, DispatchKey]:
-    """_ABOVE and _BELOW.
-
-    Raises:
-        RuntimeError: this torch does not have them where they were, or uses them.
-    """
-    try:
-        above, below = (torch._C._dispatch_key_parse(name) for name in (_ABOVE, _BELOW))
-    except RuntimeError:
-        above = below = DispatchKey.Undefined
-    order = (DispatchKey.BackendSelect, below, DispatchKey.ADInplaceOrView, DispatchKey.AutocastCUDA, above)
-    places = [key.value for key in order]
-    entries = torch._C._dispatch_dump_table("aten::mm").splitlines()
-    if places != sorted(set(places)) or any(line.startswith((f"{_ABOVE}:", f"{_BELOW}:")) for line in entries):
-        raise RuntimeError(
-            f"batch_invariant() needs the dispatch keys {_ABOVE} and {_BELOW}, which torch {torch.__version__} lacks, "
-            "has in another order or uses itself (or torchdistx, if it is imported): use torch 2.11 to 2.13, without it"
-        )
-    return above, below
-
-
-Handler = Callable[[tuple, dict[str, Any]], Any]
-
-
-def _kernel(handle: Handler, leave: Callable[[DispatchKeySet], bool], otherwise: Callable[..., Any]) -> Callable:
-    """What is registered: handle(args, kwargs), inside of which nothing is routed; `otherwise` where leave(keys)."""
-
-    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if leave(keys):
-            return otherwise(keys, *args, **kwargs)
-        _include(_below, False)
-        try:
-            return handle(args, kwargs)
-        finally:
-            _include(_below, True)
-
-    return kernel
-
-
-def _is_off(keys: DispatchKeySet) -> bool:
-    return not _included(_below)
-
-
-def _redispatch(func: OpOverload, later: DispatchKeySet, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    return func.redispatch(keys & later, *args, **kwargs)
-
-
-def _is_for_python(keys: DispatchKeySet) -> bool:
-    """In torch 2.11 a dispatch mode or a subclass, a DTensor say, comes behind _BELOW, and hides it while it runs."""
-    return keys.has(DispatchKey.Python)
-
-
-def _python_first(func: OpOverload) -> Callable[..., Any]:
-    """func without _BELOW, which torch takes away for what the mode or the subclass calls, too."""
-
-    def call(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        _register_behind_python()
-        _exclude(_below, True)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            _exclude(_below, False)
-
-    return call
-
-
-def _goes_by_cpu(func: OpOverload) -> bool:
-    """Whether a kernel at "CPU" can stand in for func.
-
-    Not for one of two tensors (add): torch hands over a number in place of the second, which cannot be passed on. Nor
-    for a composite one: what it is made of does, and a kernel of its own would take its derivative.
-    """
-    tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
-    composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-    direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
-    return (tensors == 1 or "backward" in func._schema.name) and (direct or not composite)
-
-
-def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
-    compute, in_place = ROUTES[func], func._schema.name.endswith("_")
-    target = next((argument.name for argument in func._schema.arguments if argument.is_out), None)
-
-    def route(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        plain = kwargs if target is None else {name: value for name, value in kwargs.items() if name != target}
-        if not check_operands(func, args, plain):
-            return func(*args, **kwargs)
-        result = compute(*args, **plain)
-        if target is not None:
-            return store(func, result, kwargs[target])
-        return store(func, result, args[0]) if in_place else result
-
-    return route
-
-
-def _refusal(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Any]:
-    def refuse(args: tuple, kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError(
-            f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
-            f"{REFUSED[func._schema.name]}, or leave it out with set_batch_invariant_mode(False)"
-        )
-
-    return refuse
-
-
-def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
-    """What _ABOVE has in place of a function that torch decomposes in one way or another by shape or layout."""
-
-    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
-        _include(_above, False)
-        try:
-            return replacement(keys, *args, **kwargs)
-        finally:
-            _include(_above, True)
-
-    return kernel
-
-
-@functools.cache
-def _is_plain(keys: int) -> bool:
-    """Whether a call's keys say that it is of a CPU's or a GPU's dense tensors and nobody else's: no autocast, no vmap."""
-    plain = DispatchKeySet(_above) | DispatchKeySet(_below)
-    for key in ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"):
-        plain = plain | DispatchKeySet(getattr(DispatchKey, key))
-    return (plain | DispatchKeySet.from_raw_repr(keys)).raw_repr() == plain.raw_repr()
 
 
 def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = input if input.dim() == 2 else flatten_tokens(input)
     if (
-        _is_plain(keys.raw_repr())
+        is_on()  # else a gemm_fn calls it
+        and is_plain(keys.raw_repr())
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None))
         and x.dtype is weight.dtype
         and x.dtype in BUNDLED_DTYPES
         and weight.dim() == 2
     ):  # what it comes to, without the way through the dispatcher
-        _include(_below, False)
-        try:
-            y = mm(x, weight.t()) if bias is None else addmm(bias, x, weight.t())
-        finally:
-            _include(_below, True)
+        y = unrouted(mm, x, weight.t()) if bias is None else unrouted(addmm, bias, x, weight.t())
     else:
         y = F.linear(x, weight, bias)
-    return y if x is input else y.view(*input.shape[:-1], *weight.shape[:-1])
+    return y if x is input else y.reshape(*input.shape[:-1], *weight.shape[:-1])
 
 
 def _matmul(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
@@ -236,10 +100,8 @@ def _attention(
             f"dropout_p={dropout_p}: inside batch_invariant() attention takes no dropout, whose mask depends on the "
             "batch; set it to 0"
         )
-    with set_batch_invariant_mode(False):  # its products are invariant already: nothing to route twice
-        return safe_attention(
-            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return unrouted(safe_attention, query, key, value, **options)  # its products are invariant already
 
 
 _REPLACED: dict[OpOverload, Callable[..., Tensor]] = {
@@ -247,52 +109,6 @@ _REPLACED: dict[OpOverload, Callable[..., Tensor]] = {
     torch.ops.aten.matmul.default: _matmul,
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
 }
-_above = _below = DispatchKey.Undefined  # until _register
-_handlers: dict[OpOverload, Handler] = {}
-_libraries: list[torch.library.Library] = []  # what is registered lives as long as they do
-
-
-def _register() -> None:
-    """Registers all of it, once for the process.
-
-    Raises: see _keys.
-    """
-    global _above, _below
-    with _lock:
-        if _libraries:
-            return
-        _above, _below = _keys()
-        everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-        for name in (_ABOVE, _BELOW):
-            everything.fallback(torch.library.fallthrough_kernel, name)
-        for func, replacement in _REPLACED.items():
-            aten.impl(func, _above_autograd(replacement), _ABOVE, with_keyset=True)
-        _handlers.update({func: _router(func) for func in ROUTES})
-        _handlers.update({func: _refusal(func) for name in REFUSED for func in overloads(name)})
-        by_cpu = set(filter(_goes_by_cpu, BY_POSITION)) if torch.cuda.is_available() else set()
-        by_position = {func: functools.partial(at_no_position, func) for func in BY_POSITION}
-        for func, handle in (_handlers | by_position).items():
-            if func not in by_cpu:
-                kernel = _kernel(handle, _is_for_python, _python_first(func))
-                aten.impl(func, kernel, _BELOW, with_keyset=True)
-                continue
-            kernel = _kernel(handle, _is_off, torch.library.get_kernel(func, "CPU").call_boxed)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
-                aten.impl(func, kernel, "CPU", with_keyset=True)
-        _libraries.extend((everything, aten))
-
-
-def _register_behind_python() -> None:
-    """What is routed or refused once more at BackendSelect, which every thread passes: only once it is needed."""
-    with _lock:
-        if len(_libraries) == 2:
-            aten = torch.library.Library("aten", "IMPL")
-            later = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-            for func, handle in _handlers.items():
-                kernel = _kernel(handle, _is_off, functools.partial(_redispatch, func, later))
-                aten.impl(func, kernel, "BackendSelect", with_keyset=True)
-            _libraries.append(aten)
 
 
 # --- public ---------------------------------------------------------------------------------------------------------
@@ -304,6 +120,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_opening = threading.Lock()
 _open = 0  # contexts of all threads
 _stance: Any = None  # gives back what the first of them found of torch.compile's stance
 
@@ -314,14 +131,14 @@ def _nothing_compiled() -> Iterator[None]:
     global _open, _stance
     callback = set_eval_frame(None)
     try:
-        with _lock:
+        with _opening:
             if _open == 0:
                 _stance = torch.compiler.set_stance("force_eager")
             _open += 1
         try:
             yield
         finally:
-            with _lock:
+            with _opening:
                 _open -= 1
                 if _open == 0:
                     _stance.__exit__(None, None, None)
@@ -344,18 +161,17 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled={enabled!r} is not understood: pass True or False")
-    _register()
-    keys = _above, _below
-    before = [_included(key) for key in keys]
+    keys = register(_REPLACED)
+    before = [included(key) for key in keys]
     with _nothing_compiled():
         _thread.contexts += 1
         for key in keys:
-            _include(key, enabled)
+            include(key, enabled)
         try:
             yield
         finally:
             for key, was in zip(keys, before, strict=True):
-                _include(key, was)
+                include(key, was)
             _thread.contexts -= 1
 
 
@@ -372,7 +188,7 @@ def batch_invariant() -> contextlib._GeneratorContextManager[None]:
 
 def is_batch_invariant_mode_enabled() -> bool:
     """Whether operations of this thread are routed now."""
-    return bool(_libraries) and _included(_below)
+    return is_on()
 
 
 def enable_batch_invariant_mode() -> None:

@@ -141,7 +141,7 @@ def _losses(device: str) -> str:
     for dtype in BUNDLED_DTYPES:
         logits = wide_randn(24, 257, generator=generator, spread=2).to(device, dtype)
 
-        def run(rows: slice, logits: Tensor = logits) -> tuple[Tensor, Tensor]:
+        def run(rows: slice, logits: Tensor = logits) -> tuple[Tensor, ...]:
             own = logits[rows].clone().requires_grad_()
             with set_tp_invariant_mode(True):
                 loss = vocab_parallel_cross_entropy(own, target[rows], tp_group=None, reduction="none")

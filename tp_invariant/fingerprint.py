@@ -230,7 +230,7 @@ def read_lines(path: str) -> dict[str, str]:
     Raises:
         FileFormatError: a line that is no such line, or one result with two digests.
     """
-    found = {}
+    found: dict[str, str] = {}
     for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
         if text.startswith("#") or not text.strip():
             continue

@@ -22,7 +22,7 @@ def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
     What an autograd function returns as a view cannot be changed in place, which users do (`y += residual`, ReLU).
     """
-    return torch.ops.aten._unsafe_view(x, list(shape))
+    return torch.ops.aten._unsafe_view.default(x, list(shape))
 
 
 def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
