@@ -22,9 +22,20 @@ from .elementwise import BY_POSITION, at_no_position
 
 _ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
 _lock = threading.Lock()
-included: Callable[[DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-include: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
-_exclude: Callable[[DispatchKey, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def _of_torch(name: str) -> Callable[..., Any]:
+    """A private function of torch's; where there is none, `import tp_invariant` works and entering the mode does not."""
+
+    def missing(*args: Any) -> None:
+        raise RuntimeError(f"batch_invariant() needs {name}, which torch {torch.__version__} lacks: use 2.11 to 2.13")
+
+    return getattr(torch._C, name, missing)
+
+
+included: Callable[[DispatchKey], bool] = _of_torch("_dispatch_tls_is_dispatch_key_included")
+include: Callable[[DispatchKey, bool], None] = _of_torch("_dispatch_tls_set_dispatch_key_included")
+_exclude: Callable[[DispatchKey, bool], None] = _of_torch("_dispatch_tls_set_dispatch_key_excluded")
 
 
 def _keys() -> tuple[DispatchKey, DispatchKey]:
