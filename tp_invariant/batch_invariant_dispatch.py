@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 def _of_torch(name: str) -> Callable[..., Any]:
-    """A private function of torch's; where there is none, `import tp_invariant` works and entering the mode does not."""
+    """A private function of torch's; where there is none, the package can be imported and the mode not entered."""
 
     def missing(*args: Any) -> None:
         raise RuntimeError(f"batch_invariant() needs {name}, which torch {torch.__version__} lacks: use 2.11 to 2.13")
