@@ -81,6 +81,11 @@ def _attend(
     pass through registers need more shared memory, of which two programs have to fit on a multiprocessor.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        k = k_desc.load([row_k + start, column_k])
+        v = v_desc.load([row_v + start, column_v])
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        # Not before the scores: whoever touches acc first waits for the product with the values, which until then goes
+        # on beside that of the scores.
         if FOLDS:  # noqa: SIM102 - a constexpr: there is no branch where it is False
             if start % CHUNK == 0:
                 before, before_largest, before_total = _fold(
@@ -89,9 +94,7 @@ def _attend(
                 acc = tl.zeros_like(acc)
                 largest = tl.full(largest.shape, float("-inf"), tl.float32)
                 total = tl.zeros_like(total)
-        k = k_desc.load([row_k + start, column_k])
-        v = v_desc.load([row_v + start, column_v])
-        scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
+        scores = capped(scores, inverse_cap, SOFTCAP)
         if MASKED:
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)

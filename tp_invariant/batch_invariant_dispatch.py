@@ -104,6 +104,23 @@ def _python_first(func: OpOverload) -> Callable[..., Any]:
     return call
 
 
+def _beside_cuda(func: OpOverload, kernel: Callable) -> Callable:
+    """`kernel`, of a function whose place matters on a CPU alone, with a short way for CUDA tensors."""
+    later = torch._C._dispatch_keyset_full_after(_below)
+
+    def short(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if (
+            keys.has(DispatchKey.CUDA)
+            and isinstance(args[-1], Tensor)  # a number in place of a tensor is not taken by redispatch
+            and isinstance(args[0], Tensor)
+            and not keys.has(DispatchKey.Python)
+        ):
+            return func.redispatch(keys & later, *args, **kwargs)
+        return kernel(keys, *args, **kwargs)
+
+    return short
+
+
 def _goes_by_cpu(func: OpOverload) -> bool:
     """Whether a kernel at "CPU" can stand in for func.
 
@@ -203,6 +220,8 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
         for func, handle in (_handlers | by_position).items():
             if func not in by_cpu:
                 kernel = _kernel(handle, _is_for_python, _python_first(func))
+                if func in by_position and torch.cuda.is_available():
+                    kernel = _beside_cuda(func, kernel)
                 aten.impl(func, kernel, _BELOW, with_keyset=True)
                 continue
             kernel = _kernel(handle, _is_off, torch.library.get_kernel(func, "CPU").call_boxed)
