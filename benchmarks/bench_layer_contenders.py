@@ -171,7 +171,7 @@ class Stack(nn.Module):
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
     cache, shared = owners.weight_cache, token_gathers.token_gathers
-    before, transport = (cache.keep, cache.ahead, shared.reuse), os.environ.get(TRANSPORT_VARIABLE, "auto")
+    before, transport = (cache.keep, cache.ahead, shared.reuse), os.environ.get(TRANSPORT_VARIABLE, "nccl")
     cache.keep = keep if contender == "tp_invariant" else 0
     cache.ahead = shared.reuse = contender == "tp_invariant"
     try:

@@ -52,6 +52,7 @@ __all__ = ["backward", "forward"]
 
 _LEAST_COLUMNS = 64
 _MERGED_AT_ONCE = 16  # chunks
+_MOST_SCRATCH = 2**28  # bytes, of a split that is there for speed alone
 
 
 @triton.jit
@@ -270,7 +271,7 @@ def _multiprocessors(index: int) -> int:
 @functools.cache
 def _overlaps(index: int | None) -> bool:
     """Whether a kernel may be launched before the one that it waits for is done: Hopper's programmatic launch."""
-    return index is not None and torch.cuda.get_device_capability(index)[0] >= 9
+    return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
 class _Plan(NamedTuple):
@@ -301,16 +302,17 @@ def _plan(
     # Splitting changes no bits: it is for calls that would leave most of the chip idle.
     shared_tiles = triton.cdiv(p.longest_q * groups, tile.queries)
     idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
-    split = chunks > 1 and (idle or shared_tiles == 1)
+    scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
+    split = chunks > 1 and (shared_tiles == 1 or (idle and scratch <= _MOST_SCRATCH))
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks
     programs = tiles * (heads // shared) * p.sequences
     v_columns = head_dim
-    # Programs may take halves of the value's columns, each with its own scores. Not in fp32, where a row's weights are
-    # summed in an order that the compiler draws from all of a program's shapes.
+    # Where they leave half of the chip idle, programs take halves of the value's columns, each with its own scores. Not
+    # in fp32, where a row's weights are summed in an order that the compiler draws from all of a program's shapes.
     while split and v_columns > _LEAST_COLUMNS and dtype != torch.float32 and index is not None:
-        if programs * slots * (head_dim // v_columns) >= _multiprocessors(index):
+        if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
         v_columns //= 2
     part_rows = p.longest_q * shared

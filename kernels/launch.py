@@ -174,11 +174,15 @@ class Launches:
 
     def __call__(
         self, device_index: int | None, grid: tuple[int, ...], args: tuple, constants: tuple, **options: Any
-    ) -> None:
-        """args: those that are no constexprs; constants: those that are, each of one type in all calls; options: of
-        this call, besides those of all."""
+    ) -> Launch:
+        """Launches, and returns what it was launched with, good for all arguments that specialise alike.
+
+        args: those that are no constexprs; constants: those that are, each of one type in all calls; options: of this
+        call, besides those of all.
+        """
         key = (device_index, constants, *options.values(), *[specialization(x) for x in args])
         launch = self._known.get(key)
         if launch is None:
             launch = self._known[key] = Launch(self._kernel, **self._options, **options)
         launch(device_index, *args, *constants, grid=(*grid, 1, 1)[:3])
+        return launch

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launches, interpreting, launch_on
+from .launch import Launch, Launches, interpreting, launch_on
 from .norm import _check, _rows, row_chunk
 
 
@@ -59,6 +59,8 @@ def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
 
 _softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
 _sums = Launches(_sums_kernel, enable_fp_fusion=False)
+_sums_before: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
+_MOST_BEFORE = 4096
 
 
 def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
@@ -79,13 +81,23 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
 
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
+    key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out_dtype, divisor, x.get_device()
+    before = _sums_before.get(key)
+    if before is not None and key[-1] == torch.cuda.current_device():
+        run, numbers = before
+        y = torch.empty(key[0][0], device=x.device, dtype=out_dtype)
+        run(key[-1], x, y, *numbers, grid=(key[0][0], 1, 1))
+        return y
     _check("row_sums", "x", x, None, x)
     y = torch.empty(x.shape[0], device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     if x.shape[0] > 0:
         rows, stride = _rows(x)
         with launch_on(x, "row_sums"):
             chunk, warps = row_chunk(x.shape[1])
-            _sums(
-                x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1], float(divisor)), (chunk,), num_warps=warps
-            )
+            numbers = stride, x.shape[1], float(divisor)
+            run = _sums(x.device.index, (x.shape[0],), (rows, y, *numbers), (chunk,), num_warps=warps)
+            if rows is x and not interpreting():
+                if len(_sums_before) >= _MOST_BEFORE:
+                    _sums_before.clear()
+                _sums_before[key] = run, (*numbers, chunk)
     return y.to(out_dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -38,22 +38,32 @@ _introduced: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.We
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
-class Settled(dict[tuple, Any]):
-    """What a layer's checks found about a kind of call, by all that they look at: looked up when it comes again.
+class Agreed(set[Hashable]):
+    """The calls of a layer that its ranks have agreed on, and `settled`: what its checks found about a kind of call.
 
-    Ranks of one program look up and find the same. With TP_INVARIANT_CHECK=1 nothing is looked up. A copy is empty.
+    That is looked up, by all that the checks look at, when the call comes again; with TP_INVARIANT_CHECK=1 nothing is.
+    Ranks agree on the same, but a rank may settle more kinds of what is agreed on than another: so none outlives that,
+    or one rank would go ahead where another compares. A copy, also a pickled one, has nothing settled.
     """
+
+    def __init__(self, calls: Iterable[Hashable] = ()) -> None:
+        super().__init__(calls)
+        self.settled: dict[tuple, Any] = {}
 
     def settle(self, key: tuple | None, found: Any) -> Any:
         """`found`, kept under `key` if there is one."""
         if key is not None:
-            if len(self) >= _MOST_SETTLED:
-                self.clear()
-            self[key] = found
+            if len(self.settled) >= _MOST_SETTLED:
+                self.settled.clear()
+            self.settled[key] = found
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Settled:
-        return Settled()
+    def clear(self) -> None:
+        super().clear()
+        self.settled.clear()
+
+    def __reduce__(self) -> tuple:
+        return Agreed, (list(self),)
 
 
 def agreed_in(group: Group) -> set[Hashable]:

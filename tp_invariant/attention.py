@@ -191,7 +191,7 @@ def _kernel(q: Tensor) -> Any:
     return reference_attention
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _spec(causal: bool, scale: float, window: int, softcap: float) -> Any:
     from .kernels.attention_spec import AttentionSpec
 

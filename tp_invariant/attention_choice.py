@@ -98,9 +98,9 @@ def safe_attention(
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
     """Here the first query stands at the first key: the last ones' alignment holds for as many keys as queries."""
+    if not is_causal or q.shape[2] == k.shape[2]:
+        return attention(q, k, v, causal=is_causal, **options)
     both = min(q.shape[2], k.shape[2])
-    if not is_causal:
-        return attention(q, k, v, **options)
     out = attention(q[:, :, :both], k[:, :, :both], v[:, :, :both], causal=True, **options)
     if both == q.shape[2]:
         return out

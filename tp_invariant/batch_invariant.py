@@ -62,18 +62,19 @@ from .gemm import BUNDLED_DTYPES
 
 def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = input if input.dim() == 2 else flatten_tokens(input)
+    dtype = x.dtype
     if (
-        is_on()  # else a gemm_fn calls it
-        and is_plain(keys.raw_repr())
+        is_plain(keys.raw_repr())
+        and is_on()  # else a gemm_fn calls it
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None))
-        and x.dtype is weight.dtype
-        and x.dtype in BUNDLED_DTYPES
+        and dtype is weight.dtype
+        and dtype in BUNDLED_DTYPES
         and weight.dim() == 2
     ):  # what it comes to, without the way through the dispatcher
         y = unrouted(mm, x, weight.t()) if bias is None else unrouted(addmm, bias, x, weight.t())
     else:
         y = F.linear(x, weight, bias)
-    return y if x is input else y.reshape(*input.shape[:-1], *weight.shape[:-1])
+    return y if x is input else y.view(*input.shape[:-1], *weight.shape[:-1])
 
 
 def _matmul(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:

@@ -109,14 +109,15 @@ def _beside_cuda(func: OpOverload, kernel: Callable) -> Callable:
     later = torch._C._dispatch_keyset_full_after(_below)
 
     def short(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if (
-            keys.has(DispatchKey.CUDA)
-            and isinstance(args[-1], Tensor)  # a number in place of a tensor is not taken by redispatch
-            and isinstance(args[0], Tensor)
-            and not keys.has(DispatchKey.Python)
-        ):
+        if not keys.has(DispatchKey.CUDA) or keys.has(DispatchKey.Python):
+            return kernel(keys, *args, **kwargs)
+        if isinstance(args[-1], Tensor) and isinstance(args[0], Tensor):
             return func.redispatch(keys & later, *args, **kwargs)
-        return kernel(keys, *args, **kwargs)
+        include(_below, False)  # torch hands over a number in place of a tensor, which redispatch does not take
+        try:
+            return func(*args, **kwargs)
+        finally:
+            include(_below, True)
 
     return short
 
@@ -175,11 +176,13 @@ def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
 def unrouted(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """fn(*args, **kwargs), inside of which nothing is routed."""
     was = included(_below)
+    if not was:
+        return fn(*args, **kwargs)
     include(_below, False)
     try:
         return fn(*args, **kwargs)
     finally:
-        include(_below, was)
+        include(_below, True)
 
 
 @functools.cache

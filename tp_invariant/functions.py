@@ -90,7 +90,7 @@ class LinearCall:
 
 def flatten_tokens(x: Tensor) -> Tensor:
     """[.., features] -> [T, features]; a view where strides allow."""
-    return x.reshape(_count(x.shape[:-1]), x.shape[-1])
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _count(shape: Sequence[int]) -> int:

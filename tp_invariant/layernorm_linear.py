@@ -112,6 +112,13 @@ class LayerNormLinear(Linear):
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
+    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple | None:
+        kind = super()._kind_of_call(x, weight, bias, stride)
+        if kind is None:
+            return None
+        norm = self.normalization, self.eps, self.zero_centered_gamma
+        return *kind, norm, self.return_layernorm_output, self.return_layernorm_output_gathered
+
     def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
         norm = self.normalization, self.eps, self.zero_centered_gamma
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
@@ -123,7 +130,7 @@ class LayerNormLinear(Linear):
         x = x if dtype is None else x.to(dtype)
 
         def check() -> None:
-            check_dtype(None, x, f"x on rank {self.group.rank}")  # of the norm's kernels, whatever the gemm_fn takes
+            check_dtype(None, x, f"x on rank {self.group.rank}")  # of the norm's kernels, whatever this gemm_fn takes
 
         invariant = self._check_call(x, self.weight.dtype if dtype is None else dtype, check)
         sharded = self.sequence_parallel and self.group.size > 1

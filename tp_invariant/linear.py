@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import functions, stock
-from .agreement import Settled, check_gradient
+from .agreement import Agreed, check_gradient
 from .collectives import Group, resolve_group
 from .compiled import constant, name_of
 from .functions import LinearCall
@@ -120,8 +120,7 @@ class Linear(CheckedCalls):
         self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
-        self._agreed: set[Hashable] = set()  # see agreement.py
-        self._settled = Settled()
+        self._agreed = Agreed()
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
@@ -254,7 +253,7 @@ class Linear(CheckedCalls):
         if self.bias is not None:
             self.bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
-        call, invariant = self._settle(x, weight, stride)
+        call, invariant = self._settle(x, weight, bias, stride)
         if self.parallel_mode == "row" and not self.input_is_parallel:
             x = scatter_features(x, self.group, stride)
         paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import stock
-from .agreement import Settled, check_agreement, refuse
+from .agreement import Agreed, check_agreement, refuse
 from .collectives import Group
 from .compiled import constant
 from .cost_model import costs_of
 from .functions import LinearCall
-from .gemm import GemmFn, check_dtype, gemm_fn_name
+from .gemm import BUNDLED_DTYPES, GemmFn, check_dtype, gemm_fn_name
 from .layout import check_divides
 from .main_grad import MainGrad
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
@@ -35,13 +35,15 @@ class CheckedCalls(ShardedModule, nn.Linear):
     input_is_parallel: bool
     return_bias: bool
     fuse_wgrad_accumulation: bool
-    _agreed: set[Hashable]
-    _settled: Settled
+    _agreed: Agreed
 
-    def _settle(self, x: Tensor, weight: Tensor, stride: int) -> tuple[LinearCall, bool]:
+    def _settle(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple[LinearCall, bool]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
-        key = None if torch.compiler.is_compiling() else self._kind_of_call(x, weight, stride)
-        found = None if key is None else self._settled.get(key)
+        key = None if torch.compiler.is_compiling() else self._kind_of_call(x, weight, bias, stride)
+        try:
+            found = None if key is None else self._agreed.settled.get(key)
+        except TypeError:  # sizes that are symbols, or an identity that is a list: looked up by nobody
+            key = found = None
         if found is not None and found[0].group is self.group and found[0].gemm_fn is self.gemm_fn:
             return found
         invariant = self._check_call(x, weight.dtype)
@@ -62,15 +64,17 @@ class CheckedCalls(ShardedModule, nn.Linear):
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
             stock.log_once(self.group)
-        return (call, invariant) if key is None else self._settled.settle(key, (call, invariant))
+        return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
 
-    def _kind_of_call(self, x: Tensor, weight: Tensor, stride: int) -> tuple | None:
+    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple | None:
         """All that `_settle` goes by but the group and the gemm_fn; None for calls that are to be checked again."""
         try:
             if self.fuse_wgrad_accumulation or is_call_check_enabled():
                 return None
             mode = is_tp_invariant_mode_enabled()
-        except ValueError:  # of a variable, which the checks will tell all ranks
+        except ValueError:  # of a variable: who reads it next raises it again
+            return None
+        if mode and x.dtype not in BUNDLED_DTYPES:  # up to a default gemm_fn, which may be another by then
             return None
         return (
             mode,
@@ -83,8 +87,7 @@ class CheckedCalls(ShardedModule, nn.Linear):
             weight.requires_grad,
             torch.is_grad_enabled(),
             stride,
-            gemm_fn_name(self.gemm_fn, x.device),
-            _costs_text(x.device),
+            self._moves_bytes and (gemm_fn_name(self.gemm_fn, x.device), _costs_text(x.device)),  # else of no matter
             self.owner_map,
             self.parallel_mode,
             self.sequence_parallel,
@@ -92,7 +95,7 @@ class CheckedCalls(ShardedModule, nn.Linear):
             self.gather_output,
             self.input_is_parallel,
             self.return_bias,
-            self.bias is None,
+            bias is None,
             self.in_features,
             self.out_features,
         )

@@ -22,7 +22,7 @@ _KEYS = {name: os.environ.encodekey(name) for name in (MODE_VARIABLE, ALIAS_VARI
 
 def _read(variable: str) -> str | None:
     text = os.environ._data.get(_KEYS[variable])  # type: ignore[attr-defined]
-    return text.decode() if isinstance(text, bytes) else text
+    return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
 
 
 def _parse(variable: str) -> bool | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import Settled, check_agreement, check_gradient, refuse
+from .agreement import Agreed, check_agreement, check_gradient, refuse
 from .collectives import Group, resolve_group
-from .gemm import check_dtype
+from .gemm import BUNDLED_DTYPES, check_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
@@ -78,8 +77,7 @@ class ParallelNorm(ShardedModule):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.heads, self.heads_dim = heads, heads_dim
-        self._agreed: set[Hashable] = set()  # see agreement.py
-        self._settled = Settled()
+        self._agreed = Agreed()
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         mark_sharded(self.weight, None, 1)
         self.bias: nn.Parameter | None = None
@@ -129,8 +127,9 @@ class ParallelNorm(ShardedModule):
             ValueError: a last dim that is not `features`, or a heads_dim that does not hold this rank's heads.
             TypeError: a dtype that the kernels do not take.
         """
-        call, invariant = self._settle(x)
-        y = (invariant_norm if invariant else stock_norm)(x, self.weight, self.bias, call)
+        weight = self.weight  # once: nn.Module looks for parameters last
+        call, invariant = self._settle(x, weight)
+        y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
         if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed)
         return y
@@ -143,11 +142,14 @@ class ParallelNorm(ShardedModule):
     def _name(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
 
-    def _settle(self, x: Tensor) -> tuple[NormCall, bool]:
+    def _settle(self, x: Tensor, weight: Tensor) -> tuple[NormCall, bool]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
         group = self.group
-        key = None if torch.compiler.is_compiling() else self._kind_of_call(x)
-        found = None if key is None else self._settled.get(key)
+        key = None if torch.compiler.is_compiling() else self._kind_of_call(x, weight)
+        try:
+            found = None if key is None else self._agreed.settled.get(key)
+        except TypeError:  # sizes that are symbols: looked up by nobody
+            key = found = None
         if found is not None and found[0].group is group:
             return found
         try:
@@ -166,7 +168,7 @@ class ParallelNorm(ShardedModule):
                 "the shape of x": tuple(x.shape),
                 "the dtype of x": str(x.dtype),
                 "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
-                "whether the weight needs one": torch.is_grad_enabled() and self.weight.requires_grad,
+                "whether the weight needs one": torch.is_grad_enabled() and weight.requires_grad,
             }
             check_agreement(facts, group, x.device, self._agreed)
         call = NormCall(
@@ -177,15 +179,17 @@ class ParallelNorm(ShardedModule):
             self.zero_centered_gamma,
             self.heads_dim,
         )
-        return (call, invariant) if key is None else self._settled.settle(key, (call, invariant))
+        return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
 
-    def _kind_of_call(self, x: Tensor) -> tuple | None:
+    def _kind_of_call(self, x: Tensor, weight: Tensor) -> tuple | None:
         """All that `_settle` goes by but the group; None for calls that are to be checked again."""
         try:
             if is_call_check_enabled():
                 return None
             mode = is_tp_invariant_mode_enabled()
-        except ValueError:  # of a variable, which the checks will tell all ranks
+        except ValueError:  # of a variable: who reads it next raises it again
+            return None
+        if mode and x.dtype not in BUNDLED_DTYPES:  # up to a default gemm_fn, which may be another by then
             return None
         return (
             mode,
@@ -193,7 +197,7 @@ class ParallelNorm(ShardedModule):
             x.dtype,
             x.device,
             x.requires_grad,
-            self.weight.requires_grad,
+            weight.requires_grad,
             torch.is_grad_enabled(),
             self.features,
             self.eps,

@@ -56,6 +56,7 @@ class TokenGathers:
         self._release()
         key = self._key(x, dim, group)
         if group.size == 1 or not self.reuse or key is None or user.is_inference():
+            self._let_go_of_held()  # as a rank has done where its x is dead
             return start_gather_dim(x, dim, group)
         held, asks = self._held, (WeakIdRef(user), _in_backward())
         if held is None or held.key != key or asks in held.users:
@@ -83,6 +84,11 @@ class TokenGathers:
             self._spent.append(self._held.pending)
             self._held = None
 
+    def _let_go_of_held(self) -> None:
+        if self._held is not None and not _capturing():
+            self._forget(self._held.key[0])
+            self._release()
+
     def _drop(self) -> None:
         held, self._held = self._held, None
         if held is None:
@@ -93,7 +99,7 @@ class TokenGathers:
             self._last_users = {user for user in self._last_users if user[0]() is not None} | {held.users[-1]}
 
     def _release(self) -> None:
-        if self._spent and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if self._spent and _capturing():
             return  # a release is no part of the graph
         for pending in self._spent:
             pending.release()
@@ -105,6 +111,10 @@ class TokenGathers:
         self._drop()
         self._last_users.clear()
         self._let_go = None
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _gather(x: Tensor, dim: int, group: Group) -> Pending:

@@ -208,6 +208,7 @@ class WeightCache:
         for use in list(self._entries):
             self._drop(use)
         self._schedules.clear()
+        self._uses.clear()
 
 
 def _there(result: Tensor) -> Pending:

@@ -1,0 +1,275 @@
+"""Checks that are made once for a kind of call: what a kind is, on ranks that part, and where nothing is compared."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tp_invariant as tpi
+from tp_invariant import agreement, linear_checks, parallel_norm, testing
+from tp_invariant.agreement import Agreed
+from tp_invariant.gemm import set_default_gemm_fn
+from tp_invariant.kernels.reference import matmul
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 2)
+
+
+def other_gemm(a, b, *, bias=None, out_dtype=None):
+    return matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+
+def in_float64(a, b, *, bias=None, out_dtype=None):
+    c = a @ b
+    return (c if bias is None else c + bias).to(out_dtype or a.dtype)
+
+
+# --- every fact is a part of the kind -------------------------------------------------------------------------------
+
+
+@contextmanager
+def default_gemm():
+    set_default_gemm_fn(other_gemm)
+    try:
+        yield
+    finally:
+        set_default_gemm_fn(None)
+
+
+@contextmanager
+def other_costs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_checks, "_costs_text", lambda device: "other costs")
+        yield
+
+
+def attribute(name, value):
+    return lambda layer, x, stack: setattr(layer, name, value)
+
+
+def context(manager):
+    return lambda layer, x, stack: stack.enter_context(manager())
+
+
+def main_grad(layer, x, stack):
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    layer.fuse_wgrad_accumulation = True
+
+
+def in_bfloat16(layer, x, stack):
+    layer.bfloat16()
+    return x.bfloat16()
+
+
+SHAPE = lambda layer, x, stack: x[:2]  # noqa: E731  # a line in the tables
+GRADIENT = lambda layer, x, stack: x.requires_grad_()  # noqa: E731
+FROZEN = lambda layer, x, stack: layer.weight.requires_grad_(False) and None  # noqa: E731
+OF_BOTH = [
+    ("the TP-invariant mode", context(lambda: tpi.set_tp_invariant_mode(False))),
+    ("the shape of x", SHAPE),
+    ("the dtype of x", in_bfloat16),
+    ("whether x needs a gradient", GRADIENT),
+    ("whether the weight needs one", FROZEN),
+]
+OF_LINEAR = [
+    *OF_BOTH,
+    ("the layer", attribute("in_features", 16)),
+    ("the layer", attribute("out_features", 16)),
+    ("the layer", attribute("parallel_mode", "row")),
+    ("bias", attribute("bias", None)),
+    ("partition_stride", lambda layer, x, stack: setattr(layer.weight, "partition_stride", 2)),
+    ("sequence_parallel", attribute("sequence_parallel", False)),
+    ("sequence_dim", attribute("sequence_dim", 1)),
+    ("owner_map", attribute("owner_map", "replicate")),
+    ("what owner_map='auto' goes by", context(other_costs)),
+    ("gemm_fn", attribute("gemm_fn", other_gemm)),
+    ("gemm_fn", context(default_gemm)),
+    ("gather_output", attribute("gather_output", True)),
+    ("return_bias", attribute("return_bias", True)),
+    ("fuse_wgrad_accumulation", main_grad),
+]
+OF_LAYERNORM_LINEAR = [
+    *OF_LINEAR,
+    ("the norm", attribute("normalization", "RMSNorm")),
+    ("the norm", attribute("eps", 1e-3)),
+    ("the norm", attribute("zero_centered_gamma", True)),
+    ("return_layernorm_output", attribute("return_layernorm_output", False)),
+    ("return_layernorm_output", attribute("return_layernorm_output_gathered", True)),
+]
+OF_NORM = [
+    *OF_BOTH,
+    ("the layer", attribute("normalization", "LayerNorm")),
+    ("the layer", attribute("eps", 1e-3)),
+    ("the layer", attribute("zero_centered_gamma", True)),
+    ("the layer", attribute("sequence_dim", 1)),
+]
+OF_HEADS = [
+    ("the layer", lambda layer, x, stack: setattr(layer, "heads_dim", 1) or x.transpose(1, 2)),
+    ("the layer", lambda layer, x, stack: setattr(layer, "heads", 8) or torch.cat([x, x], 2)),
+]
+
+
+def linear(tp_group):
+    return tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, sequence_parallel=True)
+
+
+def layernorm_linear(tp_group):
+    options = dict(parallel_mode="column", tp_group=tp_group, sequence_parallel=True, return_layernorm_output=True)
+    layer = tpi.LayerNormLinear(8, 8, **options)
+    layer.layer_norm_weight.requires_grad_(False)  # so that what the linear layer gets needs a gradient if x does
+    layer.layer_norm_bias.requires_grad_(False)
+    return layer
+
+
+def norm(tp_group):
+    return tpi.ParallelNorm(8, tp_group=tp_group, sequence_parallel=True)
+
+
+def norm_of_heads(tp_group):
+    return tpi.ParallelNorm(8, tp_group=tp_group, heads=4, heads_dim=2)
+
+
+CASES = {linear: OF_LINEAR, layernorm_linear: OF_LAYERNORM_LINEAR, norm: OF_NORM, norm_of_heads: OF_HEADS}
+
+
+def part_company(tp_group, make):
+    """For each change of one rank's: what it raises, beside a rank that comes with more tokens; and all facts' names."""
+    rank, found, names, check = tp_group.rank(), [], set(), agreement.check_agreement
+    with pytest.MonkeyPatch.context() as patch:
+        for room in (linear_checks, parallel_norm):
+            patch.setattr(room, "check_agreement", lambda facts, *args: names.update(facts) or check(facts, *args))
+        for _, change in CASES[make]:
+            with ExitStack() as stack:
+                stack.enter_context(tpi.set_tp_invariant_mode(True))
+                layer, x = make(tp_group), torch.ones(4, 4, 2, 8)
+                for _ in range(2):
+                    layer(x)
+                if rank == 0:
+                    changed = change(layer, x, stack)
+                    x = x if changed is None else changed
+                else:
+                    x = torch.ones(6, 4, 2, 8)
+                try:
+                    layer(x)
+                    found.append("nothing")
+                except RuntimeError as error:
+                    found.append(str(error))
+    return found, names
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_a_rank_that_parts_is_compared_whatever_it_changes(make):
+    """Else it would go on, with what was settled before, while the other waits for its word."""
+    (errors, names), others = run_ranks(part_company, 2, make)
+    assert others == (errors, names), "the same on both ranks"
+    for error, (fact, _) in zip(errors, CASES[make], strict=True):
+        assert f"{fact} is " in error, (fact, error)
+        assert "the shape of x is" in error
+    assert make is norm_of_heads or names == {fact for fact, _ in CASES[make]}, "no fact without a case"
+
+
+# --- what is settled goes when what is agreed on goes ---------------------------------------------------------------
+
+
+def many_kinds(tp_group, make, kinds):
+    """Of ranks with small memories, one sees one kind more, of the same facts: x needs a gradient that is not given."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(agreement, "_MOST", 12)
+        patch.setattr(agreement, "_MOST_SETTLED", 5)
+        layer = make(tp_group)
+        layer(torch.ones(3, 8))
+        layer(torch.ones(3, 8, requires_grad=tp_group.rank() == 1))
+        for k in range(kinds):
+            layer(torch.ones(4 + (k * 7919 % 101) * (k % 3 + 1) % 23, 8))
+
+
+@pytest.mark.parametrize("make", (linear, norm), ids=lambda make: make.__name__)
+def test_ranks_stay_in_step_when_they_forget(make):
+    assert run_ranks(many_kinds, 2, make, 150) == [None] * 2
+
+
+def test_nothing_settled_outlives_what_is_agreed_on():
+    agreed = Agreed()
+    agreed.add("a call")
+    assert agreed.settle(("a kind",), 1) == agreed.settled["a kind",] == agreed.settle(None, 1) == 1
+    for other in (copy.deepcopy(agreed), pickle.loads(pickle.dumps(agreed))):
+        assert type(other) is Agreed
+        assert (other, other.settled) == ({"a call"}, {})
+    agreed.clear()
+    assert (agreed, agreed.settled) == (set(), {})
+
+
+@pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])
+def test_a_copied_layer_has_settled_nothing(layer):
+    want = layer(torch.ones(3, 8))
+    assert layer._agreed.settled
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not other._agreed.settled
+        assert_bitwise_equal(other(torch.ones(3, 8)).detach(), want.detach())
+
+
+# --- where nothing is compared --------------------------------------------------------------------------------------
+
+
+class Unhashable:
+    tp_invariant_identity = ["a list"]
+
+    def __call__(self, a, b, *, bias=None, out_dtype=None):
+        return matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_one_rank_asks_for_no_names(monkeypatch, enabled):
+    """They would import Triton, ask for a GPU, or read through all that a gemm_fn encloses."""
+    asked = []
+    for name in ("gemm_fn_name", "_costs_text"):
+        monkeypatch.setattr(linear_checks, name, lambda *args: asked.append(1) or "")
+    with tpi.set_tp_invariant_mode(enabled):
+        for gemm_fn in (None, other_gemm, Unhashable()):
+            layer = tpi.Linear(8, 8, gemm_fn=gemm_fn)
+            assert_bitwise_equal(*(layer(torch.ones(3, 8)).detach() for _ in range(2)))
+            assert len(layer._agreed.settled) == 1
+    assert not asked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+@pytest.mark.parametrize("make", [tpi.Linear, lambda *sizes, **place: tpi.ParallelNorm(sizes[0], **place)])
+def test_fake_tensors_of_a_device_that_is_not_here(make):
+    with FakeTensorMode(), tpi.set_tp_invariant_mode(False), torch.no_grad():
+        layer = make(8, 8, device="cuda")
+        assert layer(torch.empty(5, 8, device="cuda")).shape == (5, 8)
+
+
+@pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])
+def test_sizes_that_are_symbols(layer):
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    with tpi.set_tp_invariant_mode(False):
+        trace = make_fx(lambda p, x: functional_call(layer, p, (x,)), tracing_mode="symbolic")
+        graph, x = trace(parameters, torch.randn(5, 8)), torch.randn(7, 8)
+        assert_bitwise_equal(graph(parameters, x), layer(x).detach())
+
+
+@pytest.mark.parametrize("make", [tpi.Linear, lambda *sizes, **place: tpi.ParallelNorm(sizes[0], **place)])
+def test_another_default_may_take_other_dtypes(make):
+    layer, x = make(8, 8, dtype=torch.float64), torch.ones(3, 8, dtype=torch.float64)
+    with tpi.set_tp_invariant_mode(True):
+        try:
+            set_default_gemm_fn(in_float64)
+            layer(x)
+        finally:
+            set_default_gemm_fn(None)
+        with pytest.raises(TypeError, match=r"x on rank 0 is torch\.float64"):
+            layer(x)
