@@ -3,13 +3,15 @@
     python benchmarks/bench_attention.py --out benchmarks/results/attention_h200
 
 bf16, causal, head size 128, 32 query and 8 key heads, batch 1, random data: forward, and forward with backward, of 2048
-to 16384 tokens; and a decode step of one query token against 8192 cached ones at batch 1 to 64, called from Python and
-replayed from a CUDA graph. All are timed in turn, round after round, so that clocks and heat fall on all. TFLOP/s count
-the products that a causal mask leaves; a decode step's rate is the bytes of k and v over its time, beside that of a
-device-to-device copy in the same run, which counts bytes read and written. The memory-efficient backend takes no shared
-key heads: it gets them repeated, outside of the timed part. --chunks 256 512 1024 has ours also with its keys cut at
-other places than they are (attention_spec.CHUNK), forward and decode: what that costs and gains. Writes OUT.csv, OUT.md
-and OUT.png. With --small a short run in small sizes, on a CPU too, that shows only that the script works.
+to 16384 tokens; and a decode step of one query token against 8192 cached ones at batch 1 to 64, called from Python,
+replayed from a CUDA graph, and as a model has it: the steps of several layers, each with a cache of its own, in one
+graph, whose launch (some 4 us) they share. All are timed in turn, every other round backwards, so that clocks and heat
+fall on all. TFLOP/s count the products that a causal mask leaves; a decode step's rate is the bytes of k and v over its
+time, beside that of a device-to-device copy in the same run, which counts bytes read and written. The memory-efficient
+backend takes no shared key heads: it gets them repeated, outside of the timed part. --chunks 256 512 1024 has ours also
+with its keys cut at other places than they are (attention_spec.CHUNK), forward and decode: what that costs and gains.
+Writes OUT.csv, OUT.md and OUT.png. With --small a short run in small sizes, on a CPU too, that shows only that the
+script works.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from tp_invariant.kernels import attention as kernels
 TOKENS = (2048, 4096, 8192, 16384)
 BATCHES = (1, 4, 16, 64)
 CACHED = 8192
+LAYERS = 16  # in a graph at batch 1, fewer at larger ones
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 OURS = "tp_invariant"
 
@@ -99,18 +102,30 @@ def cut_at(chunk: int) -> Callable[..., Callable[[], object]]:
     return run
 
 
-def in_graph(fn: Callable[[], object]) -> Callable[[], object]:
-    """fn's work on the GPU, replayed."""
+def in_graph(fns: list[Callable[[], object]]) -> Callable[[], object]:
+    """Their work on the GPU, replayed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for fn in 3 * fns:
             fn()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fn()
+        for fn in fns:
+            fn()
     return graph.replay
+
+
+def captured(runs: dict[str, list[Callable[[], object]]]) -> dict[str, Callable[[], object]]:
+    """in_graph of each that can be captured."""
+    graphs = {}
+    for name, fns in runs.items():
+        try:
+            graphs[name] = in_graph(fns)
+        except RuntimeError as error:
+            print(f"{name} refuses: {str(error).splitlines()[0]}", flush=True)
+    return graphs
 
 
 def contenders(device: str) -> dict[str, Callable[..., Callable[[], object]]]:
@@ -142,7 +157,7 @@ def timed(runs: dict[str, Callable[[], object]], options: argparse.Namespace) ->
     """name -> medians over rounds of the three percentiles; a backend that refuses the call is left out, by name."""
     rounds: dict[str, list[list[float]]] = {}
     for number in range(options.rounds):
-        for name, fn in runs.items():
+        for name, fn in [*runs.items()][:: -1 if number % 2 else 1]:
             if number and name not in rounds:
                 continue
             try:
@@ -174,36 +189,39 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     cuts = {f"{OURS}, chunks of {chunk}": cut_at(chunk) for chunk in options.chunks}
 
-    def add(case: str, size: int, work: float, unit: str, runs: dict[str, Callable[[], object]]) -> None:
-        """work: floating-point operations or bytes; both over microseconds are 1e-6 of the unit."""
-        for name, (p20, us, p80) in timed(runs, options).items():
+    def add(
+        case: str, size: int, work: float, unit: str, runs: dict[str, Callable[[], object]], times: int = 1
+    ) -> None:
+        """work: floating-point operations or bytes; both over microseconds are 1e-6 of the unit. A run does it `times`
+        times."""
+        for name, found in timed(runs, options).items():
+            p20, us, p80 = (t / times for t in found)
             rate = round(work / us / 1e6, 2 if unit == "TB/s" else 1)
-            times = {"p20": round(p20, 1), "us": round(us, 1), "p80": round(p80, 1)}
-            rows.append({"case": case, "size": size, "name": name, **times, "rate": rate, "unit": unit})
+            us_of = {"p20": round(p20, 1), "us": round(us, 1), "p80": round(p80, 1)}
+            rows.append({"case": case, "size": size, "name": name, **us_of, "rate": rate, "unit": unit})
             print(rows[-1], flush=True)
 
     every = contenders(options.device)
+    ways = {**every, **cuts}
     for tokens in (64, 256) if options.small else TOKENS:
         q, k, v, grad = operands(1, tokens, tokens, options, grads=True)
         flops = 4 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
         with torch.no_grad():
-            forward = {name: run(q, k, v, True, None) for name, run in {**every, **cuts}.items()}
+            forward = {name: run(q, k, v, True, None) for name, run in ways.items()}
             add("forward", tokens, flops, "TFLOP/s", forward)
         add("both", tokens, 3.5 * flops, "TFLOP/s", {name: run(q, k, v, True, grad) for name, run in every.items()})
     for batch in (1, 2) if options.small else BATCHES:
         q, k, v, _ = operands(batch, 1, options.cached, options, grads=False)
         moved = 2 * k.numel() * k.element_size()
         with torch.no_grad():
-            eager = {name: run(q, k, v, False, None) for name, run in {**every, **cuts}.items()}
+            eager = {name: run(q, k, v, False, None) for name, run in ways.items()}
             add("decode", batch, moved, "TB/s", eager)
             if options.device == "cuda":
-                graphs = {}
-                for name, fn in eager.items():
-                    try:
-                        graphs[name] = in_graph(fn)
-                    except RuntimeError as error:
-                        print(f"{name} refuses: {str(error).splitlines()[0]}", flush=True)
-                add("decode in a graph", batch, moved, "TB/s", graphs)
+                add("decode in a graph", batch, moved, "TB/s", captured({n: [fn] for n, fn in eager.items()}))
+                layers = max(1, LAYERS // batch)
+                caches = [operands(batch, 1, options.cached, options, grads=False)[1:3] for _ in range(layers)]
+                steps = {name: [run(q, *cache, False, None) for cache in caches] for name, run in ways.items()}
+                add("decode of layers in a graph", batch, moved, "TB/s", captured(steps), layers)
     return rows
 
 
@@ -212,6 +230,7 @@ TITLES = {
     "both": "Forward and backward, causal",
     "decode": "Decode step, {} cached tokens, called from Python",
     "decode in a graph": "Decode step, {} cached tokens, replayed from a CUDA graph",
+    "decode of layers in a graph": "Decode step of a layer, {} cached tokens, of several replayed from one CUDA graph",
 }
 
 

@@ -12,8 +12,9 @@ clocks and heat fall on all:
                     re-registered through torch.library, products on pointer kernels of 128 x 128 x 64 tiles, 8 warps, 3
                     stages, rows on the same kernels as tp_invariant's; attention is torch's
 
-A time is that of the forward between two events on the GPU, so the host's launches count where the GPU waits for them.
-"host" is the time until the call returns, the GPU idle before; a GPU that is far behind may hold it up.
+A time is that of a forward, the mean of CALLS in a row between two events on the GPU, so the host's launches count
+where the GPU waits for them. "host" is the time until a call returns; a GPU that is far behind may hold it up. The host
+of a small forward is what is measured, and a shared machine's is noisy: so the turns are short and many.
 "bits" says whether the first sequence of the batch gets the logits that it gets alone, byte for byte. Writes OUT.csv
 and OUT.md. With --small a short run of a tiny model, in Triton's interpreter where there is no GPU, that shows only
 that the script works.
@@ -40,7 +41,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which must be there when triton is imported
 import triton
-from bench_attention import microseconds
 from bench_gemm import BASELINE, geometric_mean
 from torch import Tensor
 
@@ -51,6 +51,7 @@ from tp_invariant.kernels.softmax import row_sums, softmax
 
 SHAPES = [(batch, tokens) for tokens in (512, 2048) for batch in (1, 4, 16)]
 SMALL_SHAPES = [(1, 8), (2, 8)]
+CALLS = 3
 OURS, TORCH, PINNED = "tp_invariant", "torch", "pinned"
 
 
@@ -112,16 +113,23 @@ def build(options: argparse.Namespace) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model(input_ids=tokens).logits
 
 
-def host_milliseconds(fn: Callable[[], object], times: int = 7) -> float:
-    """Until fn returns, the device idle before; the median."""
-    found = []
-    for _ in range(times):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+def milliseconds(fn: Callable[[], object], device: str) -> tuple[float, float]:
+    """Of a call, the mean of CALLS in a row: between two events on the GPU, and until it returns."""
+    fn()  # the way is another than in the last turn
+    if device == "cpu":
         start = time.perf_counter()
         fn()
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found)
+        return 2 * (1e3 * (time.perf_counter() - start),)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    first.record()
+    for _ in range(CALLS):
+        fn()
+    last.record()
+    host = 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / CALLS, host / CALLS
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -136,18 +144,20 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 alone = forward(tokens[:1])
                 bits[name] = torch.equal(forward(tokens)[:1].view(torch.uint8), alone.view(torch.uint8))
             del alone
-        timed: dict[str, list[list[float]]] = {name: [] for name in WAYS}
-        host: dict[str, list[float]] = {name: [] for name in WAYS}
-        for _ in range(options.rounds):
-            for name, way in WAYS.items():
-                with way():
-                    times = microseconds(lambda tokens=tokens: forward(tokens), options.milliseconds, options.device)
-                    host[name].append(host_milliseconds(lambda tokens=tokens: forward(tokens)))
-                timed[name].append([t / 1e3 for t in times])
-        for name, quantiles in timed.items():
-            for label, column in zip(("p20", "ms", "p80"), zip(*quantiles, strict=True), strict=True):
-                row[f"{name}_{label}"] = round(statistics.median(column), 3)
-            row[f"{name}_host"] = round(statistics.median(host[name]), 3)
+        timed: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+        order = list(WAYS)
+        stop = time.monotonic() + options.seconds
+        while time.monotonic() < stop or len(timed[TORCH]) < 3:
+            for name in order:
+                with WAYS[name]():
+                    timed[name].append(milliseconds(lambda tokens=tokens: forward(tokens), options.device))
+            order.append(order.pop(0))
+        row["rounds"] = len(timed[TORCH])
+        for name, pairs in timed.items():
+            times, host = map(sorted, zip(*pairs, strict=True))
+            for label, q in (("p20", 0.2), ("ms", 0.5), ("p80", 0.8)):
+                row[f"{name}_{label}"] = round(times[int(q * (len(times) - 1))], 3)
+            row[f"{name}_host"] = round(statistics.median(host), 3)
         for other in (TORCH, PINNED):
             row[f"{OURS}_vs_{other}"] = round(row[f"{other}_ms"] / row[f"{OURS}_ms"], 3)
         row |= {f"{name}_bits": "same" if same else "differ" for name, same in bits.items()}
@@ -180,8 +190,8 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     ]
     lines = [
         f"{chip}, torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}, "
-        f"{datetime.date.today()}; {options.preset}, {options.dtype}, forward, random weights and tokens, median of "
-        f"medians of {options.rounds} rounds; `python {' '.join(sys.argv)}`",
+        f"{datetime.date.today()}; {options.preset}, {options.dtype}, forward, random weights and tokens, medians; "
+        f"`python {' '.join(sys.argv)}`",
         "",
         f"batch_invariant(), geometric means of {len(rows)} shapes: {', '.join(means)}.",
         "",
@@ -204,8 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="path without an ending; .csv and .md are written")
     parser.add_argument("--preset", choices=tuple(PRESETS), help="default qwen3-0.6b; with --small qwen3-tiny")
-    parser.add_argument("--milliseconds", type=int, default=1000, help="for each timing (default 1000)")
-    parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    parser.add_argument("--seconds", type=float, default=12, help="for each shape (default 12)")
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too, to see that the script works")
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"

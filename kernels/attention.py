@@ -70,16 +70,18 @@ def _fold(acc, largest, total, part, part_largest, part_total, factor):
 def _attend(
     q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
     before, before_largest, before_total, acc, largest, total,
-    low, high, keys, window, factor, inverse_cap,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
+    low, high, full, keys, window, factor, inverse_cap,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, ENDS: tl.constexpr, FOLDS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     this chunk; where another begins (FOLDS), they join those of the chunks before it.
 
     One loop over all chunks, so that its loads go on while a chunk is folded: a loop for each would wait for its first
-    block, which took a prefill longer than the sums. The few masked blocks are loaded without a pipeline: values that
-    pass through registers need more shared memory, of which two programs have to fit on a multiprocessor.
+    block, which took a prefill longer than the sums. Masked blocks are of two kinds. MASKED: all, and rows of v past
+    the last key are replaced, so they pass through registers and are loaded without a pipeline: it would need more
+    shared memory, of which two programs have to fit on a multiprocessor. ENDS: those from `full` on, for keys that end
+    with a block.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k = k_desc.load([row_k + start, column_k])
@@ -96,6 +98,11 @@ def _attend(
                 largest = tl.full(largest.shape, float("-inf"), tl.float32)
                 total = tl.zeros_like(total)
         scores = capped(scores, inverse_cap, SOFTCAP)
+        if ENDS:  # noqa: SIM102 - as above
+            if start >= full:
+                key = start + tl.arange(0, BLOCK_K)
+                see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+                scores = tl.where(see, scores, float("-inf"))
         if MASKED:
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -134,7 +141,8 @@ def _forward_kernel(
     chunks, part_rows, places,
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
@@ -178,21 +186,22 @@ def _forward_kernel(
         before, before_largest, before_total, acc, largest, total = _attend(
             q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
             before, before_largest, before_total, acc, largest, total,
-            low, clear, keys, window, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+            low, clear, full, keys, window, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
         q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
         before, before_largest, before_total, acc, largest, total,
-        clear, full, keys, window, factor, inverse_cap,
-        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        clear, high if EVEN else full, full, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, False, EVEN and CAUSAL, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
     )  # fmt: skip
-    before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
-        before, before_largest, before_total, acc, largest, total,
-        full, high, keys, window, factor, inverse_cap,
-        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
-    )  # fmt: skip
+    if not EVEN:
+        before, before_largest, before_total, acc, largest, total = _attend(
+            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+            before, before_largest, before_total, acc, largest, total,
+            full, high, full, keys, window, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+        )  # fmt: skip
 
     columns = column + tl.arange(0, V_COLUMNS)
     if SPLIT:
@@ -296,7 +305,7 @@ def _plan(
     heads, tokens, head_dim = shape[1:]
     causal, window, _, packed = p.flags
     groups = heads // p.kv_heads
-    tile = forward_tile(head_dim, dtype, p.longest_k if p.longest_q > 64 else 0)
+    tile = forward_tile(head_dim, dtype)
     tiles = triton.cdiv(p.longest_q, tile.queries)
     chunks = triton.cdiv(p.longest_k, chunk)
     # Splitting changes no bits: it is for calls that would leave most of the chip idle.
@@ -319,8 +328,10 @@ def _plan(
     pairs = (heads // shared) * p.sequences
     places = pairs * chunks * part_rows if split else 0
     overlap = _overlaps(index)
+    # Not where the number of keys grows with every call.
+    even = not split and not packed and p.longest_k % tile.keys == 0
     constants = (
-        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
+        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split, even,
         *p.flags, overlap,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # a column for each thread, so that many parts fit

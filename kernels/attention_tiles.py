@@ -30,16 +30,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-def forward_tile(head_dim: int, dtype: torch.dtype, longest_k: int = 0) -> Tile:
-    """keys by head size and dtype alone, and a warp for 16 rows: in these lies the order of a row's weights' sum.
-
-    More queries to a tile read keys less often, which pays where a few heads' keys leave the second-level cache.
-    """
+def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """keys by head size and dtype alone, and a warp for 16 rows: in these lies the order of a row's weights' sum."""
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(64, 16, 8, 1)  # 4 warps at 128 spill 16000 registers
-    if head_dim > 128:
-        return Tile(64, 64, 8, 2)
-    return Tile(64, 64, 4, 3) if longest_k < 16384 else Tile(128, 64, 8, 3)
+    return Tile(64, 64, 8, 2) if head_dim > 128 else Tile(64, 64, 4, 3)
 
 
 def backward_key_tile(head_dim: int, dtype: torch.dtype) -> Tile:

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from contextlib import ExitStack, contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -74,15 +75,17 @@ def in_bfloat16(layer, x, stack):
     return x.bfloat16()
 
 
-SHAPE = lambda layer, x, stack: x[:2]  # noqa: E731  # a line in the tables
-GRADIENT = lambda layer, x, stack: x.requires_grad_()  # noqa: E731
-FROZEN = lambda layer, x, stack: layer.weight.requires_grad_(False) and None  # noqa: E731
+def frozen(layer, x, stack):
+    layer.weight.requires_grad_(False)
+
+
+# (the fact, what changes it: in the layer, or the x that it returns)
 OF_BOTH = [
     ("the TP-invariant mode", context(lambda: tpi.set_tp_invariant_mode(False))),
-    ("the shape of x", SHAPE),
+    ("the shape of x", lambda layer, x, stack: x[:2]),
     ("the dtype of x", in_bfloat16),
-    ("whether x needs a gradient", GRADIENT),
-    ("whether the weight needs one", FROZEN),
+    ("whether x needs a gradient", lambda layer, x, stack: x.requires_grad_()),
+    ("whether the weight needs one", frozen),
 ]
 OF_LINEAR = [
     *OF_BOTH,
@@ -146,7 +149,7 @@ CASES = {linear: OF_LINEAR, layernorm_linear: OF_LAYERNORM_LINEAR, norm: OF_NORM
 
 
 def part_company(tp_group, make):
-    """For each change of one rank's: what it raises, beside a rank that comes with more tokens; and all facts' names."""
+    """For each change of one rank's: what it raises, beside one with more tokens; and all facts' names."""
     rank, found, names, check = tp_group.rank(), [], set(), agreement.check_agreement
     with pytest.MonkeyPatch.context() as patch:
         for room in (linear_checks, parallel_norm):
@@ -225,7 +228,7 @@ def test_a_copied_layer_has_settled_nothing(layer):
 
 
 class Unhashable:
-    tp_invariant_identity = ["a list"]
+    tp_invariant_identity: ClassVar = ["a list"]
 
     def __call__(self, a, b, *, bias=None, out_dtype=None):
         return matmul(a, b, bias=bias, out_dtype=out_dtype)
@@ -246,11 +249,12 @@ def test_one_rank_asks_for_no_names(monkeypatch, enabled):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
-@pytest.mark.parametrize("make", [tpi.Linear, lambda *sizes, **place: tpi.ParallelNorm(sizes[0], **place)])
-def test_fake_tensors_of_a_device_that_is_not_here(make):
+@pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])
+def test_fake_tensors_of_a_device_that_is_not_here(layer):
     with FakeTensorMode(), tpi.set_tp_invariant_mode(False), torch.no_grad():
-        layer = make(8, 8, device="cuda")
-        assert layer(torch.empty(5, 8, device="cuda")).shape == (5, 8)
+        parameters = {name: torch.empty(p.shape, device="cuda") for name, p in layer.named_parameters()}
+        y = functional_call(layer, parameters, (torch.empty(5, 8, device="cuda"),))
+    assert (y.shape, y.device.type) == ((5, 8), "cuda")
 
 
 @pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])

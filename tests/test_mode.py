@@ -1,5 +1,6 @@
 """The gate: what the environment and `set_tp_invariant_mode` may say, and when it is read."""
 
+import os
 import re
 import threading
 
@@ -57,6 +58,13 @@ def test_anything_else_is_an_error(monkeypatch, variable, text):
     monkeypatch.setenv(variable, text)
     expected = f"{variable}={text!r} is not understood: set it to 1 (on) or 0 (off), or unset it (off)"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        tpi.is_tp_invariant_mode_enabled()
+
+
+@pytest.mark.parametrize("variable", BOTH)
+def test_bytes_that_are_no_text_are_an_error_too(monkeypatch, variable):
+    monkeypatch.setitem(os.environb, variable.encode(), b"\xff1")
+    with pytest.raises(ValueError, match=rf"^{variable}='\\udcff1' is not understood: set it to 1"):
         tpi.is_tp_invariant_mode_enabled()
 
 

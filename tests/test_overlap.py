@@ -288,6 +288,27 @@ def test_one_gather_is_held_and_none_of_a_dead_input(starts):
     assert gathers._held is None
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_what_is_not_shared_ends_what_is_held(monkeypatch, starts, reuse):
+    """A buffer goes back at the same place on a rank whose x is dead and on one where garbage keeps it alive."""
+    released = []
+    monkeypatch.setattr(Pending, "release", lambda self: released.append(self))
+    for alive in (True, False):
+        gathers, (q, k) = TokenGathers(), users(2)
+        x = torch.randn(2, 3)
+        take(gathers, x, q)
+        keep = x if alive else None
+        del x
+        gc.collect()
+        assert (gathers._held is not None, released) == (alive, []), "the control"
+        gathers.reuse = reuse
+        with torch.inference_mode(reuse):
+            take(gathers, torch.randn(2, 3), k)
+        assert (gathers._held, len(released), gathers._last_users) == (None, 1, set())
+        released.clear()
+        del keep
+
+
 def test_one_started_early_is_taken(starts):
     gathers, (q, k) = TokenGathers(), users(2)
     x = torch.randn(2, 3)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import random
 from collections import deque
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -531,6 +533,18 @@ def test_the_variable(monkeypatch):
         ValueError, match=r"^TP_INVARIANT_TRANSPORT='ce' is not understood: set it to one of nccl, auto, copy_engine"
     ):
         transport()
+
+
+def test_the_layer_benchmark_takes_the_library_as_it_comes(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.setattr("sys.argv", ["bench_layer.py", "--out", "out"])
+    monkeypatch.delenv("TP_INVARIANT_TRANSPORT", raising=False)
+    as_it_comes = transport()
+    assert importlib.import_module("bench_layer").parse().transport == as_it_comes
+    with mock.patch.dict("os.environ"):  # which the contenders change
+        with importlib.import_module("bench_layer_contenders").as_contender("stock"):
+            pass
+        assert transport() == as_it_comes
 
 
 def chosen(tp_group, monkeypatch_to):

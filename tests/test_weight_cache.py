@@ -1,6 +1,7 @@
 """The cache of gathered weights: what it may serve, what it starts ahead, and what it holds; on one process."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ class _Take(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.backward_takes()
         return grad, None, None
+
+
+def test_clearing_forgets_everything():
+    group = Group(None, 0, 2)
+    cache, weight, layout, alive = WeightCache(keep=1), weight_of(1), Layout(group), weakref.ref(group)
+    take(cache, weight, layout)
+    cache.prefetch(weight, Layout(group))
+    del layout, group
+    gc.collect()
+    assert alive() is not None, "the control"
+    cache.clear()
+    gc.collect()
+    assert alive() is None, "nor does it keep a group, and so a process group, for a weight that lives on"
 
 
 # --- what may be served ---------------------------------------------------------------------------------------------
