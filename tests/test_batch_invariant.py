@@ -711,12 +711,41 @@ from tp_invariant.batch_invariant import batch_invariant
 x = torch.randn(130, 333, generator=torch.Generator().manual_seed(2)) * 3
 names = ("silu", "selu", "celu", "sigmoid", "exp", "sigmoid_", "selu_")
 f = [lambda x, f=getattr(F, n, None) or getattr(torch, n): f(x.clone()) for n in names] + [lambda x: x.abs() ** 1.7]
+f += [lambda x: torch.add(x, x.sin().sin(), alpha=0.3), lambda x: torch.sub(x, 1.7, alpha=0.3)]
+f += [lambda x: x.clone().add_(x.sin().sin(), alpha=0.3)]
+tensors = [x, x.t(), torch.tensor(2.5), torch.arange(6), x[0].bfloat16(), torch.tensor(1.5, dtype=torch.bfloat16)]
+tensors += [x > 0, torch.randn(2, 2, dtype=torch.complex64), x[:0]]
+tensors += [x[:120].view(2, 3, 4, -1).to(memory_format=torch.channels_last)]
+forms = [lambda a, b: a + b, lambda a, b: b + a, lambda a, b: a - b, lambda a, b: b - a, torch.rsub]
+forms += [lambda a, b: torch.add(a, b, alpha=2), lambda a, b: a.clone().add_(b)]
+forms += [lambda a, b: a.clone().sub_(b, alpha=2)]
+
+def result(form, a, b):
+    try:
+        y = form(a, b)
+    except (RuntimeError, TypeError) as error:
+        return type(error), str(error).splitlines()[0]
+    return y.dtype, y.shape, y.stride(), y.contiguous().view(-1).tolist()
+
+def sums():
+    others = (1, 1.5, True, 2 + 1j, torch.tensor(3), torch.tensor(0.1))
+    found = [result(form, a, b) for a in tensors for b in (*others, a) for form in forms]
+    w = torch.ones(4, requires_grad=True)
+    v = w.clone()
+    v.add_(1)
+    v.add_(w, alpha=2)
+    v.square().sum().backward()
+    return [*found, w.grad.tolist(), v._version]
+
+plain = sums()
 stock = [(g(x), g(x[1:2])) for g in f]
 with batch_invariant():
     for g in f:
         assert torch.equal(g(x)[1:2], g(x[1:2])), g
+    assert sums() == plain
     x.requires_grad_()
     F.selu(x).sum(-1).sum(0).backward()
+assert sums() == plain
 for g, (whole, row) in zip(f, stock, strict=True):
     assert torch.equal(g(x), whole) and torch.equal(g(x[1:2]), row)
 assert any(not torch.equal(whole[1:2], row) for whole, row in stock) and x.grad.isfinite().all()

@@ -104,34 +104,43 @@ def _python_first(func: OpOverload) -> Callable[..., Any]:
     return call
 
 
-def _beside_cuda(func: OpOverload, kernel: Callable) -> Callable:
-    """`kernel`, of a function whose place matters on a CPU alone, with a short way for CUDA tensors."""
-    later = torch._C._dispatch_keyset_full_after(_below)
-
-    def short(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not keys.has(DispatchKey.CUDA) or keys.has(DispatchKey.Python):
-            return kernel(keys, *args, **kwargs)
-        if isinstance(args[-1], Tensor) and isinstance(args[0], Tensor):
-            return func.redispatch(keys & later, *args, **kwargs)
-        include(_below, False)  # torch hands over a number in place of a tensor, which redispatch does not take
-        try:
-            return func(*args, **kwargs)
-        finally:
-            include(_below, True)
-
-    return short
-
-
 def _goes_by_cpu(func: OpOverload) -> bool:
-    """Whether a kernel at "CPU" can stand in for func.
+    """Whether a kernel at "CPU" can stand in for func, so that a GPU's tensors do not pass it.
 
-    Not for one of two tensors (add): torch hands over a number in place of the second, which cannot be passed on. Nor
-    for a composite one: what it is made of does, and a kernel of its own would take its derivative.
+    Not for one of two tensors: torch hands over a number in place of one, which cannot be passed on, but for sums (see
+    _of_cpu). Nor for a composite one: what it is made of does, and a kernel of its own would take its derivative.
     """
     tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
     composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
-    return (tensors == 1 or "backward" in func._schema.name) and (direct or not composite)
+    fits = tensors == 1 or "backward" in func._schema.name or (func in _SUMS and not _writes(func))
+    return fits and (direct or not composite)
+
+
+_SUMS = {op: packet.out for packet in (torch.ops.aten.add, torch.ops.aten.sub) for op in (packet.Tensor, packet.out)}
+_SUMS |= {torch.ops.aten.add_.Tensor: torch.ops.aten.add.out, torch.ops.aten.sub_.Tensor: torch.ops.aten.sub.out}
+
+
+def _writes(func: OpOverload) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _of_cpu(func: OpOverload) -> Callable[..., Any]:
+    """torch's own kernel of func at "CPU"."""
+    kernel = torch.library.get_kernel(func, "CPU").call_boxed
+    if func not in _SUMS:
+        return kernel
+    into, in_place = _SUMS[func], func._schema.name.endswith("_")
+
+    def call(keys: DispatchKeySet, a: Any, b: Any, **kwargs: Any) -> Tensor:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return kernel(keys, a, b, **kwargs)
+        # one is a number, which the form that writes into out= takes, and does not come here
+        tensor = a if isinstance(a, Tensor) else b
+        out = a if in_place else torch.empty_like(tensor, dtype=torch.result_type(a, b))
+        return into(a, b, **kwargs, out=out)
+
+    return call
 
 
 def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
@@ -223,11 +232,9 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
         for func, handle in (_handlers | by_position).items():
             if func not in by_cpu:
                 kernel = _kernel(handle, _is_for_python, _python_first(func))
-                if func in by_position and torch.cuda.is_available():
-                    kernel = _beside_cuda(func, kernel)
                 aten.impl(func, kernel, _BELOW, with_keyset=True)
                 continue
-            kernel = _kernel(handle, _is_off, torch.library.get_kernel(func, "CPU").call_boxed)
+            kernel = _kernel(handle, _is_off, _of_cpu(func))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
                 aten.impl(func, kernel, "CPU", with_keyset=True)

@@ -216,7 +216,8 @@ def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: to
     out_dtype = dtype or x.dtype
     if dim in ([-1], [x.dim() - 1]) and x.dtype.is_floating_point and x.numel():  # the usual case, quickly
         size = x.shape[-1]
-        y = _kernels(x.device.type).row_sums(x.reshape(-1, size), divisor=size if mean else 1, out_dtype=out_dtype)
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        y = _kernels(x.device.type).row_sums(rows, divisor=size if mean else 1, out_dtype=out_dtype)
         return y.view((*x.shape[:-1], 1) if keepdim else x.shape[:-1])
     if not x.dtype.is_floating_point:
         x = x.to(out_dtype)
