@@ -27,6 +27,7 @@ from .compiled import at_run_time, group_name, group_named
 from .environment import environment_facts
 from .layout import fresh_view
 from .mode import is_call_check_enabled
+from .watch import watch_group
 from .wire import gather_objects
 
 _MOST = 4096  # how many different calls are remembered as agreed on
@@ -139,7 +140,9 @@ def introduce(group: Group, device: torch.device) -> None:
     if not kinds:
         own = torch.frombuffer(bytearray(liveness.own_contact().encode()), dtype=torch.uint8)
         everyone = gather_major(own.to(group_device(group, device)), group).cpu()
-        liveness.remember([liveness.Contact.decode(bytes(row.tolist())) for row in everyone])
+        contacts = [liveness.Contact.decode(bytes(row.tolist())) for row in everyone]
+        liveness.remember(contacts)
+        watch_group(contacts, group)
     kinds.add(device.type)
 
 

@@ -250,8 +250,9 @@ class Linear(CheckedCalls):
             TypeError: a dtype that is not the weight's, outside autocast.
         """
         stride = self.partition_stride
-        if self.bias is not None:
-            self.bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
         call, invariant = self._settle(x, weight, bias, stride)
         if self.parallel_mode == "row" and not self.input_is_parallel:

@@ -1,14 +1,16 @@
 """Which ranks of a group still live, asked when a collective has failed, so that its error names the rank that is gone.
 
 Gloo says that some connection was closed, NCCL that time is up: neither says which rank it was. So each process opens
-a listening socket, and a group's ranks exchange their addresses once (agreement.py). Nobody accepts from it: a kernel
-completes connections while the process lives and refuses them afterwards, so no thread runs and nothing is sent until
-something fails. What is sent then lies in the kernel until its owner has a failure of its own to explain: ranks leave
-word of who ended first, so that one which sees only a survivor end does not blame that.
+a listening socket, and a group's ranks exchange their addresses once (agreement.py). Nobody waits there for calls: a
+kernel completes connections while the process lives and refuses them afterwards, so nothing is sent until something
+fails. What is sent then lies in the kernel until its owner has a failure of its own to explain: ranks leave word of who
+ended first, so that one which sees only a survivor end does not blame that.
 
 On NCCL a dead peer shows when the group's time-out is over, and torch's watchdog then ends the process from a thread of
-its own, before anything can be explained. TORCH_NCCL_BLOCKING_WAIT=1 lets the host wait for each collective and raise
-the error here, at the price of what host and device do side by side.
+its own, before anything can be explained. So there the ranks also hold connections to each other's sockets, and a
+thread says on stderr who has ended as soon as one ends (watch.py); the process still hangs until its time is up.
+TORCH_NCCL_BLOCKING_WAIT=1 lets the host wait for each collective and raise the error here, also when time is up, at the
+price of what host and device do side by side.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +29,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 CONTACT_BYTES = 256
+WATCHING = b"watching\n"  # what a connection begins with that lasts as long as both processes; others carry words
+GOODBYE = b"goodbye\n"  # the answer, when the process ends well
 _WAITS = (0.0, 0.1, 0.2, 0.4, 0.8)  # seconds before each look around: a process's sockets close one after another
 _CONNECT_SECONDS = 1.0
 _LOST = re.compile(r"clos|reset|broken pipe|timed? ?out|abort|remote|unhandled system error|connection", re.IGNORECASE)
@@ -74,6 +79,7 @@ class Contact:
 # --- our own socket -------------------------------------------------------------------------------------------------
 
 _socket: socket.socket | None = None
+_watching: list[socket.socket] = []  # those accepted of ranks that watch this one; the others are still in the queue
 
 
 def _forget_socket() -> None:
@@ -82,6 +88,8 @@ def _forget_socket() -> None:
     if _socket is not None:
         _socket.close()
         _socket = None
+    while _watching:
+        _watching.pop().close()
     _network.cache_clear()
 
 
@@ -129,16 +137,41 @@ def remember(contacts: Sequence[Contact]) -> None:
     _contacts.update((contact.rank, contact) for contact in contacts)
 
 
+def end(goodbye: bool) -> None:
+    """Closes this process's socket, which tells those that watch it; with `goodbye`, that all is well."""
+    if goodbye:
+        _read_words()
+        for connection in _watching:
+            with suppress(OSError):  # it has ended before
+                connection.sendall(GOODBYE)
+    _forget_socket()
+
+
 # --- after a failure ------------------------------------------------------------------------------------------------
+
+
+def has_address(contact: Contact) -> bool:
+    """Whether it has one that means something here."""
+    return bool(contact.port) and not (contact.address.startswith("127.") and contact.network != _network())
+
+
+def connect(contact: Contact, word: bytes) -> socket.socket:
+    """A connection to that rank's process, with `word` sent. An OSError where there is none."""
+    connection = socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS)
+    try:
+        connection.sendall(word)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _look(contact: Contact, word: str) -> str:
     """ "alive", "ended", "unreachable" or "unknown"; leaves `word` with one that is alive."""
-    if not contact.port or (contact.address.startswith("127.") and contact.network != _network()):
+    if not has_address(contact):
         return "unknown"
     try:
-        with socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS) as s:
-            s.sendall(word.encode())
+        connect(contact, word.encode()).close()
         return "alive"
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
         return "ended"
@@ -155,12 +188,15 @@ def _read_words() -> None:
             connection, _ = _socket.accept()
         except OSError:
             return
-        with connection:
-            connection.settimeout(_CONNECT_SECONDS)
-            try:
-                text = connection.recv(65536).decode()
-            except (OSError, UnicodeDecodeError):
-                continue
+        connection.settimeout(_CONNECT_SECONDS)
+        try:
+            text = connection.recv(65536).decode()
+        except (OSError, UnicodeDecodeError):
+            text = ""
+        if text == WATCHING.decode():  # closed, it would say that this process has ended
+            _watching.append(connection)
+            continue
+        connection.close()
         for rank, ended in re.findall(r"^(\d+):([\d,]*)$", text, re.MULTILINE):
             _words.setdefault(int(rank), set()).update(int(other) for other in ended.split(",") if other)
 
@@ -196,7 +232,7 @@ def explain(error: Exception, group: Ranks, what: str) -> Exception:
             _look(contacts[rank], f"{own.rank}:{','.join(str(contacts[rank].rank) for rank in first)}\n")
         verb = "has" if len(first) == 1 else "have"
         how = "ended" if any(looks[rank] == "ended" for rank in first) else "become unreachable"
-        named = ", ".join(_name(rank, contacts[rank]) for rank in first)
+        named = ", ".join(name_of(rank, contacts[rank]) for rank in first)
         later = f" (rank {_list(after)} ended after, for the same reason)" if after and first != gone else ""
         return DeadRankError(
             f"rank {named} {verb} {how}{later}: {failed}. Look for the first error or signal in the output of rank "
@@ -206,14 +242,15 @@ def explain(error: Exception, group: Ranks, what: str) -> Exception:
     late = [rank for rank in others if looks[rank] == "alive" and contacts[rank].rank not in _words]
     if _LATE.search(str(error)) and late:
         return RuntimeError(
-            f"{failed} with all ranks alive: rank {', '.join(_name(rank, contacts[rank]) for rank in late)} did not "
+            f"{failed} with all ranks alive: rank {', '.join(name_of(rank, contacts[rank]) for rank in late)} did not "
             "join it in time: busy, stuck, or in another call. Set TP_INVARIANT_CHECK=1 on all ranks to find the first "
             f"call in which they part. ({str(error).splitlines()[0]})"
         )
     return error
 
 
-def _name(rank: int, contact: Contact) -> str:
+def name_of(rank: int, contact: Contact) -> str:
+    """A rank in messages; `rank` counts in the group in question."""
     return f"{rank} (global rank {contact.rank}, process {contact.process} on {contact.host})"
 
 
