@@ -181,7 +181,7 @@ def in_graph(call: Call) -> Call:
     with torch.cuda.graph(graph):
         result = call()
 
-    def replay() -> Any:
+    def replay(keeps: Call = call) -> Any:  # the weights that the graph reads
         graph.replay()
         return result
 

@@ -113,6 +113,15 @@ class _Shared:
         self.addresses: list[int] = list(self._handle.buffer_ptrs)
         self.views: dict[tuple, Tensor] = {}
 
+    @torch.inference_mode(False)
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A new one of `views`."""
+        if len(self.views) > 64:  # sizes that change all the time
+            self.views.clear()
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        view = self.views[dtype, shape] = self.own[:nbytes].view(dtype).view(shape)
+        return view
+
 
 class CudaMachine:
     """peer_copies.Machine for a group of ranks with a device each."""
@@ -122,6 +131,7 @@ class CudaMachine:
         self.rank, self.size, self._device = group.rank, group.size, device
         self._process_group, self._name = weakref.ref(group.process_group), group.process_group.group_name
         self._lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._buffers: list[_Shared] = []
         self._operations: dict[tuple, tuple[ctypes.Array, int]] = {}
         self._words = _Shared(_allocate(4 * 4 * MOST_BUFFERS * self.size, device), self._name)
@@ -131,7 +141,11 @@ class CudaMachine:
     # streams
 
     def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = self._streams.get(raw)  # to make one takes the host longer than a copy
+        if stream is None:
+            stream = self._streams[raw] = torch.cuda.current_stream(self._device)
+        return stream
 
     def lane(self, early: bool) -> torch.cuda.Stream:
         return self._lanes[early]
@@ -161,16 +175,10 @@ class CudaMachine:
         self._buffers.append(_Shared(own, self._name))
         return True
 
-    @torch.inference_mode(False)
     def view(self, buffer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         shared = self._buffers[buffer]
-        key = dtype, shape
-        if key not in shared.views:
-            if len(shared.views) > 64:  # sizes that change all the time
-                shared.views.clear()
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            shared.views[key] = shared.own[:nbytes].view(dtype).view(shape)
-        return shared.views[key]
+        found = shared.views.get((dtype, shape))
+        return shared.view(dtype, shape) if found is None else found
 
     def copy(
         self, stream: torch.cuda.Stream, peer: int, buffer: int, offset: int, source: Tensor, begin: int, nbytes: int

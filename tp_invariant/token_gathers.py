@@ -75,7 +75,7 @@ class TokenGathers:
         # a captured CUDA graph gathers by itself: what it reads must change when x does
         if x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
         return WeakIdRef(x, self._forget), x._version, dim, group, stream
 
     def _forget(self, dead: Any) -> None:
