@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="path without an ending")
     parser.add_argument("--tp", type=int, nargs="+", help="degrees that divide the ranks (default: their number)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192], help="of forward and training")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64], help="tokens of decoding; none: skip it")
     parser.add_argument("--sequence", type=int, default=8192, help="longest sequence; more tokens make a batch")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))

@@ -18,15 +18,16 @@ WORKER = Path(__file__).parent / "fault_worker.py"
 TIMEOUT = 120  # of the group; gloo's ranks must fail long before
 
 
-def run(world, *runs, **options):
+def run(world, *runs, blocking_wait=True, **options):
     """[(exit status, stderr, seconds until its end)] of each rank of processes that do `runs`, one after another."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     options = {"device": "cpu", "timeout": TIMEOUT, **options, "folder": str(options["folder"]), "runs": runs}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if options["device"] == "cuda":  # so that waiting is on the host, where it can be explained; see liveness.py
-        environment["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    if options["device"] == "cuda":  # whether waiting is on the host, where it can be explained; see liveness.py
+        environment["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking_wait))
+        environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # the watchdog waits for four times that: a minute
     # into files: a full pipe would hold up a rank
     outputs = [Path(options["folder"], f"stderr_{rank}") for rank in range(world)]
     start, ends = time.monotonic(), [0.0] * world
@@ -66,15 +67,31 @@ def check_deaths(results, who, within):
         assert end - results[who][2] < within, f"rank {rank} ended {end - results[who][2]:.1f} s after"
 
 
+def check_watch(results, who, within):
+    """Of ranks that torch's watchdog ends: its word comes last, and ours before."""
+    assert results[who][0] == -9
+    for rank, (status, text, end) in enumerate(results):
+        if rank == who:
+            continue
+        assert status != 0, text
+        before = text.partition("collective operation timeout")[0]
+        named = (
+            rf"^tp_invariant: rank {who} \(global rank {who}, process \d+ on [^)]+\) has ended\. .* time-out of 20 s "
+        )
+        assert len(re.findall(named, before, re.MULTILINE)) == 1, text
+        assert end - results[who][2] < within, f"rank {rank} ended {end - results[who][2]:.1f} s after"
+
+
 def finish(world, *runs, **options):
     for rank, (status, text, _) in enumerate(run(world, *runs, **options)):
         assert status == 0, f"rank {rank}: {text}"
+        assert "tp_invariant: rank" not in text, text  # none that ended well is said to have died
 
 
-def restart_after_a_death(folder, world, who, within, device="cpu", timeout=TIMEOUT):
+def restart_after_a_death(folder, world, who, within, check=check_deaths, **common):
     """Killed in step 3, after the checkpoint of 2, and resumed at TP=2; against TP=1 without faults."""
-    common = dict(folder=folder, steps=6, device=device, timeout=timeout)
-    check_deaths(run(world, dict(log="a.log", save=True, die_at=3, who=who), **common), who, within)
+    common.update(folder=folder, steps=6)
+    check(run(world, dict(log="a.log", save=True, die_at=3, who=who), **common), who, within)
     assert sorted(read_log(folder / "a.log").steps) == [0, 1, 2], "the step in which it died was not logged"
     finish(1, dict(log="straight.log"), dict(log="wrong.log", resume=True, pretend=1), **common)
     finish(2, dict(log="a.log", resume=True), **common)
@@ -97,5 +114,7 @@ def test_the_rank_that_holds_the_store_dies(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_rank_dies_on_nccl(tmp_path):
-    restart_after_a_death(tmp_path, world=2, who=1, within=60, device="cuda", timeout=20)
+@pytest.mark.parametrize("blocking_wait, check", [(True, check_deaths), (False, check_watch)])
+def test_a_rank_dies_on_nccl(tmp_path, blocking_wait, check):
+    common = dict(device="cuda", timeout=20, blocking_wait=blocking_wait)
+    restart_after_a_death(tmp_path, world=2, who=1, within=60, check=check, **common)
