@@ -328,8 +328,10 @@ def _plan(
     pairs = (heads // shared) * p.sequences
     places = pairs * chunks * part_rows if split else 0
     overlap = _overlaps(index)
-    # Not where the number of keys grows with every call.
-    even = not split and not packed and p.longest_k % tile.keys == 0
+    # Not where the number of keys grows with every call; nor where a row's weights are summed in an order that the
+    # compiler chooses, another one for masked blocks: in fp32, and by several warps.
+    alike = dtype != torch.float32 and 16 * tile.warps == tile.queries
+    even = alike and not split and not packed and p.longest_k % tile.keys == 0
     constants = (
         head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split, even,
         *p.flags, overlap,

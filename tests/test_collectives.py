@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tp_invariant import testing
+from tp_invariant import testing, wire
 from tp_invariant.collectives import (
     Group,
     exchange_cols_for_rows,
@@ -18,6 +19,7 @@ from tp_invariant.collectives import (
     gather_major,
     gather_uneven,
     resolve_group,
+    same_ranks_again,
     start_exchange_rows,
     start_gather_major,
 )
@@ -219,6 +221,25 @@ def test_group_of_a_wrong_type(wrong):
     text = f"tp_group={wrong!r} is a {type(wrong).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         resolve_group(wrong)
+
+
+def test_the_same_ranks_again():
+    """Also where ranks are in different numbers of groups, from which torch would make different names."""
+
+    def on_rank(tp_group):
+        group = resolve_group(tp_group)
+        names = wire.gather_objects(c10d._hash_ranks_to_str(dist.get_process_group_ranks(tp_group)), group)
+        again = same_ranks_again(group, "gloo")
+        try:
+            own = torch.tensor([float(group.rank)])
+            return len(set(names)), gather_dim(own, 0, again).tolist(), again == group
+        finally:
+            dist.destroy_process_group(again.process_group)
+
+    for world in (1, 2):
+        run_ranks(lambda tp_group: None, world)
+    for differ, gathered, same in run_ranks(on_rank, 4):
+        assert differ > 1 and gathered == [0, 1, 2, 3] and not same
 
 
 def test_groups_and_meshes_on_ranks():

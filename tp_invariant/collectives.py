@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import wire
@@ -90,8 +91,30 @@ def side_group(group: Group) -> Group:
     world = dist.group.WORLD
     if group.size < dist.get_world_size() and world is not None and world.bound_device_id is not None:
         return group
-    ranks = dist.get_process_group_ranks(group.process_group)
-    again = dist.new_group(ranks, backend="nccl", use_local_synchronization=True, group_desc="tp_invariant weights")
+    return same_ranks_again(group, "nccl")
+
+
+def same_ranks_again(group: Group, backend: str) -> Group:
+    """A new process group of the ranks of `group`, which alone take part.
+
+    dist.new_group(.., use_local_synchronization=True) names a group after how many groups the process has: ranks that
+    are in different numbers of groups would wait for each other under different names, for ever. So this goes by the
+    function below it, with a name that the ranks share.
+    """
+    parent = group.process_group
+    assert parent is not None
+    ranks = dist.get_process_group_ranks(parent)
+    again, _ = c10d._new_process_group_helper(
+        group.size,
+        group.rank,
+        ranks,
+        dist.Backend(backend),
+        c10d._get_default_store(),
+        c10d.GroupName(f"tp_invariant, once more {parent.group_name}: {'_'.join(map(str, ranks))}"),
+        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        group_desc="tp_invariant weights",
+    )
+    c10d._world.pg_group_ranks[again] = {rank: place for place, rank in enumerate(ranks)}
     return resolve_group(again)
 
 
