@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
 TRANSPORTS = ("nccl", "auto", "copy_engine")
 _KEY = os.environ.encodekey(TRANSPORT_VARIABLE)
-MIN_BYTES = 2**20  # of what a rank sends: below, the launches of a dozen driver calls take longer than NCCL's kernel
+MIN_BYTES = 2**23  # of what a rank sends: for less, a dozen driver calls keep the host longer than they save the GPU
 PER_CLASS = 4  # buffers of a size: two weights, in use and on its way, and two activations
 
 
