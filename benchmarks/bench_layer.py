@@ -9,8 +9,9 @@ in turn, round after round, after a barrier, several layers in a row; times and 
 (beyond weights, x and dy, without the buffers that copy engines fill) is that of all of them, and a time is the slowest
 rank's. `bits`: whether all results of all ranks are byte for byte what TP=1 computes in the same run, alone and beside
 a second stream that keeps the GPU busy.
-Decoding: a forward of few tokens without gradients, eagerly and in a CUDA graph, gathered weights kept. Writes OUT.csv,
-OUT.md, OUT.png where matplotlib is there, and with --profile OUT.profile.txt.
+Decoding: a forward of few tokens without gradients, eagerly and in a CUDA graph, gathered weights kept; with --graph
+forward and backward are captured as one graph, too (bits are then the replay's, memory the eager call's).
+Writes OUT.csv, OUT.md, OUT.png where matplotlib is there, and with --profile OUT.profile.txt.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--transport", choices=peer_copies.TRANSPORTS, default="nccl", help="of tp_invariant")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner", type=int, default=2, help="calls in a row for one time")
+    parser.add_argument("--graph", action="store_true", help="training captured in a CUDA graph, too")
     parser.add_argument("--profile", action="store_true", help="where the time goes: one table for each contender")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
@@ -98,14 +100,14 @@ class Bench:
         return Stack(list(made))
 
     def measure(self, name: str, part: str, tokens: int, sp: bool, what: str, same_attention: bool = False) -> None:
-        """One row for each contender: `what` is forward, training, decode or decode, graph."""
+        """One row for each contender: `what` is forward, training or decode, the last two maybe with ", graph"."""
         x, dy = self.data(tokens)
         alone, keep = Group(None, 0, 1), 100 if what.startswith("decode") else 0
 
         def call_of(contender: str, group: Group) -> tuple[Stack, Callable[[], Any]]:
             built = self.stack(part, contender, group, sp, same_attention)
             mine = [t.chunk(group.size)[group.rank].clone() if built.sp else t for t in (x, dy)]
-            if what == "training":
+            if what.startswith("training"):
                 return built, runs.training_call(built, mine[0].requires_grad_(), mine[1])
             return built, runs.forward_call(built, mine[0])
 
@@ -115,18 +117,18 @@ class Bench:
         for contender in CONTENDERS:
             built, call = call_of(contender, self.group)
             want = runs.own_part(reference, list(built.local), self.group, built.sp)
+            peak, moved, copied = runs.cost(contender, call, keep, self.device)
+            if what.endswith("graph"):
+                with as_contender(contender, keep):
+                    call = runs.in_graph(call)
             bits = {}
             if not same_attention:  # the fastest attention has bits of its own, ours or not
                 busy = self.device.type == "cuda"
                 check = [contender, call, want, keep, self.device, self.group]
                 bits = dict(bits=runs.same_bits(*check, False), bits_busy=runs.same_bits(*check, True) if busy else "")
-            peak, moved, copied = runs.cost(contender, call, keep, self.device)
             layers = self.options.layers
             rows[contender] = dict(peak_MB=round(peak, 1), moved_MB=round(moved / layers, 2))
             rows[contender] |= dict(copied_MB=round(copied / layers, 2), **bits)
-            if what == "decode, graph":
-                with as_contender(contender, keep):
-                    call = runs.in_graph(call)
             calls[contender] = call
         del reference, want
         taken = runs.times(calls, keep, self.options.rounds, self.options.inner, self.device, self.group)
@@ -140,7 +142,7 @@ class Bench:
             self.rows.append(row)
             if dist.get_rank() == 0:
                 print(*row.values(), sep="  ", flush=True)
-        if self.options.profile and not what.startswith("decode"):
+        if self.options.profile and what in ("forward", "training"):
             self.profile(f"{name} TP={self.group.size} SP={int(sp)} {tokens} tokens {what}", calls)
         runs.forget()
 
@@ -164,7 +166,8 @@ class Bench:
         o = self.options
         named = [(part, part, False) for part in o.parts]
         named += [("layer, same attention", "layer", True)] if "layer" in o.parts else []
-        for tokens, sp, (name, part, same), what in itertools.product(o.tokens, o.sp, named, ("forward", "training")):
+        passes = ("forward", "training", "training, graph") if o.graph else ("forward", "training")
+        for tokens, sp, (name, part, same), what in itertools.product(o.tokens, o.sp, named, passes):
             self.measure(name, part, tokens, bool(sp), what, same)
         whats = ("decode", "decode, graph") if self.device.type == "cuda" else ("decode",)
         decoded = [part for part in o.parts if part != "layer"]  # attention over a cache is bench_attention.py's
