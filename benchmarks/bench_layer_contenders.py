@@ -171,9 +171,10 @@ class Stack(nn.Module):
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
     cache, shared = owners.weight_cache, token_gathers.token_gathers
-    before, transport = (cache.keep, cache.ahead, shared.reuse), os.environ.get(TRANSPORT_VARIABLE, "nccl")
+    before = cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse
+    transport = os.environ.get(TRANSPORT_VARIABLE, "nccl")
     cache.keep = keep if contender == "tp_invariant" else 0
-    cache.ahead = shared.reuse = contender == "tp_invariant"
+    cache.ahead = cache.ahead_in_graphs = shared.reuse = contender == "tp_invariant"
     try:
         with tpi.set_tp_invariant_mode(contender != "stock"):
             if contender != "tp_invariant":
@@ -181,4 +182,4 @@ def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
             yield
     finally:
         os.environ[TRANSPORT_VARIABLE] = transport
-        cache.keep, cache.ahead, shared.reuse = before
+        cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse = before

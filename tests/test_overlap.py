@@ -387,3 +387,53 @@ def test_cuda_graphs(keep):
     reference = testing.run_ranks(decode_in_a_graph, 1, keep, device="cuda")[0]
     for got in testing.run_ranks(decode_in_a_graph, 2, keep, device="cuda"):
         assert_bitwise_equal(got, reference)
+
+
+def train_in_a_graph(tp_group, ahead):
+    """A block's training step, eagerly and replayed, before and after a change of the weights."""
+    owners.weight_cache.ahead_in_graphs = ahead
+    torch.manual_seed(0)
+    results = []
+    try:
+        with tpi.set_tp_invariant_mode(True):
+            block = Block(tp_group, True, 1024, 2048, device="cuda", dtype=torch.bfloat16).bfloat16()
+            rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+            x = torch.zeros(512 // size, 1, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+            def step():
+                y = block(x)
+                return y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))
+
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = step()
+            for seed in range(2):
+                whole = torch.randn(512, 1, 1024, generator=torch.Generator().manual_seed(seed))
+                with torch.no_grad():
+                    x.copy_(whole.chunk(size)[rank])
+                    for parameter in block.parameters():
+                        parameter.mul_(2)
+                eager = [result.cpu() for result in step()]
+                graph.replay()
+                torch.cuda.synchronize()
+                assert_bitwise_equal([result.cpu() for result in captured], eager)
+                results.append(eager[0])
+    finally:
+        owners.weight_cache.ahead_in_graphs = False
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_training_step_in_a_graph(ahead):
+    reference = testing.run_ranks(train_in_a_graph, 1, ahead, device="cuda")[0]
+    for rank, got in enumerate(testing.run_ranks(train_in_a_graph, 2, ahead, device="cuda")):
+        want = [whole.chunk(2)[rank] for whole in reference]
+        assert_bitwise_equal(got, want)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from tp_invariant import weight_cache
 from tp_invariant.collectives import Group, Pending
 from tp_invariant.testing import assert_bitwise_equal
 from tp_invariant.weight_cache import WeightCache
@@ -255,6 +256,37 @@ def test_all_but_the_first_are_started_ahead(recompute, through_data):
         else:
             assert uses <= needed + ahead <= uses + 1
         assert not model.cache._early, "nothing is on its way when a step is over"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
+    model = Model()
+    model.cache.ahead_in_graphs = ahead
+    model.step()
+    monkeypatch.setattr(weight_cache, "_capturing", lambda weight: True)
+    assert [model.step() for _ in range(2)] == [(1, 5) if ahead else (6, 0)] * 2
+    assert not model.cache._early, "all that was started in the graph has been taken in it"
+    monkeypatch.undo()
+    assert model.step() == (1, 5)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_gather_does_not_pass_the_border_of_a_graph(monkeypatch, inside):
+    """Neither one that eager work has started into the graph, nor one of a capture that failed out of it."""
+    cache, first, second, layout = WeightCache(ahead_in_graphs=True), weight_of(1), weight_of(2), Layout()
+    for weight in (first, second) * 2:
+        take(cache, weight, layout)
+    started = layout.count(second)
+    monkeypatch.setattr(weight_cache, "_capturing", lambda weight: inside)
+    take(cache, first, layout)
+    assert layout.count(second, early=True) and layout.count(second) == started + 1
+    (early,) = cache._early.values()
+    monkeypatch.setattr(weight_cache, "_capturing", lambda weight: not inside)
+    assert not cache.holds(second, layout)
+    assert_bitwise_equal(take(cache, second, layout), second.detach())
+    assert layout.count(second) == started + 2
+    cache.clear()
+    assert early.pending.waited != inside and not cache._early, "of a failed capture there is nothing to wait for"
 
 
 def test_ahead_off_starts_nothing():

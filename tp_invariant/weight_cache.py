@@ -12,9 +12,10 @@ alone, and safe:
     memory   A result is allocated on the stream that starts its gather and is used on the stream that waits for it; the
              collective itself starts after what that first stream has queued. What is dropped is waited for first, so
              its memory is not given away while bytes still arrive, and `record_stream` says where it was used.
-    graphs   While a CUDA graph is captured nothing starts early and nothing under way is used: weights are gathered
-             inside the graph, or are kept ones. A kept one stays alive as long as the process, for replays read it;
-             when its weight changes, capture again.
+    graphs   While a CUDA graph is captured nothing that is under way outside it is used: weights are gathered inside
+             the graph, or are kept ones. A kept one stays alive as long as the process, for replays read it; when its
+             weight changes, capture again. Inside it a gather starts early only with `ahead_in_graphs`, since what
+             starts in a graph must end in it, and whether the next use is captured too only the caller knows.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class _Entry:
     state: tuple
     task: int
     pending: Pending
+    captured: bool = False  # started inside a CUDA graph that was being captured, to be used there
 
 
 class WeightCache:
@@ -81,13 +83,17 @@ class WeightCache:
 
         keep    how many gathered weights stay after use; the least recently used goes first
         ahead   whether the next weight's gather starts by itself while one is used
+        ahead_in_graphs     so too while a CUDA graph is captured. For graphs that hold whole passes over a model: a
+                forward, or a forward and its backward. In one that ends between two layers a gather would be left
+                over, and CUDA refuses the capture as having unjoined work.
     """
 
-    def __init__(self, keep: int = 0, ahead: bool = True) -> None:
-        self.keep, self.ahead = keep, ahead
+    def __init__(self, keep: int = 0, ahead: bool = True, ahead_in_graphs: bool = False) -> None:
+        self.keep, self.ahead, self.ahead_in_graphs = keep, ahead, ahead_in_graphs
         self._uses: dict[tuple[int, Layout], _Use] = {}  # by the weight's id
         self._entries: OrderedDict[_Use, _Entry] = OrderedDict()
-        self._early: dict[Group, _Entry] = {}  # what this cache started by itself: one for a group
+        # what this cache started by itself: one for a group, and for whether a CUDA graph is being captured
+        self._early: dict[tuple[Group, bool], _Entry] = {}
         self._schedules: dict[Group, Schedule] = {}
         self._captured: list[Tensor] = []
         self._watching = False
@@ -105,10 +111,8 @@ class WeightCache:
         """Whether `layout` of `weight` as it is now is here or on its way."""
         if weight.is_inference():  # has no version to go by
             return False
-        use = self._use(weight, layout)
-        return self._serves(self._early.get(layout.group), use, weight) or self._serves(
-            self._entries.get(use), use, weight
-        )
+        use, early = self._use(weight, layout), self._early.get((layout.group, _capturing(weight)))
+        return self._serves(early, use, weight) or self._serves(self._entries.get(use), use, weight)
 
     def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
         if entry is None or entry.use is not use or entry.state != _state(weight):
@@ -117,7 +121,7 @@ class WeightCache:
             return False
         if entry.task not in (-1, _backward_task()):  # started by itself inside another backward
             return False
-        return entry.pending.waited or not _capturing(weight)
+        return entry.pending.waited or entry.captured == _capturing(weight)
 
     def prefetch(self, weight: Tensor, layout: Layout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
@@ -137,24 +141,29 @@ class WeightCache:
         if weight.is_inference():
             return layout.start(weight, early=False)
         use = self._use(weight, layout)
-        kept = self._entries.get(use)
-        if _capturing(weight):
-            if kept is None or not self._serves(kept, use, weight):
+        kept, capturing = self._entries.get(use), _capturing(weight)
+        if capturing:
+            if kept is not None and self._serves(kept, use, weight):
+                self._captured.append(kept.pending.result)
+                return _there(kept.pending.result)
+            if not self.ahead_in_graphs:
                 return layout.start(weight, early=False)
-            self._captured.append(kept.pending.result)
-            return _there(kept.pending.result)
         task = _backward_task()
         phase = Phase.BACKWARD if task != -1 else Phase.FORWARD if grad else Phase.INFERENCE
         schedule = self._schedules.get(layout.group)
         if schedule is None:
             schedule = self._schedules[layout.group] = Schedule()
         schedule.note(use, phase, task)
-        entry = self._early.get(layout.group)
+        entry = self._early.get((layout.group, capturing))
         if self._serves(entry, use, weight):
-            del self._early[layout.group]
+            del self._early[layout.group, capturing]
         else:
-            self._drop_early(layout.group)
-            entry = kept if self._serves(kept, use, weight) else None
+            self._drop_early(layout.group, capturing)
+            entry = None
+        if capturing:
+            return layout.start(weight, early=False) if entry is None else entry.pending
+        if entry is None and self._serves(kept, use, weight):
+            entry = kept
         if entry is not kept or not self.keep:
             self._drop(use, unless=entry)
         if entry is None:
@@ -175,16 +184,17 @@ class WeightCache:
             return
         weight, layout = use.weight(), use.layout
         # FSDP frees the storage of what is not in use
-        if weight is None or weight.untyped_storage().nbytes() == 0 or _capturing(weight):
+        if weight is None or weight.untyped_storage().nbytes() == 0:
             return
-        if self.holds(weight, layout):
+        capturing = _capturing(weight)
+        if (capturing and not self.ahead_in_graphs) or self.holds(weight, layout):
             return
         if not self._watching:  # optimizers of others write through .data
             self._watching = True
             register_optimizer_step_pre_hook(lambda *_: self._drop_all_early())
-        self._drop_early(group)
+        self._drop_early(group, capturing)
         pending = layout.start(weight, early=True)
-        self._early[group] = _Entry(use, _state(weight), _backward_task(), pending)
+        self._early[group, capturing] = _Entry(use, _state(weight), _backward_task(), pending, capturing)
 
     def _drop(self, use: _Use, unless: _Entry | None = None) -> None:
         entry = self._entries.pop(use, None)
@@ -192,15 +202,20 @@ class WeightCache:
             entry.pending.wait()  # its memory is free once nothing writes to it
             entry.pending.release()
 
-    def _drop_early(self, group: Group) -> None:
-        entry = self._early.pop(group, None)
+    def _drop_early(self, group: Group, capturing: bool) -> None:
+        entry = self._early.pop((group, capturing), None)
         if entry is not None:
             entry.pending.wait()
             entry.pending.release()
 
     def _drop_all_early(self) -> None:
-        for group in list(self._early):
-            self._drop_early(group)
+        """All that can be waited for here; what was left over in a capture that failed is nothing to wait for."""
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        for group, inside in list(self._early):
+            if inside == capturing:
+                self._drop_early(group, inside)
+            elif inside:
+                del self._early[group, inside]
 
     def clear(self) -> None:
         """Forgets everything, also what was learnt of the order of uses."""
