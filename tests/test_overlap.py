@@ -158,9 +158,9 @@ def count_gathers(tp_group, sp, checkpointed, on):
         return collectives.start_gather_dim(*args)
 
     def counted_run_ahead(of):
-        before = owners.weight_cache._early.get(of)
+        before = owners.weight_cache._early.get((of, False))
         run_ahead(of)
-        counts["ahead"] += owners.weight_cache._early.get(of) is not before
+        counts["ahead"] += owners.weight_cache._early.get((of, False)) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
         patch.setattr(token_gathers, "start_gather_dim", start_gather_dim)
@@ -238,6 +238,23 @@ def test_layers_share_a_gather_and_the_last_lets_it_go(starts):
     for user in (v, q, k):
         take(gathers, x, user)
     assert len(starts) == 11
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_who_was_followed_once_is_not_taken_for_the_last(starts, alive):
+    """As in an evaluation amid training: whether its x is dead already, which ranks need not share, changes nothing."""
+    gathers, (q, k) = TokenGathers(), users(2)
+    x = torch.randn(2, 3)
+    for user in (q, k):
+        take(gathers, x, user)
+    x = torch.randn(2, 3)
+    take(gathers, x, q)  # the evaluation
+    keep = x if alive else None
+    x = torch.randn(2, 3)
+    for user in (q, k):
+        take(gathers, x, user)
+    assert len(starts) == 3
+    del keep
 
 
 @pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[0].zero_()], ids=["whole", "view"])

@@ -8,9 +8,10 @@ gathered again; inference tensors, which have no version, are never held, nor wh
 A layer gets a gather once: if it asks again, the tensor may be a buffer that holds another step's values, written by
 something that raises no version (a receive, a kernel of the user's).
 
-Like the weight cache it decides by what ranks of one program share, so all gather or none does. A gather may lie in a
-lent buffer (peer_copies.py). A layer launches all that reads it before another asks, so it is released when the next
-one does: at a place of the program that ranks share, which the death of a tensor need not be.
+Like the weight cache it decides by what ranks of one program share, so all gather or none does. When an x dies they
+need not share, where it waits for the garbage collector: so who was once followed is never again taken for the last to
+ask. A gather may lie in a lent buffer (peer_copies.py). A layer launches all that reads it before another asks, so it
+is released when the next one does: at a place of the program that ranks share, which the death of a tensor need not be.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class TokenGathers:
         self._held: _Held | None = None
         self._let_go: tuple | None = None  # key and user of what its last user let go
         self._last_users: set[tuple] = set()
+        self._followed: set[tuple] = set()  # who was once followed by another that asked for the same
         self._spent: list[Pending] = []  # let go and not yet released
 
     def start(self, x: Tensor, dim: int, group: Group) -> None:
@@ -62,8 +64,12 @@ class TokenGathers:
         if held is None or held.key != key or asks in held.users:
             self._drop()
             held = _Held(key, _gather(x, dim, group))
-        if self._let_go is not None and self._let_go[0] == key and self._let_go[1] != asks:
-            self._last_users.discard(self._let_go[1])  # it was not the last user after all
+        before = held.users[-1] if held.users else None
+        if self._let_go is not None and self._let_go[0] == key:
+            before = self._let_go[1]
+        if before not in (None, asks):  # it was not the last user, and is not trusted to be one again
+            self._last_users.discard(before)
+            self._followed.add(before)
         held.users.append(asks)
         self._held, self._let_go = held, None
         if asks in self._last_users:
@@ -95,8 +101,9 @@ class TokenGathers:
             return
         held.pending.wait()  # its memory is free once nothing writes to it
         held.pending.release()
-        if held.users:
+        if held.users and held.users[-1] not in self._followed:
             self._last_users = {user for user in self._last_users if user[0]() is not None} | {held.users[-1]}
+            self._followed = {user for user in self._followed if user[0]() is not None}
 
     def _release(self) -> None:
         if self._spent and _capturing():
@@ -110,6 +117,7 @@ class TokenGathers:
         self._release()
         self._drop()
         self._last_users.clear()
+        self._followed.clear()
         self._let_go = None
 
 
