@@ -128,10 +128,18 @@ BUNDLED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_dtype(gemm_fn: GemmFn | None, x: Tensor, name: str) -> None:
     """A TypeError that names x if the bundled gemm_fn would get a dtype that it does not take."""
     if x.dtype not in BUNDLED_DTYPES and _as_bundled(gemm_fn, x.device) is not None:
-        raise TypeError(
-            f"{name} is {x.dtype}: the bundled kernels take {', '.join(map(str, BUNDLED_DTYPES))}; convert the layer "
-            "and its input, or pass a gemm_fn of your own"
-        )
+        raise TypeError(f"{_not_taken(x, name)}, or pass a gemm_fn of your own")
+
+
+def check_norm_dtype(x: Tensor, name: str) -> None:
+    """A TypeError that names x if it has a dtype that the norms do not take, whose kernels are always the bundled."""
+    if x.dtype not in BUNDLED_DTYPES:
+        raise TypeError(_not_taken(x, name))
+
+
+def _not_taken(x: Tensor, name: str) -> str:
+    taken = ", ".join(map(str, BUNDLED_DTYPES))
+    return f"{name} is {x.dtype}: the bundled kernels take {taken}; convert the layer and its input"
 
 
 def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:

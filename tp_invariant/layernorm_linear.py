@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import LinearCall
-from .gemm import check_dtype
+from .gemm import check_norm_dtype
 from .layout import TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
@@ -130,7 +130,7 @@ class LayerNormLinear(Linear):
         x = x if dtype is None else x.to(dtype)
 
         def check() -> None:
-            check_dtype(None, x, f"x on rank {self.group.rank}")  # of the norm's kernels, whatever this gemm_fn takes
+            check_norm_dtype(x, f"x on rank {self.group.rank}")
 
         invariant = self._check_call(x, self.weight.dtype if dtype is None else dtype, check)
         sharded = self.sequence_parallel and self.group.size > 1

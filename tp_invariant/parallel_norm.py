@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreed, check_agreement, check_gradient, refuse
 from .collectives import Group, resolve_group
-from .gemm import BUNDLED_DTYPES, check_dtype
+from .gemm import BUNDLED_DTYPES, check_norm_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
@@ -156,7 +156,7 @@ class ParallelNorm(ShardedModule):
             self._check_input(x)
             invariant = is_tp_invariant_mode_enabled()
             if invariant:
-                check_dtype(None, x, f"x on rank {group.rank}")
+                check_norm_dtype(x, f"x on rank {group.rank}")
         except (TypeError, ValueError) as error:
             if self._moves_bytes:
                 refuse(error, group, x.device, self._agreed)
