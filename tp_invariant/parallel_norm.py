@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreed, check_agreement, check_gradient, refuse
 from .collectives import Group, resolve_group
-from .gemm import BUNDLED_DTYPES, check_norm_dtype
+from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
@@ -188,8 +188,6 @@ class ParallelNorm(ShardedModule):
                 return None
             mode = is_tp_invariant_mode_enabled()
         except ValueError:  # of a variable: who reads it next raises it again
-            return None
-        if mode and x.dtype not in BUNDLED_DTYPES:  # up to a default gemm_fn, which may be another by then
             return None
         return (
             mode,
