@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,25 +60,25 @@ def bundled_gemm_fn(device: torch.device) -> Callable[..., Tensor]:
     Raises:
         NotImplementedError: another kind of device.
     """
-    found = _bundled_for(device.type)
-    if found is None:
+    kernels = _kernels(device.type)
+    if kernels is None:
         raise NotImplementedError(
             f"no gemm_fn is bundled for device {str(device)!r}, only for cuda and cpu: pass gemm_fn= or "
             "set_default_gemm_fn"
         )
-    return found
+    return kernels.matmul
 
 
 @functools.cache
-def _bundled_for(device_type: str) -> Callable[..., Tensor] | None:
+def _kernels(device_type: str) -> ModuleType | None:
     if device_type == "cuda":
-        from .kernels.matmul import matmul  # imports triton, so only here
+        from .kernels import matmul  # imports triton, so only here
 
         return matmul
     if device_type == "cpu":
-        from .kernels.reference import matmul as reference_matmul
+        from .kernels import reference
 
-        return reference_matmul
+        return reference
     return None
 
 
