@@ -81,6 +81,7 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
 
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
+    _check("row_sums", "x", x, None, x)
     key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out_dtype, divisor, x.get_device()
     before = _sums_before.get(key)
     if before is not None and key[-1] == torch.cuda.current_device():
@@ -88,7 +89,6 @@ def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
         y = torch.empty(key[0][0], device=x.device, dtype=out_dtype)
         run(key[-1], x, y, *numbers, grid=(key[0][0], 1, 1))
         return y
-    _check("row_sums", "x", x, None, x)
     y = torch.empty(x.shape[0], device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     if x.shape[0] > 0:
         rows, stride = _rows(x)

@@ -414,7 +414,7 @@ def train_in_a_graph(tp_group, ahead):
     try:
         with tpi.set_tp_invariant_mode(True):
             block = Block(tp_group, True, 1024, 2048, device="cuda", dtype=torch.bfloat16).bfloat16()
-            rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+            rank, size = tp_group.rank(), tp_group.size()
             x = torch.zeros(512 // size, 1, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
             def step():

@@ -113,16 +113,15 @@ def _goes_by_cpu(func: OpOverload) -> bool:
     tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
     composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
-    fits = tensors == 1 or "backward" in func._schema.name or (func in _SUMS and not _writes(func))
-    return fits and (direct or not composite)
+    return (tensors == 1 or "backward" in func._schema.name or func in _SUMS) and (direct or not composite)
 
 
-_SUMS = {op: packet.out for packet in (torch.ops.aten.add, torch.ops.aten.sub) for op in (packet.Tensor, packet.out)}
-_SUMS |= {torch.ops.aten.add_.Tensor: torch.ops.aten.add.out, torch.ops.aten.sub_.Tensor: torch.ops.aten.sub.out}
-
-
-def _writes(func: OpOverload) -> bool:
-    return any(argument.is_out for argument in func._schema.arguments)
+_SUMS = {  # and the form of each that writes into out=
+    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.add_.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.sub.Tensor: torch.ops.aten.sub.out,
+    torch.ops.aten.sub_.Tensor: torch.ops.aten.sub.out,
+}
 
 
 def _of_cpu(func: OpOverload) -> Callable[..., Any]:
@@ -135,7 +134,7 @@ def _of_cpu(func: OpOverload) -> Callable[..., Any]:
     def call(keys: DispatchKeySet, a: Any, b: Any, **kwargs: Any) -> Tensor:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return kernel(keys, a, b, **kwargs)
-        # one is a number, which the form that writes into out= takes, and does not come here
+        # one is a number, which the form with out= takes; that one is not registered here
         tensor = a if isinstance(a, Tensor) else b
         out = a if in_place else torch.empty_like(tensor, dtype=torch.result_type(a, b))
         return into(a, b, **kwargs, out=out)

@@ -95,11 +95,14 @@ def side_group(group: Group) -> Group:
 
 
 def same_ranks_again(group: Group, backend: str) -> Group:
-    """A new process group of the ranks of `group`, which alone take part.
+    """A new process group on `backend` of the ranks of `group`, which alone take part; once for a process group.
 
     dist.new_group(.., use_local_synchronization=True) names a group after how many groups the process has: ranks that
     are in different numbers of groups would wait for each other under different names, for ever. So this goes by the
     function below it, with a name that the ranks share.
+
+    Raises:
+        ValueError: the group has been made before.
     """
     parent = group.process_group
     assert parent is not None
@@ -119,6 +122,11 @@ def same_ranks_again(group: Group, backend: str) -> Group:
 
 
 set_group_type(Group, resolve_group)
+
+
+def is_capturing() -> bool:
+    """Whether this thread's work on the current CUDA stream goes into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Pending:

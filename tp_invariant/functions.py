@@ -93,13 +93,6 @@ def flatten_tokens(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
-def _count(shape: Sequence[int]) -> int:
-    tokens = 1  # reshape(-1, ..) cannot tell the number of rows of an empty tensor
-    for size in shape:
-        tokens *= size
-    return tokens
-
-
 def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a [.., K] @ b [K, N] (+ bias), nothing sharded along K."""
     return fresh_view(gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), [*a.shape[:-1], b.shape[1]])

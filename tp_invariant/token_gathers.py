@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from . import peer_copies
-from .collectives import Group, Pending, start_gather_dim
+from .collectives import Group, Pending, is_capturing, start_gather_dim
 
 
 @dataclass
@@ -91,7 +91,7 @@ class TokenGathers:
             self._held = None
 
     def _let_go_of_held(self) -> None:
-        if self._held is not None and not _capturing():
+        if self._held is not None and not is_capturing():
             self._forget(self._held.key[0])
             self._release()
 
@@ -106,7 +106,7 @@ class TokenGathers:
             self._followed = {user for user in self._followed if user[0]() is not None}
 
     def _release(self) -> None:
-        if self._spent and _capturing():
+        if self._spent and is_capturing():
             return  # a release is no part of the graph
         for pending in self._spent:
             pending.release()
@@ -119,10 +119,6 @@ class TokenGathers:
         self._last_users.clear()
         self._followed.clear()
         self._let_go = None
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _gather(x: Tensor, dim: int, group: Group) -> Pending:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from .collectives import Group, Pending
+from .collectives import Group, Pending, is_capturing
 from .weight_schedule import LIMIT, Phase, Schedule
 
 
@@ -85,7 +85,7 @@ class WeightCache:
         ahead   whether the next weight's gather starts by itself while one is used
         ahead_in_graphs     so too while a CUDA graph is captured. For graphs that hold whole passes over a model: a
                 forward, or a forward and its backward. In one that ends between two layers a gather would be left
-                over, and CUDA refuses the capture as having unjoined work.
+                over, and CUDA refuses the capture as having unjoined work: call `clear()` after a capture that failed.
     """
 
     def __init__(self, keep: int = 0, ahead: bool = True, ahead_in_graphs: bool = False) -> None:
@@ -210,7 +210,7 @@ class WeightCache:
 
     def _drop_all_early(self) -> None:
         """All that can be waited for here; what was left over in a capture that failed is nothing to wait for."""
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing()
         for group, inside in list(self._early):
             if inside == capturing:
                 self._drop_early(group, inside)
