@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """By head size and dtype alone: in the keys and in how rows fall to warps lies the order of a row's weights' sum."""
+    """By head size and dtype alone: in keys, and in how rows fall to warps, lies the order of a row's weights' sum."""
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(64, 16, 8, 1)  # 4 warps at 128 spill 16000 registers
     return Tile(64, 64, 8, 2) if head_dim > 128 else Tile(64, 64, 4, 3)
