@@ -28,6 +28,7 @@ from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
+GPUS = torch.cuda.device_count()
 WORLDS = (2, 3, 8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 worlds = pytest.mark.parametrize("world", WORLDS)
@@ -223,23 +224,33 @@ def test_group_of_a_wrong_type(wrong):
         resolve_group(wrong)
 
 
-def test_the_same_ranks_again():
+@pytest.mark.parametrize(
+    ("device", "world"),
+    [
+        ("cpu", 4),
+        *(
+            pytest.param("cuda", n, marks=[pytest.mark.gpu, pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs")])
+            for n in (2, 4)
+        ),
+    ],
+)
+def test_the_same_ranks_again(device, world):
     """Also where ranks are in different numbers of groups, from which torch would make different names."""
 
     def on_rank(tp_group):
         group = resolve_group(tp_group)
         names = wire.gather_objects(c10d._hash_ranks_to_str(dist.get_process_group_ranks(tp_group)), group)
-        again = same_ranks_again(group, "gloo")
+        again = same_ranks_again(group, dist.get_backend(tp_group))
         try:
-            own = torch.tensor([float(group.rank)])
+            own = torch.tensor([float(group.rank)], device=device)
             return len(set(names)), gather_dim(own, 0, again).tolist(), again == group
         finally:
             dist.destroy_process_group(again.process_group)
 
-    for world in (1, 2):
-        run_ranks(lambda tp_group: None, world)
-    for differ, gathered, same in run_ranks(on_rank, 4):
-        assert differ > 1 and gathered == [0, 1, 2, 3] and not same
+    for ranks in (world, *range(1, world)):  # the pool as a whole first: a larger one would be a new one
+        testing.run_ranks(lambda tp_group: None, ranks, device=device)
+    for differ, gathered, same in testing.run_ranks(on_rank, world, device=device):
+        assert differ > 1 and gathered == list(range(world)) and not same
 
 
 def test_groups_and_meshes_on_ranks():

@@ -20,7 +20,8 @@ run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)
 
 SHAPES = {"a": (7, 13), "b": (31,), "c": (5, 2, 3), "scalar": (), "empty": (0, 3)}
 GPUS = torch.cuda.device_count()
-needs_four_gpus = pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
+DEGREES_ON_GPUS = [degree for degree in (1, 2, 4, 8) if degree <= GPUS]
+on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -129,10 +130,9 @@ def test_same_bits_at_every_degree(micro_batches):
         assert bool(((grad.double() - parts.sum(0)).abs() <= bound).all())
 
 
-@pytest.mark.gpu
-@needs_four_gpus
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpus)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_bits_at_every_degree_on_gpus(dtype):
+def test_same_bits_at_every_degree_on_gpus(dtype, device):
     """The CPU's bits, too: fp32 additions in one order."""
     dtypes = dict.fromkeys(SHAPES, dtype)
     for micro_batches in (4, 6, 8):
@@ -140,12 +140,12 @@ def test_same_bits_at_every_degree_on_gpus(dtype):
             name: tree_sum([gradient(i, name, dtype).float() for i in range(micro_batches)]).to(dtype)
             for name in SHAPES
         }
-        for world in (1, 2, 4):
-            arguments = (micro_batches, dtypes, None, False, None, "cuda")
-            for rank, grads in enumerate(run_ranks(summed, world, *arguments, device="cuda")):
+        for world in DEGREES_ON_GPUS:
+            arguments = (micro_batches, dtypes, None, False, None, device)
+            for rank, grads in enumerate(run_ranks(summed, world, *arguments, device=device)):
                 assert_bitwise_equal(grads, exact, f"{micro_batches} micro-batches, rank {rank} of DP={world}")
-    naive = [run_ranks(summed_naively, world, 8, "cuda", device="cuda")[0] for world in (1, 2, 4)]
-    assert len({testing.digest(total) for total in naive}) == 3, "the control: NCCL's sum of shares"
+    naive = [run_ranks(summed_naively, world, 8, device, device=device)[0] for world in DEGREES_ON_GPUS]
+    assert len({testing.digest(total) for total in naive}) == len(DEGREES_ON_GPUS), "the control: NCCL's sum of shares"
 
 
 def summed_naively(tp_group, micro_batches, device="cpu"):
@@ -229,7 +229,7 @@ def test_parameters_without_gradients():
 # --- with tensor parallelism ----------------------------------------------------------------------------------------
 
 TOKENS, HIDDEN = 16, 32
-LAYOUTS = {"cpu": ((1, 8), (2, 4), (4, 2), (8, 1)), "cuda": ((1, 4), (2, 2), (4, 1))}  # TP, DP
+LAYOUTS = {8: ((1, 8), (2, 4), (4, 2), (8, 1)), 4: ((1, 4), (2, 2), (4, 1)), 2: ((1, 2), (2, 1))}  # TP, DP
 
 
 def train(tp_group, dp_group, sequence_parallel, device, micro_batches=8, steps=2):
@@ -273,8 +273,9 @@ def train_layouts(world_group, variants, device):
     A mesh takes every rank of the pool, so ranks beyond TP x DP do the same again.
     """
     results = {}
-    for tp, dp in LAYOUTS[device]:
-        shape = (dist.get_world_size(world_group) // (tp * dp), dp, tp)
+    world = dist.get_world_size(world_group)
+    for tp, dp in LAYOUTS[world]:
+        shape = (world // (tp * dp), dp, tp)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "dp", "tp"))
         for mode, sequence_parallel in variants:
             with tpi.set_tp_invariant_mode(mode):
@@ -289,7 +290,7 @@ def train_alone(world_group, device):
 
 
 @pytest.mark.parametrize(
-    ("device", "world"), [("cpu", 8), pytest.param("cuda", GPUS // 4 * 4, marks=[pytest.mark.gpu, needs_four_gpus])]
+    ("device", "world"), [("cpu", 8), pytest.param("cuda", max(DEGREES_ON_GPUS, default=0), marks=on_gpus)]
 )
 def test_tp_times_dp(device, world):
     """Every TP x DP against one rank: gradients, norms, and parameters after two steps of AdamW."""
