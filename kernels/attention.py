@@ -12,7 +12,8 @@ query and the keys it sees alone, because
 - a block that a query does not see changes none of its bits: weights of 0, factors of 1. That takes finite keys and
   values: 0 times Inf is NaN, for queries of the same sequence that share a tile.
 
-The query heads of one key head may share a tile as rows, so that a decode step reads keys once.
+The query heads of one key head may share a tile as rows, so that a decode step reads keys once. On Hopper, calls that
+are not split have a kernel of their own, attention_hopper.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_backward import backward
+from .attention_merge import finish, fold, merge_kernel
 from .attention_spec import CHUNK, AttentionSpec, PackedLengths
 from .attention_tiles import (
     DTYPES,
@@ -56,31 +58,18 @@ _MOST_SCRATCH = 2**28  # bytes, of a split that is there for speed alone
 
 
 @triton.jit
-def _fold(acc, largest, total, part, part_largest, part_total, factor):
-    """The results over two stretches of keys as one."""
-    new = tl.maximum(largest, part_largest)
-    reference = tl.where(new == float("-inf"), 0.0, new)
-    mine = tl.exp2((largest - reference) * factor)
-    theirs = tl.exp2((part_largest - reference) * factor)
-    acc = tl.fma(acc, mine[:, None], part * theirs[:, None])
-    return acc, new, tl.fma(total, mine, part_total * theirs)
-
-
-@triton.jit
 def _attend(
     q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
     before, before_largest, before_total, acc, largest, total,
-    low, high, full, keys, window, factor, inverse_cap,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, ENDS: tl.constexpr, FOLDS: tl.constexpr,
+    low, high, keys, window, factor, inverse_cap,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     this chunk; where another begins (FOLDS), they join those of the chunks before it.
 
-    One loop over all chunks, so that its loads go on while a chunk is folded; folds take a prefill 3 to 8% of its time.
-    Masked blocks are of two kinds. MASKED: all, and rows of v past the last key are replaced, so they pass through
-    registers and are loaded without a pipeline: it would need more shared memory, of which two programs have to fit on
-    a multiprocessor. ENDS: those from `full` on, for keys that end with a block.
+    One loop over all chunks, so that its loads go on while a chunk is folded. MASKED: rows of v past the last key are
+    replaced, so they pass through registers and are loaded without a pipeline, which would need more shared memory.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k = k_desc.load([row_k + start, column_k])
@@ -88,18 +77,13 @@ def _attend(
         scores = tl.dot(q, k.T, input_precision="ieee")
         if FOLDS:  # noqa: SIM102 - a constexpr: there is no branch where it is False
             if start % CHUNK == 0:
-                before, before_largest, before_total = _fold(
+                before, before_largest, before_total = fold(
                     before, before_largest, before_total, acc, largest, total, factor
                 )
                 acc = tl.zeros_like(acc)
                 largest = tl.full(largest.shape, float("-inf"), tl.float32)
                 total = tl.zeros_like(total)
         scores = capped(scores, inverse_cap, SOFTCAP)
-        if ENDS:  # noqa: SIM102 - as above
-            if start >= full:
-                key = start + tl.arange(0, BLOCK_K)
-                see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
-                scores = tl.where(see, scores, float("-inf"))
         if MASKED:
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -115,15 +99,6 @@ def _attend(
     return before, before_largest, before_total, acc, largest, total
 
 
-@triton.jit
-def _finish(acc, largest, total, factor):
-    """out, and lse in base 2. Adding zero leaves no negative zero, which other cuts of the same sum might not have."""
-    nothing = total == 0.0
-    out = acc / tl.where(nothing, 1.0, total)[:, None] + 0.0
-    lse = tl.where(nothing, float("-inf"), tl.fma(largest, factor, tl.log2(total)))
-    return out, lse
-
-
 @triton.jit(
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
@@ -132,14 +107,13 @@ def _finish(acc, largest, total, factor):
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, part_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, part_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
     chunks, part_rows, places,
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
@@ -159,7 +133,7 @@ def _forward_kernel(
     low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
     if SPLIT:
         if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()  # _merge_kernel may come and wait
+            tl.extra.cuda.gdc_launch_dependents()  # merge_kernel may come and wait
         low = tl.maximum(low, tl.program_id(2) * CHUNK)
         high = tl.minimum(high, tl.program_id(2) * CHUNK + CHUNK)
         clear = tl.maximum(tl.minimum(clear, high), low)
@@ -183,22 +157,21 @@ def _forward_kernel(
         before, before_largest, before_total, acc, largest, total = _attend(
             q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
             before, before_largest, before_total, acc, largest, total,
-            low, clear, full, keys, window, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+            low, clear, keys, window, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
         q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
         before, before_largest, before_total, acc, largest, total,
-        clear, high if EVEN else full, full, keys, window, factor, inverse_cap,
-        CHUNK, BLOCK_K, False, EVEN and CAUSAL, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        clear, full, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
     )  # fmt: skip
-    if not EVEN:
-        before, before_largest, before_total, acc, largest, total = _attend(
-            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
-            before, before_largest, before_total, acc, largest, total,
-            full, high, full, keys, window, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
-        )  # fmt: skip
+    before, before_largest, before_total, acc, largest, total = _attend(
+        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        before, before_largest, before_total, acc, largest, total,
+        full, high, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+    )  # fmt: skip
 
     columns = column + tl.arange(0, V_COLUMNS)
     if SPLIT:
@@ -208,65 +181,12 @@ def _forward_kernel(
         tl.store(largest_ptr + place, largest, mask=inside)
         tl.store(largest_ptr + places + place, total, mask=inside)
     else:
-        acc, largest, total = _fold(before, before_largest, before_total, acc, largest, total, factor)
-        out, lse = _finish(acc, largest, total, factor)
+        acc, largest, total = fold(before, before_largest, before_total, acc, largest, total, factor)
+        out, lse = finish(acc, largest, total, factor)
         at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at[:, None] * HEAD_DIM + columns[None, :], out, mask=inside[:, None])
         tl.store(lse_ptr + at, lse, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "part_rows", "places", "window", "factor", "chunks",
-    ]
-)  # fmt: skip
-def _merge_kernel(
-    part_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, tokens_q, tokens_k, heads, part_rows, places, window, factor,
-    chunks,
-    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """A program folds one row's parts, in the order of the chunks."""
-    row = tl.program_id(0) % part_rows
-    pair = tl.program_id(0) // part_rows
-    head = pair % heads
-    index = pair // heads
-    start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
-    _, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
-    query = row // SHARED
-    position = keys - queries + query
-    low, _, _, high = key_phases(position, position, keys, window, BLOCK_K, CAUSAL, WINDOW)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # all parts are in memory; no program leaves before that, for who comes next
-    if query >= queries:
-        return
-    size = tl.arange(0, HEAD_DIM)
-    acc = tl.zeros((1, HEAD_DIM), tl.float32)
-    largest = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    begin, end = low // CHUNK, tl.cdiv(high, CHUNK)
-    place = (pair * chunks + begin).to(tl.int64) * part_rows + row + tl.arange(0, 1)
-    largest_ptr = part_ptr + places.to(tl.int64) * HEAD_DIM + place
-    part_ptr += place[:, None] * HEAD_DIM + size[None, :]
-    step = part_rows.to(tl.int64)
-    for chunk in range(begin, end, AT_ONCE):
-        parts = ()
-        for i in tl.static_range(AT_ONCE):  # all on their way before the first is folded
-            there = chunk + i < end
-            part = tl.load(part_ptr + i * step * HEAD_DIM, mask=there, other=0.0)
-            part_largest = tl.load(largest_ptr + i * step, mask=there, other=float("-inf"))
-            part_total = tl.load(largest_ptr + places + i * step, mask=there, other=0.0)
-            parts = parts + ((part, part_largest, part_total),)  # noqa: RUF005 - Triton has no starred tuples
-        for i in tl.static_range(AT_ONCE):
-            acc, largest, total = _fold(acc, largest, total, parts[i][0], parts[i][1], parts[i][2], factor)
-        part_ptr += AT_ONCE * step * HEAD_DIM
-        largest_ptr += AT_ONCE * step
-    out, lse = _finish(acc, largest, total, factor)
-    batch = index * (0 if PACKED else 1)
-    at = ((batch * heads + head) * SHARED + row % SHARED).to(tl.int64) * tokens_q + start_q + query + tl.arange(0, 1)
-    tl.store(out_ptr + at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + at, lse)
 
 
 @functools.cache
@@ -280,6 +200,12 @@ def _overlaps(index: int | None) -> bool:
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
+def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether attention_hopper.py computes this: the same bits, sooner."""
+    hopper = index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
+    return hopper and head_dim in (64, 128) and dtype != torch.float32
+
+
 class _Plan(NamedTuple):
     """All of a call that does not depend on its data: for the host, most of the work."""
 
@@ -291,7 +217,7 @@ class _Plan(NamedTuple):
     merge: Launch | None  # of chunks, each of which has its own program
     merge_numbers: tuple
     merge_grid: tuple[int, int, int]
-    parts: int  # fp32 values that the programs leave to it
+    parts: int | None  # fp32 values that the programs leave to it; None: their kernel knows of none
 
 
 @functools.lru_cache(maxsize=4096)
@@ -313,6 +239,8 @@ def _plan(
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks
+        if _overlaps(index):
+            tile = tile._replace(stages=3)  # as one program has the multiprocessor to itself
     programs = tiles * (heads // shared) * p.sequences
     v_columns = head_dim
     # Where they leave half of the chip idle, programs take halves of the value's columns, each with its own scores. Not
@@ -321,16 +249,30 @@ def _plan(
         if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
         v_columns //= 2
+    if not split and _has_own_kernel(index, head_dim, dtype):
+        from . import attention_hopper as hopper
+
+        constants: tuple = (head_dim, tile.queries, tile.keys, *hopper.BUFFERS, chunk, 16 // dtype.itemsize, *p.flags)
+        return _Plan(
+            run=launch(hopper.forward_kernel, index, (dtype,), tile, constants, False, hopper.descriptor),
+            k_block=(tile.keys, head_dim),
+            v_block=(tile.keys, head_dim),
+            numbers=(
+                tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads, groups, p.sequences, tiles,
+                p.window, p.factor, p.inverse_cap, *constants,
+            ),
+            grid=(programs, 1, 1),
+            merge=None,
+            merge_numbers=(),
+            merge_grid=(0, 0, 0),
+            parts=None,
+        )  # fmt: skip
     part_rows = p.longest_q * shared
     pairs = (heads // shared) * p.sequences
     places = pairs * chunks * part_rows if split else 0
     overlap = _overlaps(index)
-    # Not where the number of keys grows with every call; nor where a row's weights are summed in an order that the
-    # compiler chooses, another one for masked blocks: in fp32, and by several warps.
-    alike = dtype != torch.float32 and 16 * tile.warps == tile.queries
-    even = alike and not split and not packed and p.longest_k % tile.keys == 0
     constants = (
-        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split, even,
+        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
         *p.flags, overlap,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # a column for each thread, so that many parts fit
@@ -344,7 +286,7 @@ def _plan(
             p.window, p.factor, p.inverse_cap, chunks, part_rows, places, *constants,
         ),
         grid=(programs, head_dim // v_columns, slots),
-        merge=launch(_merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
+        merge=launch(merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
         merge_numbers=(tokens, keys, heads // shared, part_rows, places, p.window, p.factor, chunks, *merge_constants),
         merge_grid=(part_rows * pairs, 1, 1),
         parts=places * (head_dim + 2),
@@ -388,8 +330,8 @@ def _forward(
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
     part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
     run(
-        index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse, part,
-        cu_q, cu_k, *numbers, grid=grid,
+        index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
+        cu_q, cu_k, *(() if parts is None else (part,)), *numbers, grid=grid,
     )  # fmt: skip
     if merge is not None:
         merge(index, part, out, lse, cu_q, cu_k, *merge_numbers, grid=merge_grid)

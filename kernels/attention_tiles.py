@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_spec import AttentionSpec, PackedLengths
 from .launch import Launch
@@ -34,7 +35,9 @@ def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     """By head size and dtype alone: in keys, and in how rows fall to warps, lies the order of a row's weights' sum."""
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(64, 16, 8, 1)  # 4 warps at 128 spill 16000 registers
-    return Tile(64, 64, 8, 2) if head_dim > 128 else Tile(64, 64, 4, 3)
+    if head_dim > 128:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 128, 4, 2) if head_dim >= 64 else Tile(64, 64, 4, 3)
 
 
 def backward_key_tile(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -60,7 +63,7 @@ def sequence(cu_ptr, index, length, PACKED: tl.constexpr):
     if PACKED:
         start = tl.load(cu_ptr + index)
         return start, tl.load(cu_ptr + index + 1) - start
-    return tl.full((), 0, tl.int32), length
+    return 0, length
 
 
 @triton.jit
@@ -107,7 +110,7 @@ def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.conste
 
     All but high are multiples of BLOCK.
     """
-    low = tl.full((), 0, tl.int32)
+    low = 0
     high = keys
     whole = keys  # all queries see the keys before
     clear = low
@@ -215,9 +218,11 @@ def launch(
     tile: Tile,
     constants: tuple,
     early: bool = False,
+    make_descriptor: Any = TensorDescriptor,
 ) -> Launch:
     """The launch of `kernel` for what decides which compiled form it is; `early`: before the kernel ahead is done."""
-    options = {"launch_pdl": True} if early else {}
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    options["make_descriptor"] = make_descriptor
     return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 

@@ -69,9 +69,12 @@ class Launch:
     Triton's own) are not called.
     """
 
-    def __init__(self, kernel: Any, programs: int | None = None, **options: Any) -> None:
-        """programs: how many a launch has; None if each call says its grid."""
-        self._kernel, self._options = kernel, options
+    def __init__(
+        self, kernel: Any, programs: int | None = None, make_descriptor: Any = TensorDescriptor, **options: Any
+    ) -> None:
+        """programs: how many a launch has; None if each call says its grid. make_descriptor: for the first call, of a
+        tensor, shape, strides and block shape."""
+        self._kernel, self._options, self._make_descriptor = kernel, options, make_descriptor
         self._grid = None if programs is None else (programs, 1, 1)
         self._compiled: Any = None
         self._direct: Any = None  # the compiled launcher itself
@@ -98,7 +101,7 @@ class Launch:
         if self._direct is None:
             if self._compiled is not None:
                 return (_Descriptor(x, shape, strides),)
-            return (TensorDescriptor(x, list(shape), list(strides), list(block)),)
+            return (self._make_descriptor(x, list(shape), list(strides), list(block)),)
         maps, key = self._maps[position], (x.data_ptr(), shape, strides)
         arguments = maps.get(key)
         if arguments is None:

@@ -1,0 +1,128 @@
+"""Attention's forward of its own on Hopper: the bits of the Triton kernel, split over chunks or not, and it compiles."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_cases import KINDS, assert_same_bytes
+
+from tp_invariant.kernels import attention as kernels
+from tp_invariant.kernels.attention_spec import AttentionSpec, PackedLengths
+from tp_invariant.kernels.attention_tiles import Tile
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+CASES = {**KINDS, "all": dict(causal=True, window=700, softcap=20.0)}
+SIZES = ((1, 1), (1, 513), (64, 64), (100, 1000), (700, 300), (1200, 1200), (2048, 2048))  # queries, keys
+
+
+def spec_of(kind, dim):
+    options = CASES[kind]
+    return AttentionSpec(
+        options.get("causal", False), dim**-0.5, options.get("window") or 0, options.get("softcap") or 0.0
+    )
+
+
+def surrounded(shape, dtype, seed):
+    """A tensor [B, H, S, D] laid out as models do, with NaN behind each sequence in memory."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    batch, heads, tokens, dim = shape
+    whole = torch.full((batch, tokens + 130, heads, dim), float("nan"), device="cuda", dtype=dtype)
+    whole[:, :tokens] = 3 * torch.randn(batch, tokens, heads, dim, device="cuda", generator=generator)
+    return whole[:, :tokens].transpose(1, 2)
+
+
+def by(monkeypatch, own, idle, *args):
+    """forward by the kernel of its own or not, split over chunks as on a chip of so many multiprocessors."""
+    with monkeypatch.context() as patch:
+        if not own:
+            patch.setattr(kernels, "_has_own_kernel", lambda *args: False)
+        patch.setattr(kernels, "_multiprocessors", lambda index: idle)
+        kernels._plan.cache_clear()
+        out, lse = kernels.forward(*args)
+    kernels._plan.cache_clear()
+    return {"out": out, "lse": lse}
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
+def test_the_bits_are_those_of_the_triton_kernel(monkeypatch, device, dtype, dim, kind):
+    spec = spec_of(kind, dim)
+    for queries, keys in SIZES:
+        q = surrounded((2, 4, queries, dim), dtype, queries)
+        k, v = (surrounded((2, 2, keys, dim), dtype, keys + i) for i in (1, 2))
+        ours = by(monkeypatch, True, 1, q, k, v, spec)
+        assert not any(value.isnan().any() for value in ours.values())
+        for idle in (1, 10**6):
+            assert_same_bytes(by(monkeypatch, False, idle, q, k, v, spec), ours, f"{queries} queries, {keys} keys")
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
+def test_packed_sequences_too(monkeypatch, device, kind):
+    lengths_q, lengths_k = [100, 0, 700, 1, 65, 1300], [100, 30, 1000, 600, 1, 1300]
+    packed = PackedLengths(
+        *(torch.tensor([0, *lengths], device=device).cumsum(0).int() for lengths in (lengths_q, lengths_k)),
+        max(lengths_q), max(lengths_k),
+    )  # fmt: skip
+    spec = spec_of(kind, 128)
+    q = surrounded((1, 4, sum(lengths_q), 128), torch.bfloat16, 0)
+    k, v = (surrounded((1, 2, sum(lengths_k), 128), torch.bfloat16, seed) for seed in (1, 2))
+    ours = by(monkeypatch, True, 1, q, k, v, spec, packed)
+    for idle in (1, 10**6):
+        assert_same_bytes(by(monkeypatch, False, idle, q, k, v, spec, packed), ours, kind)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
+def test_keys_in_other_blocks_would_show(monkeypatch, device):
+    """The control: were the two kernels' tiles not alike, the bits would not be."""
+    q, k, v = (surrounded((1, 4, 1000, 128), torch.bfloat16, seed) for seed in range(3))
+    ours = by(monkeypatch, True, 1, q, k, v, spec_of("causal", 128))
+    monkeypatch.setattr(kernels, "forward_tile", lambda *args: Tile(64, 64, 4, 2))
+    theirs = by(monkeypatch, False, 1, q, k, v, spec_of("causal", 128))
+    assert not torch.equal(ours["out"], theirs["out"])
+    torch.testing.assert_close(ours["out"], theirs["out"], rtol=2e-2, atol=2e-2)
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from tp_invariant.kernels.attention_hopper import BUFFERS, forward_kernel
+from tp_invariant.kernels.attention_tiles import forward_tile
+
+for dim in (64, 128):
+    for flags in ((False,) * 4, (True, False, False, False), (True,) * 4):
+        tile = forward_tile(dim, torch.bfloat16)
+        names = forward_kernel.arg_names
+        values = (dim, tile.queries, tile.keys, *BUFFERS, 512, 8, *flags)
+        constants = dict(zip(names[-len(values):], values))
+        layout = gl.NVMMASharedLayout.get_default_for([tile.keys, dim], gl.bfloat16)
+        types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "factor": "fp32", "inverse_cap": "fp32"}
+        types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[{tile.keys}, {dim}],{layout!r}>")
+        types |= dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+        source = GluonASTSource(
+            forward_kernel, {name: types.get(name, "i32") for name in names},
+            {(names.index(name),): value for name, value in constants.items()},
+            {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "").startswith("*")},
+        )
+        options = dict(num_warps=tile.warps, enable_fp_fusion=False)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        print("shared", dim, compiled.metadata.shared)
+"""
+
+
+def test_it_compiles_and_leaves_room_for_two_programs():
+    """For Hopper, on any machine: the assembler comes with Triton. A multiprocessor has 228 KiB, 1 of it per program."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes = [line.split() for line in done.stdout.splitlines() if line.startswith("shared")]
+    assert len(sizes) == 6
+    for _, dim, size in sizes:
+        assert 2 * (int(size) + 1024) <= 228 * 1024, f"heads of {dim}"
