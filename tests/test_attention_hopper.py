@@ -1,4 +1,4 @@
-"""Attention's forward of its own on Hopper: the bits of the Triton kernel, split over chunks or not, and it compiles."""
+"""Attention's forward of its own on Hopper: the bits of the Triton kernel, split over chunks or not. It compiles."""
 
 import os
 import subprocess
@@ -118,7 +118,7 @@ for dim in (64, 128):
 
 
 def test_it_compiles_and_leaves_room_for_two_programs():
-    """For Hopper, on any machine: the assembler comes with Triton. A multiprocessor has 228 KiB, 1 of it per program."""
+    """For Hopper, on any machine: Triton brings the assembler. A multiprocessor has 228 KiB, 1 of it per program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
