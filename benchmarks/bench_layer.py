@@ -227,6 +227,8 @@ def main() -> None:
     device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # captures need one besides the default stream, and the same as the gradients of calls before them
+        torch.cuda.set_stream(torch.cuda.Stream())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world, rows, profiles = dist.get_world_size(), [], []
     for degree in options.tp or [world]:

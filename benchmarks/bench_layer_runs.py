@@ -175,10 +175,10 @@ def same_bits(
 
 
 def in_graph(call: Call) -> Call:
-    """The call captured in a CUDA graph; for calls that have run before."""
+    """The call captured in a CUDA graph; for calls that have run before, on the stream that is current now."""
     synchronize(torch.device("cuda"))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         result = call()
 
     def replay(keeps: Call = call) -> Any:  # the weights that the graph reads
