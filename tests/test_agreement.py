@@ -20,6 +20,7 @@ from tp_invariant.identity import identify
 from tp_invariant.kernels.reference import matmul
 from tp_invariant.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import RankError, assert_bitwise_equal
+from tp_invariant.weight_cache import weight_cache
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120)
 ODD = 1  # the rank that is not like the others
@@ -139,6 +140,8 @@ def odd_linear(tp_group, what, enabled):
         options["gemm_fn"] = functools.partial(matmul) if odd else matmul
     if what == "owner_map":
         options["owner_map"] = "rows" if odd else "cols"
+    if what == "ahead" and odd:
+        weight_cache.ahead = False  # the next case finds it as it was
     dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
     with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
         layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, dtype=dtype, **options)
@@ -211,6 +214,11 @@ GROUPS = [
     (odd_linear, "mode", "the TP-invariant mode is (True|False) on rank 0, 2, 3; (True|False) on rank 1"),
     (odd_linear, "stride", "partition_stride is 1 on rank 0, 2, 3; 2 on rank 1"),
     (odd_linear, "owner_map", "owner_map is 'cols' on rank 0, 2, 3; 'rows' on rank 1"),
+    (
+        odd_linear,
+        "ahead",
+        r"ahead_in_graphs and keep is \(True, False, 0\) on rank 0, 2, 3; \(False, False, 0\) on rank 1",
+    ),
     (odd_linear, "gemm_fn", r"gemm_fn is '.*matmul #\w+' on rank 0, 2, 3; 'partial\(.*matmul #\w+\)' on rank 1"),
     (odd_linear, "default", r"gemm_fn is '.*matmul #\w+' on rank 0, 2, 3; '.*other_gemm #\w+' on rank 1"),
     (odd_linear, "dtype", r"the dtype of x is 'torch.float32' on rank 0, 2, 3; 'torch.bfloat16' on rank 1"),

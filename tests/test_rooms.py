@@ -38,7 +38,8 @@ ALLOWED = {
     "weight_schedule": set(),
     "weight_cache": {"collectives", "weight_schedule"},
     "cost_model": set(),
-    "peer_memory": {"collectives", "wire"},
+    "exchange_store": set(),
+    "peer_memory": {"collectives", "exchange_store", "wire"},
     "peer_copies": {"collectives", "peer_memory"},
     "token_gathers": {"collectives", "peer_copies"},
     "owners": {"collectives", "cost_model", "gemm", "layout", "peer_copies", "weight_cache"},
@@ -88,6 +89,7 @@ ALLOWED = {
         "mode",
         "parameters",
         "stock",
+        "weight_cache",
     },
     "linear": {
         "agreement",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -76,7 +75,9 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
     return Group(tp_group, rank, dist.get_world_size(tp_group))
 
 
-@cache
+_side_groups: dict[Group, Group] = {}
+
+
 def side_group(group: Group) -> Group:
     """The same ranks once more, for what is not needed at once. Collective the first time; the same one afterwards.
 
@@ -84,14 +85,21 @@ def side_group(group: Group) -> Group:
     are needed now; a second communicator has a stream of its own. All ranks start both in the same order, and either
     finishes without the other, so they cannot wait for each other in a circle. Gloo runs its own side by side. Where
     the job is bound to devices (init_process_group(device_id=..)) torch splits a new communicator off the whole job's,
-    for which ranks outside this group would have to come along: then a smaller group goes without a second one.
+    for which ranks outside this group would have to come along: then a smaller group goes without a second one. So it
+    does where the first call is captured in a CUDA graph, as NCCL cannot connect there.
     """
     if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
         return group
-    world = dist.group.WORLD
-    if group.size < dist.get_world_size() and world is not None and world.bound_device_id is not None:
-        return group
-    return same_ranks_again(group, "nccl")
+    side = _side_groups.get(group)
+    if side is None:
+        world = dist.group.WORLD
+        if group.size < dist.get_world_size() and world is not None and world.bound_device_id is not None:
+            return group
+        if is_capturing():
+            return group
+        side = _side_groups[group] = same_ranks_again(group, "nccl")
+        gather_major(torch.zeros(1, device=torch.cuda.current_device()), side)  # connects
+    return side
 
 
 def same_ranks_again(group: Group, backend: str) -> Group:

@@ -19,6 +19,7 @@ from .layout import check_divides
 from .main_grad import MainGrad
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .parameters import ShardedModule
+from .weight_cache import weight_cache
 
 
 class CheckedCalls(ShardedModule, nn.Linear):
@@ -139,6 +140,7 @@ class CheckedCalls(ShardedModule, nn.Linear):
             "owner_map": call.owner_map,
             "what owner_map='auto' goes by": _costs_text(x.device),
             "gemm_fn": gemm_fn_name(call.gemm_fn, x.device),
+            "weight_cache's ahead, ahead_in_graphs and keep": _gathers_ahead(),
             "gather_output": self.gather_output,
             "return_bias": self.return_bias,
             "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
@@ -170,6 +172,10 @@ class CheckedCalls(ShardedModule, nn.Linear):
             if self.parallel_mode == "row":
                 name = f"size of sequence_dim {self.sequence_dim} of x"
                 check_divides(x.shape[self.sequence_dim], self.group.size, size_name=name, parts_name="TP degree")
+
+
+def _gathers_ahead() -> tuple[bool, bool, int]:
+    return weight_cache.ahead, weight_cache.ahead_in_graphs, weight_cache.keep
 
 
 @constant

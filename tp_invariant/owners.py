@@ -51,6 +51,8 @@ def check_owner_map(owner_map: str) -> str:
 def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = False, kept: bool = False) -> Pending:
     """x of all ranks, rank-major; with `sizes`, of its rows those of this rank. To be released once it is read."""
     pending = None
+    if early and weight_cache.ahead_in_graphs:
+        side_group(group)  # in a capture, where copy engines have no part, it could not be made
     if not kept:
         if sizes is None:
             pending = peer_copies.start_gather(x, group, early=early)

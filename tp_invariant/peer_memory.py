@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
+from .exchange_store import meet_in_step
 from .wire import gather_objects
 
 MOST_BUFFERS = 64
@@ -134,6 +135,7 @@ class CudaMachine:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._buffers: list[_Shared] = []
         self._operations: dict[tuple, tuple[ctypes.Array, int]] = {}
+        meet_in_step(group.process_group)
         self._words = _Shared(_allocate(4 * 4 * MOST_BUFFERS * self.size, device), self._name)
         self._words.own.zero_()
         torch.cuda.current_stream(device).synchronize()

@@ -68,6 +68,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
             os.environ[name] = value
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     kept, ahead, reuse = weight_cache.keep, weight_cache.ahead, token_gathers.reuse
+    in_graphs = weight_cache.ahead_in_graphs
     try:
         with mode.set_tp_invariant_mode(state["override"]):
             yield fn, args
@@ -76,6 +77,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         weight_cache.keep, weight_cache.ahead, token_gathers.reuse = kept, ahead, reuse
+        weight_cache.ahead_in_graphs = in_graphs
         weight_cache.clear()
         token_gathers.clear()
 
