@@ -40,11 +40,13 @@ def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     return Tile(64, 128, 4, 2) if head_dim >= 64 else Tile(64, 64, 4, 3)
 
 
-def backward_key_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int) -> Tile:
     """dk and dv: a program keeps `keys` keys and walks the queries. A choice of speed alone."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
-    return Tile(32, 64, 4, 3) if head_dim <= 128 else Tile(32, 64, 8, 2)
+    if head_dim <= 128:  # 16384 queries take 2% less by the larger tile, 2048 4% more
+        return Tile(32, 128, 8, 3) if queries >= 8192 else Tile(32, 64, 4, 3)
+    return Tile(32, 64, 8, 2)
 
 
 def backward_query_tile(head_dim: int, dtype: torch.dtype) -> Tile:
