@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
-from attention_cases import KINDS, assert_same_bytes
+from attention_cases import KINDS, assert_same_bytes, attend, tensors
 
 from tp_invariant.kernels import attention as kernels
+from tp_invariant.kernels import attention_backward
 from tp_invariant.kernels.attention_spec import AttentionSpec, PackedLengths
 from tp_invariant.kernels.attention_tiles import Tile
 
@@ -86,6 +87,19 @@ def test_keys_in_other_blocks_would_show(monkeypatch, device):
     theirs = by(monkeypatch, False, 1, q, k, v, spec_of("causal", 128))
     assert not torch.equal(ours["out"], theirs["out"])
     torch.testing.assert_close(ours["out"], theirs["out"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
+def test_the_tile_that_long_sequences_take_backward_has_the_bits_of_the_other(monkeypatch, device, kind):
+    data = tensors(device, torch.bfloat16, 1, 4, 2, 1300, 1500, 128)
+    short, long = (attention_backward.backward_key_tile(128, torch.bfloat16, queries) for queries in (1, 2**20))
+    assert short != long
+    results = []
+    for tile in (short, long):
+        monkeypatch.setattr(attention_backward, "backward_key_tile", lambda *args, tile=tile: tile)
+        results.append(attend(*data, **KINDS[kind]))
+    assert_same_bytes(*results, kind)
 
 
 COMPILE = """
