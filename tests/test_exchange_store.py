@@ -4,10 +4,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import _symmetric_memory
+from torch._C._distributed_c10d import _resolve_process_group
 
-from tp_invariant import exchange_store
-from tp_invariant.exchange_store import InStepStore, meet_in_step
+from tp_invariant import exchange_store, testing
+from tp_invariant.exchange_store import InStepStore, meeting_of
 
 
 def exchange(store, name, number, rank, value):
@@ -59,16 +59,27 @@ def test_other_keys_are_left_alone():
     assert store.delete_key("plain") and not store.check(["plain"])
 
 
-def test_a_group_gets_one_unless_it_has_one(monkeypatch):
-    known, told = {}, []
-    monkeypatch.setattr(_symmetric_memory, "_group_name_to_store", known)
-    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory.set_group_info", lambda *info: told.append(info))
+def test_a_group_meets_in_one_of_the_same_ranks():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for _ in range(2):
-            meet_in_step(dist.group.WORLD)
-        ((name, rank, size, store),) = told
-        assert (name, rank, size) == (dist.group.WORLD.group_name, 0, 1)
-        assert isinstance(store, exchange_store.InStepStore) and known == {name: store}
+        name = meeting_of(dist.group.WORLD)
+        assert meeting_of(dist.group.WORLD) == name != dist.group.WORLD.group_name
+        meeting = _resolve_process_group(name)
+        assert (meeting.rank(), meeting.size()) == (0, 1)
     finally:
         dist.destroy_process_group()
+
+
+def meet(tp_group, subgroup):
+    """Exchanges in the group of all ranks, after which number by the process's own count."""
+    name = meeting_of(tp_group)
+    number = 3 if tp_group.rank() in subgroup else 0  # as though some had met elsewhere before
+    store = exchange_store._meetings[tp_group][2]
+    look = exchange(dist.PrefixStore("CUDA", store), "x", number, tp_group.rank(), f"{tp_group.rank()}")
+    return name, [look(other).decode() for other in range(tp_group.size())]
+
+
+def test_ranks_of_a_job_meet():
+    names, seen = zip(*testing.run_ranks(meet, 3, (0, 1), device="cpu"), strict=True)
+    assert len(set(names)) == 1
+    assert list(seen) == [["0", "1", "2"]] * 3

@@ -1,12 +1,13 @@
 """The store over which torch's symmetric memory meets, made to count alike on all ranks of a group.
 
-torch (at least up to 2.11) numbers the exchanges of all groups of a process in one row. Ranks of a group that have met
-in different numbers of other groups then look for each other under different numbers, for ever. Here they are numbered
-by the group, whose ranks have the same ones in the same order.
+torch numbers the exchanges of all groups of a process in one row (pytorch/pytorch#196082). Ranks of a group that have
+met in different numbers of other groups then look for each other under different numbers, for ever. Here they are
+numbered by the group, whose ranks have the same ones in the same order.
 """
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -46,19 +47,23 @@ class InStepStore(dist.Store):
         return self._store.delete_key(self._key(key))
 
 
-def meet_in_step(process_group: dist.ProcessGroup) -> None:
-    """Gives symmetric memory such a store for this group, unless somebody has enabled it there already. Not
-    collective, but to be called by all ranks before their first rendezvous."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed import _symmetric_memory
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def meeting_of(process_group: dist.ProcessGroup) -> str:
+    """The name of a process group of the same ranks, without a backend, for symmetric memory to meet in. It asks a
+    group for its store, size and rank alone. Not collective."""
+    from torch._C import _distributed_c10d as c
     from torch.distributed import distributed_c10d as c10d
 
-    known, name = getattr(_symmetric_memory, "_group_name_to_store", None), process_group.group_name
-    if known is None or name in known:
-        return
-    ranks = "_".join(map(str, dist.get_process_group_ranks(process_group)))
-    store = InStepStore(
-        dist.PrefixStore(f"tp_invariant symmetric memory {name} {ranks}", c10d._get_process_group_store(process_group))
-    )
-    _SymmetricMemory.set_group_info(name, process_group.rank(), process_group.size(), store)
-    known[name] = store  # C++ alone would not keep its methods alive
+    found = _meetings.get(process_group)
+    if found is None:
+        rank, size = process_group.rank(), process_group.size()
+        ranks = "_".join(map(str, dist.get_process_group_ranks(process_group)))
+        name = f"tp_invariant symmetric memory, {process_group.group_name}: {ranks}"
+        store = InStepStore(dist.PrefixStore(name, c10d._get_process_group_store(process_group)))
+        meeting = dist.ProcessGroup(store, rank, size)
+        c._register_process_group(c10d.GroupName(name), meeting)
+        # C++ alone would keep neither the store's methods nor the group alive
+        found = _meetings[process_group] = name, meeting, store
+    return found[0]

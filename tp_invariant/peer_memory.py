@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
-from .exchange_store import meet_in_step
+from .exchange_store import meeting_of
 from .wire import gather_objects
 
 MOST_BUFFERS = 64
@@ -106,10 +106,10 @@ class _Shared:
     """A tensor of bytes and its like on all ranks: `addresses` of theirs, as this process sees them. Collective."""
 
     def __init__(self, own: Tensor, group_name: Any) -> None:
-        from torch.distributed import _symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         with _without_multicast():
-            self._handle = _symmetric_memory.rendezvous(own, group_name)
+            self._handle = _SymmetricMemory.rendezvous(own, group_name)
         self.own = own
         self.addresses: list[int] = list(self._handle.buffer_ptrs)
         self.views: dict[tuple, Tensor] = {}
@@ -130,12 +130,11 @@ class CudaMachine:
     def __init__(self, group: Group, device: torch.device) -> None:
         assert group.process_group is not None
         self.rank, self.size, self._device = group.rank, group.size, device
-        self._process_group, self._name = weakref.ref(group.process_group), group.process_group.group_name
+        self._process_group, self._name = weakref.ref(group.process_group), meeting_of(group.process_group)
         self._lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._buffers: list[_Shared] = []
         self._operations: dict[tuple, tuple[ctypes.Array, int]] = {}
-        meet_in_step(group.process_group)
         self._words = _Shared(_allocate(4 * 4 * MOST_BUFFERS * self.size, device), self._name)
         self._words.own.zero_()
         torch.cuda.current_stream(device).synchronize()
