@@ -283,8 +283,9 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="cut the keys here too, say 256 512 1024")
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU too, to see that the script works")
     options = parser.parse_args()
-    if wrong := [chunk for chunk in options.chunks if chunk < 64 or chunk % 64]:
-        parser.error(f"--chunks {wrong}: a chunk is a multiple of 64 keys, the kernels' step")
+    step = kernels.forward_tile(HEAD_DIM, torch.bfloat16).keys
+    if wrong := [chunk for chunk in options.chunks if chunk < step or chunk % step]:
+        parser.error(f"--chunks {wrong}: a chunk is a multiple of {step} keys, the kernels' step")
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cpu" and not options.small:
         parser.error("there is no GPU here: only --small runs on a CPU")

@@ -38,6 +38,7 @@ from .attention_tiles import (
     as_rows,
     capped,
     forward_tile,
+    has_room,
     key_phases,
     launch,
     pad_heads,
@@ -239,8 +240,8 @@ def _plan(
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks
-        if _overlaps(index):
-            tile = tile._replace(stages=3)  # as one program has the multiprocessor to itself
+        if has_room(index):
+            tile = tile._replace(stages=3)
     programs = tiles * (heads // shared) * p.sequences
     v_columns = head_dim
     # Where they leave half of the chip idle, programs take halves of the value's columns, each with its own scores. Not

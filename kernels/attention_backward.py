@@ -24,6 +24,7 @@ from .attention_tiles import (
     backward_key_tile,
     backward_query_tile,
     capped,
+    has_room,
     key_phases,
     launch,
     pad_heads,
@@ -349,7 +350,7 @@ def _backward(
     )  # fmt: skip
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
 
-    tile = backward_key_tile(head_dim, q.dtype, p.longest_q)
+    tile = backward_key_tile(head_dim, q.dtype, p.longest_q, has_room(index))
     (q_matrix, q_rows), (d_matrix, d_rows) = as_rows(q), as_rows(dout)
     parts = dk, dv
     if groups > 1:

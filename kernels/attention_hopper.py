@@ -21,7 +21,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import attention_tiles as tiles_of_triton
 
-HEAD_DIMS = (64, 128)
 BUFFERS = 2, 1  # blocks of keys and of values in shared memory
 
 _tile_of = gluon.jit(tiles_of_triton.tile_of.fn)

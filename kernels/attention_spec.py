@@ -26,9 +26,9 @@ from torch import Tensor
 # How many keys of a sequence the Triton kernels fold into one partial result before it joins the total. A sum over keys
 # is cut here and nowhere else, so that one program can take all chunks or each its own: a decode step then fills the
 # chip, and its bits are those of a prefill. Another value, other bits: a multiple of the largest tile's keys.
-# A prefill pays for each cut: 180 instructions a warp, beside 341 for each block of 64 keys. When each chunk had a loop
-# of its own, which waited for its first block, 512 and 1024 cost it 9% and 4% (8192 tokens, head size 128).
-# benchmarks/bench_attention.py --chunks measures others.
+# A prefill pays some 190 instructions a warp for each cut: 1024 makes it up to 6% faster on an H200 (2048 to 16384
+# tokens, head size 128), and a decode step of one sequence 8% slower. benchmarks/bench_attention.py --chunks measures
+# others.
 CHUNK = 512
 
 

@@ -40,12 +40,18 @@ def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     return Tile(64, 128, 4, 2) if head_dim >= 64 else Tile(64, 64, 4, 3)
 
 
-def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int) -> Tile:
+@functools.cache
+def has_room(index: int | None) -> bool:
+    """Whether a program here may have more than 160 KiB of shared memory: on Hopper, and on Blackwell in servers."""
+    return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
+
+
+def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int, room: bool) -> Tile:
     """dk and dv: a program keeps `keys` keys and walks the queries. A choice of speed alone."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
     if head_dim <= 128:  # 16384 queries take 2% less by the larger tile, 2048 4% more
-        return Tile(32, 128, 8, 3) if queries >= 8192 else Tile(32, 64, 4, 3)
+        return Tile(32, 128, 8, 3) if room and queries >= 8192 else Tile(32, 64, 4, 3)
     return Tile(32, 64, 8, 2)
 
 

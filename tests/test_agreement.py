@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant import agreement, collectives, environment, liveness, mode, testing
+from tp_invariant import agreement, collectives, environment, liveness, mode, owners, testing
 from tp_invariant.collectives import resolve_group
 from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.identity import identify
 from tp_invariant.kernels.reference import matmul
 from tp_invariant.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import RankError, assert_bitwise_equal
-from tp_invariant.weight_cache import weight_cache
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120)
 ODD = 1  # the rank that is not like the others
@@ -141,7 +140,7 @@ def odd_linear(tp_group, what, enabled):
     if what == "owner_map":
         options["owner_map"] = "rows" if odd else "cols"
     if what == "ahead" and odd:
-        weight_cache.ahead = False  # the next case finds it as it was
+        owners.weight_cache.ahead = False  # the next case finds it as it was
     dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
     with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
         layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, dtype=dtype, **options)
@@ -374,6 +373,20 @@ def odd_sequence(tp_group, what, later):
 def test_sequence_functions_are_compared(what, message, later):
     assert run_ranks(checked(odd_sequence), 4, "nothing", True) == [None] * 4
     assert re.search(message, error_on_every_rank(checked(odd_sequence), what, int(later)))
+
+
+def keeps_more(tp_group, what):
+    """A layer that has been called finds how many weights are kept changed, on one rank to another number."""
+    layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)
+    layer(torch.ones(4, 8))
+    owners.weight_cache.keep = 2 if tp_group.rank() == ODD and what == "keep" else 1
+    layer(torch.ones(4, 8))
+
+
+def test_what_is_kept_is_compared_again_when_it_changes():
+    run_ranks(keeps_more, 4, "nothing")
+    message = r"and keep is \(True, False, 1\) on rank 0, 2, 3; \(True, False, 2\) on rank 1"
+    assert re.search(message, error_on_every_rank(keeps_more, "keep"))
 
 
 def first_of_sequence(tp_group, what):

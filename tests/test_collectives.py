@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tp_invariant import testing, wire
+from tp_invariant import collectives, testing, wire
 from tp_invariant.collectives import (
     Group,
     exchange_cols_for_rows,
@@ -251,6 +252,34 @@ def test_the_same_ranks_again(device, world):
         testing.run_ranks(lambda tp_group: None, ranks, device=device)
     for differ, gathered, same in testing.run_ranks(on_rank, world, device=device):
         assert differ > 1 and gathered == list(range(world)) and not same
+
+
+def side_groups(tp_group):
+    """A first call in a capture, then two outside: which groups they give, and how many were made and connected."""
+    group, made = resolve_group(tp_group), []
+
+    def again(group, backend):
+        made.append((same_ranks_again(group, "gloo"), backend))
+        return made[-1][0]
+
+    with (
+        mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+        mock.patch.object(collectives, "same_ranks_again", again),
+        mock.patch.object(collectives, "gather_major", wraps=gather_major) as connected,
+    ):
+        with mock.patch.object(collectives, "is_capturing", lambda: True):
+            captured = collectives.side_group(group, torch.device("cpu"))
+        first, second = (collectives.side_group(group, torch.device("cpu")) for _ in range(2))
+    ((side, backend),) = made
+    own = torch.tensor([float(group.rank)])
+    whole = gather_dim(own, 0, side).tolist()
+    del collectives._side_groups[group]
+    dist.destroy_process_group(side.process_group)
+    return captured is group, first is side, second is side, backend, connected.call_count, whole
+
+
+def test_a_second_group_is_made_once_and_not_in_a_capture():
+    assert run_ranks(side_groups, 3) == [(True, True, True, "nccl", 1, [0, 1, 2])] * 3
 
 
 def test_groups_and_meshes_on_ranks():

@@ -11,15 +11,20 @@ from tp_invariant.exchange_store import InStepStore, meeting_of
 
 
 def exchange(store, name, number, rank, value):
-    """What torch does in C++, number by number of its own."""
+    """What torch does in C++, number by number of its own, up to 2.12 by wait and get and since then by multi_get."""
     store.set(f"{name}/{number}/{rank}", value)
 
     def look(other):
         key = f"{name}/{number}/{other}"
         store.wait([key], timedelta(seconds=1))
-        return store.get(key)
+        (value,) = store.multi_get([key])
+        assert store.get(key) == value
+        return value
 
     return look
+
+
+kept = []
 
 
 def two_ranks(make):
@@ -27,9 +32,6 @@ def two_ranks(make):
     shared = dist.HashStore()
     kept.extend(make(dist.PrefixStore("group", shared)) for _ in range(2))
     return [dist.PrefixStore("CUDA", store) for store in kept[-2:]]
-
-
-kept = []
 
 
 def test_ranks_with_other_numbers_meet():
@@ -68,6 +70,30 @@ def test_a_group_meets_in_one_of_the_same_ranks():
         assert (meeting.rank(), meeting.size()) == (0, 1)
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_of_one_name_after_another():
+    """Destroyed and made again, by itself or with the job, on a store that holds the keys of the first."""
+    shared = dist.HashStore()
+    seen = []
+    for life in range(2):
+        dist.init_process_group("gloo", store=shared, rank=0, world_size=1)
+        try:
+            for again in range(2):
+                group = dist.new_group([0], use_local_synchronization=True)
+                seen.append((group.group_name, meeting_of(group)))
+                look = exchange(exchange_store._meetings[group][2], "x", 0, 0, f"{life} {again}")
+                assert look(0) == f"{life} {again}".encode()
+                dist.destroy_process_group(group)
+                del group
+        finally:
+            dist.destroy_process_group()
+    names, meetings = zip(*seen, strict=True)
+    assert len(set(names)) < 4, "the control: names come back"
+    assert len(set(meetings)) == 4
+    assert not exchange_store._meetings
+    with pytest.raises(RuntimeError):  # gone with their groups
+        _resolve_process_group(meetings[-1])
 
 
 def meet(tp_group, subgroup):

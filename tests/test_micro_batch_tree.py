@@ -268,15 +268,10 @@ def on_cpu(results):
 
 
 def train_layouts(world_group, variants, device):
-    """`train` for each (mode, sequence_parallel), at every TP x DP; consecutive ranks make a TP group.
-
-    A mesh takes every rank of the pool, so ranks beyond TP x DP do the same again.
-    """
+    """`train` for each (mode, sequence_parallel), at every TP x DP; consecutive ranks make a TP group."""
     results = {}
-    world = dist.get_world_size(world_group)
-    for tp, dp in LAYOUTS[world]:
-        shape = (world // (tp * dp), dp, tp)
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "dp", "tp"))
+    for tp, dp in LAYOUTS[dist.get_world_size(world_group)]:
+        mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
         for mode, sequence_parallel in variants:
             with tpi.set_tp_invariant_mode(mode):
                 result = train(mesh["tp"].get_group(), mesh["dp"], sequence_parallel, device)

@@ -78,8 +78,10 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
 _side_groups: dict[Group, Group] = {}
 
 
-def side_group(group: Group) -> Group:
+def side_group(group: Group, device: torch.device) -> Group:
     """The same ranks once more, for what is not needed at once. Collective the first time; the same one afterwards.
+
+    device: of what it will carry.
 
     NCCL runs a communicator's collectives one after another, so a weight gathered ahead would hold up activations that
     are needed now; a second communicator has a stream of its own. All ranks start both in the same order, and either
@@ -98,7 +100,7 @@ def side_group(group: Group) -> Group:
         if is_capturing():
             return group
         side = _side_groups[group] = same_ranks_again(group, "nccl")
-        gather_major(torch.zeros(1, device=torch.cuda.current_device()), side)  # connects
+        gather_major(torch.zeros(1, device=device), side)  # connects
     return side
 
 

@@ -8,6 +8,7 @@ numbered by the group, whose ranks have the same ones in the same order.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,8 @@ class InStepStore(dist.Store):
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self._store, self._numbers = store, {}  # type: ignore[var-annotated]
+        self._store = store
+        self._numbers: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
         head, _, rank = key.rpartition("/")
@@ -48,11 +50,12 @@ class InStepStore(dist.Store):
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, Any, Any]] = weakref.WeakKeyDictionary()
+_lives: Counter[str] = Counter()
 
 
 def meeting_of(process_group: dist.ProcessGroup) -> str:
-    """The name of a process group of the same ranks, without a backend, for symmetric memory to meet in. It asks a
-    group for its store, size and rank alone. Not collective."""
+    """The name of a process group of the same ranks, without a backend, for symmetric memory to meet in: of a group
+    symmetric memory wants the store, the rank and the size. Not collective, but all ranks are to ask."""
     from torch._C import _distributed_c10d as c
     from torch.distributed import distributed_c10d as c10d
 
@@ -60,10 +63,14 @@ def meeting_of(process_group: dist.ProcessGroup) -> str:
     if found is None:
         rank, size = process_group.rank(), process_group.size()
         ranks = "_".join(map(str, dist.get_process_group_ranks(process_group)))
+        # a group that is destroyed and made again has the name that it had, and finds its old keys in the store
         name = f"tp_invariant symmetric memory, {process_group.group_name}: {ranks}"
+        _lives[name] += 1
+        name = f"{name}, life {_lives[name]}"
         store = InStepStore(dist.PrefixStore(name, c10d._get_process_group_store(process_group)))
         meeting = dist.ProcessGroup(store, rank, size)
         c._register_process_group(c10d.GroupName(name), meeting)
+        weakref.finalize(process_group, c._unregister_process_group, c10d.GroupName(name)).atexit = False
         # C++ alone would keep neither the store's methods nor the group alive
         found = _meetings[process_group] = name, meeting, store
     return found[0]

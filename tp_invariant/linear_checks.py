@@ -88,7 +88,8 @@ class CheckedCalls(ShardedModule, nn.Linear):
             weight.requires_grad,
             torch.is_grad_enabled(),
             stride,
-            self._moves_bytes and (gemm_fn_name(self.gemm_fn, x.device), _costs_text(x.device)),  # else of no matter
+            # else of no matter
+            self._moves_bytes and (gemm_fn_name(self.gemm_fn, x.device), _costs_text(x.device), _gathers_ahead()),
             self.owner_map,
             self.parallel_mode,
             self.sequence_parallel,

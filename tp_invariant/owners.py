@@ -52,7 +52,7 @@ def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = Fa
     """x of all ranks, rank-major; with `sizes`, of its rows those of this rank. To be released once it is read."""
     pending = None
     if early and weight_cache.ahead_in_graphs:
-        side_group(group)  # in a capture, where copy engines have no part, it could not be made
+        side_group(group, x.device)  # in a capture, where copy engines have no part, it could not be made
     if not kept:
         if sizes is None:
             pending = peer_copies.start_gather(x, group, early=early)
@@ -60,7 +60,7 @@ def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = Fa
             pending = peer_copies.start_exchange_rows(x, sizes, group, early=early)
     if pending is not None:
         return pending
-    group = side_group(group) if early else group
+    group = side_group(group, x.device) if early else group
     return start_gather_major(x, group) if sizes is None else start_exchange_rows(x, sizes, group)
 
 
