@@ -30,7 +30,7 @@ from tp_invariant.batch_invariant import (
     is_batch_invariant_mode_enabled,
     set_batch_invariant_mode,
 )
-from tp_invariant.batch_invariant_ops import REFUSED, ROUTES
+from tp_invariant.batch_invariant_ops import REFUSED, REFUSED_OVER_DIMS, ROUTES
 from tp_invariant.kernels import reference_softmax
 from tp_invariant.kernels import softmax as triton_softmax
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
@@ -543,6 +543,36 @@ def test_refused(error, text, call):
         call(wide(4, 4))
 
 
+OVER_DIMS = {
+    "prod": lambda x, **dim: x.prod(**dim),
+    "norm": lambda x, **dim: x.norm(p=3, **dim),
+    "vector_norm": lambda x, **dim: torch.linalg.vector_norm(x, **dim),
+    "var": lambda x, **dim: x.var(**dim),
+    "std": lambda x, **dim: x.std(**dim),
+    "var_mean": lambda x, **dim: torch.var_mean(x, **dim)[0],
+    "std_mean": lambda x, **dim: torch.std_mean(x, **dim)[0],
+    "nansum": lambda x, **dim: x.nansum(**dim),
+}
+
+
+@pytest.mark.parametrize("name", OVER_DIMS)
+def test_other_sums_are_refused_over_dims_alone(name):
+    x, call = wide(4, 1000), OVER_DIMS[name]
+    for dim in ({"dim": -1}, {"dim": (0,) if name != "prod" else 0}):
+        outside = call(x, **dim)
+        with tpi.batch_invariant(), pytest.raises(NotImplementedError, match="do not depend on the batch; write it"):
+            call(x, **dim)
+        assert_bitwise_equal(call(x, **dim), outside)
+    with tpi.batch_invariant():
+        inside = call(x)
+    assert_bitwise_equal(inside, call(x))
+
+
+def test_integers_are_multiplied_in_any_order():
+    with tpi.batch_invariant():
+        assert torch.arange(1, 7, device=DEVICE).view(2, 3).prod(-1).tolist() == [6, 120]
+
+
 def test_fused_attention_is_refused():
     q = wide(1, 2, 4, 8, dtype=torch.bfloat16)
     flash = f"_scaled_dot_product_flash_attention{'_for_cpu' if DEVICE == 'cpu' else ''}"
@@ -557,6 +587,7 @@ def test_tables():
     assert not {op._schema.name for op in ROUTES} & set(REFUSED)
     known = {schema.name for schema in torch._C._jit_get_all_schemas()}
     assert {name for name in REFUSED if not name.startswith("aten::_scaled")} <= known
+    assert set(REFUSED_OVER_DIMS) <= known - set(REFUSED)
 
 
 def test_integers_are_left_alone():

@@ -568,6 +568,24 @@ def test_other_reductions_are_refused(one_rank, op, text):
         FixedOrderReduceScatter()(torch.empty(4), x, one_rank, op)
 
 
+def counted_elsewhere(tp_group, dim):
+    """FSDP sums over pairs of neighbours; the tokens are counted over pairs, too."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    tokens = TokenCount(mesh[dim])
+    tokens.set(1)
+    reduce_scatter, out = FixedOrderReduceScatter(tokens), torch.empty(2)
+    reduce_scatter(out, torch.ones(4), mesh["c"].get_group(), dist.ReduceOp.SUM)
+    return out.tolist()
+
+
+def test_tokens_of_other_ranks_are_refused():
+    assert run_ranks(counted_elsewhere, 8, "c") == [[1.0, 1.0]] * 8
+    text = r"the TokenCount counts over ranks \[0, 2\], but FSDP sums over ranks \[0, 1\]: build it with the group of"
+    with pytest.raises(RankError, match=text) as caught:
+        run_ranks(counted_elsewhere, 8, "b")
+    assert len(caught.value.errors) == 8
+
+
 def test_dividing_twice_is_refused(one_rank):
     tokens, x = TokenCount(one_rank), torch.ones(4)
     tokens.set(2)
@@ -575,11 +593,6 @@ def test_dividing_twice_is_refused(one_rank):
         ValueError, "op=AVG would divide gradients by the 1 ranks besides the TokenCount: call fix_reduction_order"
     ):
         FixedOrderReduceScatter(tokens)(torch.empty(4), x, one_rank, dist.ReduceOp.AVG)
-    other = TokenCount(tpi.collectives.Group(one_rank, 0, 2))
-    with raises(
-        ValueError, "the TokenCount counts over 2 ranks, but FSDP sums over 1: build it with the group of fully"
-    ):
-        FixedOrderReduceScatter(other)(torch.empty(4), x, one_rank, dist.ReduceOp.SUM)
     with raises(NotImplementedError, "FixedOrderReduceScatter has no async_op=True"):
         FixedOrderReduceScatter()(torch.empty(4), x, one_rank, dist.ReduceOp.SUM, async_op=True)
 

@@ -32,6 +32,7 @@ def clean(monkeypatch):
     """Every setting at torch's default, whatever this machine's environment says, and put back afterwards."""
     before, written = values(), dict(determinism._written)
     monkeypatch.setattr(determinism, "_in_force", {})
+    monkeypatch.setattr(determinism_settings, "_seen", set())
     for setting in reversed(SETTINGS):  # torch refuses split-K off with reduced precision on
         setting.write(setting.default)
     determinism._written.clear()
@@ -61,10 +62,18 @@ def test_the_table_is_whole():
     assert {s.name for s in SETTINGS if "wire" in s.profiles} <= {s.name for s in SETTINGS if "vllm" in s.profiles}
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_defaults_are_torchs_own(setting):
-    """A fresh process would say so; here the fixture wrote them, and torch took them."""
-    assert setting.read() == setting.default
+FRESH = """
+from tp_invariant.determinism_settings import SETTINGS
+print([setting.name for setting in SETTINGS if setting.read() != setting.default])
+"""
+
+
+def test_defaults_are_torchs_own():
+    """In a process that has set nothing."""
+    ours = {setting.name for setting in SETTINGS if setting.where == "env"}
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -75,6 +84,15 @@ def test_a_context_sets_its_profile_and_restores_everything(profile):
         for setting in SETTINGS:
             mine = profile in setting.profiles
             assert inside[setting.name] == (setting.value if mine else before[setting.name]), setting.name
+    assert values() == before
+
+
+def test_what_held_before_is_put_back_too():
+    torch.backends.cudnn.deterministic = True
+    before = values()
+    with determinism.deterministic(0):
+        torch.backends.cudnn.deterministic = False
+        torch.backends.cudnn.benchmark = True
     assert values() == before
 
 
@@ -343,9 +361,11 @@ def test_after_nccl_has_started(monkeypatch):
         monkeypatch.setitem(configs, dist.group.WORLD, "cpu:gloo,cuda:nccl")
         with pytest.raises(RuntimeError, match=r"NCCL_ALGO is None and should be .* but NCCL has started"):
             determinism.enable(0, profiles=("wire",))
-        monkeypatch.undo()
+        monkeypatch.delitem(configs, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="but NCCL has started"):  # and has read it, though its group is gone
+        determinism.enable(0, profiles=("wire",))
 
 
 # --- report and checkpointing ---------------------------------------------------------------------------------------

@@ -118,3 +118,44 @@ def test_the_rank_that_holds_the_store_dies(tmp_path):
 def test_a_rank_dies_on_nccl(tmp_path, blocking_wait, check):
     common = dict(device="cuda", timeout=20, blocking_wait=blocking_wait)
     restart_after_a_death(tmp_path, world=2, who=1, within=60, check=check, **common)
+
+
+BEFORE_THE_FIRST = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+import tp_invariant as tpi
+
+rank, port, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, 3, rank == 0)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=6))
+layer = tpi.Linear(12, 12, parallel_mode="row", tp_group=dist.group.WORLD)
+dist.barrier()
+if rank == 1 and what == "ends":
+    sys.exit(3)
+if rank != 1 or what == "all":
+    layer(torch.ones(4, 4)).sum().backward()
+store.set(f"done {rank}", "")
+store.wait(["done 0", "done 2"] if what == "stays away" and rank == 1 else [f"done {rank}"], timedelta(seconds=20))
+"""
+
+
+@pytest.mark.parametrize("what", ["all", "ends", "stays away"])
+def test_a_rank_that_never_comes_to_the_first_call_is_named(what):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    commands = [[sys.executable, "-c", BEFORE_THE_FIRST, str(rank), str(port), what] for rank in range(3)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TP_INVARIANT_MODE": "1"}
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    texts = []
+    for process in processes:
+        texts.append(process.communicate(timeout=120)[1])
+    for rank in (0, 2):
+        named = re.search(
+            rf"RuntimeError: rank {rank} of tp_group has waited for rank 1 \(global rank 1\), which has not come to "
+            r"the group's first call: it has ended before, or makes no such call",
+            texts[rank],
+        )
+        assert (named is None) == (what == "all"), texts[rank]
+        assert (processes[rank].returncode == 0) == (what == "all"), texts[rank]

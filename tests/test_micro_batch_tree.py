@@ -319,6 +319,28 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(one_rank):
         torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-7)
 
 
+def fused(tp_group, take):
+    """A layer that adds its weight's gradient into main_grad, under what takes .grad."""
+    layer = tpi.Linear(8, 8, tp_group=None, fuse_wgrad_accumulation=take != "bias alone", bias=True)
+    layer.weight.main_grad = torch.zeros(8, 8)
+    if take == "hook":
+        layer = torch.nn.parallel.DistributedDataParallel(layer, process_group=tp_group)
+        layer.register_comm_hook(tp_group, tpi.data_parallel.fixed_order_hook)
+    with tpi.set_tp_invariant_mode(True):
+        layer(torch.ones(2, 8)).sum().backward()
+    if take != "hook":
+        MicroBatchTree(layer.parameters(), tp_group, micro_batches=2).add()
+
+
+@pytest.mark.parametrize("take", ["tree", "hook"])
+def test_gradients_in_main_grad_are_refused(take):
+    run_ranks(fused, 2, "bias alone")  # the control
+    text = r"takes gradients from \.grad, but a layer .* parameter \d with shape \(8, 8\) into its main_grad"
+    with pytest.raises(testing.RankError, match=text) as caught:
+        run_ranks(fused, 2, take)
+    assert sorted(caught.value.errors) == [0, 1]
+
+
 # --- ranks that disagree, and what is refused -----------------------------------------------------------------------
 
 

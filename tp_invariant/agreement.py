@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import distributed_c10d as c10d
 
 from . import liveness
 from .collectives import Group, gather_major
@@ -124,6 +125,23 @@ _check_later = at_run_time(
 )
 
 
+def _came(group: Group) -> None:
+    """Tells the ranks of the group, should one have to say who did not, that this one has come to its first call."""
+    assert group.process_group is not None
+    store = c10d._get_process_group_store(group.process_group)
+    store.set(f"tp_invariant: came to the first call/{group.rank}", "")
+
+
+def _not_come(group: Group) -> list[int]:
+    """The ranks that have not; none where the store has ended, too."""
+    assert group.process_group is not None
+    store = c10d._get_process_group_store(group.process_group)
+    try:
+        return [r for r in range(group.size) if not store.check([f"tp_invariant: came to the first call/{r}"])]
+    except RuntimeError:
+        return []
+
+
 def introduce(group: Group, device: torch.device) -> None:
     """Compares the ranks' environments, once for a group and kind of device, and exchanges where they listen.
 
@@ -136,7 +154,20 @@ def introduce(group: Group, device: torch.device) -> None:
     if device.type in kinds:
         return
     facts = environment_facts(device)
-    _compare(_mark(facts), facts, group, device)
+    if not kinds:
+        _came(group)
+    try:
+        _compare(_mark(facts), facts, group, device)
+    except RuntimeError as error:
+        missing = [] if kinds else _not_come(group)
+        if not missing:
+            raise
+        ranks = dist.get_process_group_ranks(group.process_group)
+        named = ", ".join(f"{rank} (global rank {ranks[rank]})" for rank in missing)
+        raise RuntimeError(
+            f"rank {group.rank} of tp_group has waited for rank {named}, which has not come to the group's first call: "
+            f"it has ended before, or makes no such call. See its log; every rank of tp_group must ({error})"
+        ) from error
     if not kinds:
         own = torch.frombuffer(bytearray(liveness.own_contact().encode()), dtype=torch.uint8)
         everyone = gather_major(own.to(group_device(group, device)), group).cpu()

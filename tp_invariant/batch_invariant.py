@@ -11,10 +11,10 @@ through this library's kernels, whose order depends on the summed dimension alon
     exp tanh silu gelu pow rsqrt ..             on a CPU, by whole vectors: torch's kernels have another formula for
                                                 the elements left over
 
-Integers are exact in any order and left to torch. What sums in an order of torch's choosing and is not routed
-(convolutions, other fused attention, scaled and grouped products) is refused, and so are dtypes, layouts and devices
-that the kernels do not take. Reductions of a whole tensor (x.sum()) and the other elementwise functions stay
-torch's.
+Integers are exact in any order and left to torch. Refused are convolutions, other fused attention, scaled and grouped
+products, and prod, nansum, norm, var and std over dims, which sum in an order of torch's choosing; and so are dtypes,
+layouts and devices that the kernels do not take. Reductions of a whole tensor (x.sum()), the other elementwise
+functions, and what else computes with rows (cumulative sums, torch.linalg, FFTs, pooling, scatter_add) stay torch's.
 
 How. torch's dispatcher has two keys that nothing in torch 2.11 to 2.13 registers: DeferredInit above autograd, Fake
 below it. At the first entry the functions above are registered there, for good, and a fallthrough for all others. A

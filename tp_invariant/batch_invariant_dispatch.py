@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
-from .batch_invariant_ops import REFUSED, ROUTES, check_operands, overloads, store
+from .batch_invariant_ops import REFUSED, REFUSED_OVER_DIMS, ROUTES, check_operands, over_dims, overloads, store
 from .elementwise import BY_POSITION, at_no_position
 
 _ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
@@ -158,14 +158,25 @@ def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
     return route
 
 
-def _refusal(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Any]:
+def _refusal(func: OpOverload, advice: str, unless: Callable[[tuple, dict[str, Any]], bool] | None = None) -> Handler:
     def refuse(args: tuple, kwargs: dict[str, Any]) -> Any:
+        if unless is not None and unless(args, kwargs):
+            return func(*args, **kwargs)
         raise NotImplementedError(
             f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
-            f"{REFUSED[func._schema.name]}, or leave it out with set_batch_invariant_mode(False)"
+            f"{advice}, or leave it out with set_batch_invariant_mode(False)"
         )
 
     return refuse
+
+
+def _refusal_over_dims(func: OpOverload, advice: str, place: int) -> Handler:
+    def whole(args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Or of integers, which are exact in any order."""
+        dim = args[place] if len(args) > place else kwargs.get("dim")
+        return dim is None or dim == [] or not (args[0].is_floating_point() or args[0].is_complex())
+
+    return _refusal(func, advice, whole)
 
 
 def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
@@ -225,7 +236,11 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
         for func, replacement in replaced.items():
             aten.impl(func, _above_autograd(replacement), _ABOVE, with_keyset=True)
         _handlers.update({func: _router(func) for func in ROUTES})
-        _handlers.update({func: _refusal(func) for name in REFUSED for func in overloads(name)})
+        _handlers.update({func: _refusal(func, advice) for name, advice in REFUSED.items() for func in overloads(name)})
+        for name, advice in REFUSED_OVER_DIMS.items():
+            for func in overloads(name):
+                if (place := over_dims(func)) is not None:
+                    _handlers[func] = _refusal_over_dims(func, advice, place)
         by_cpu = set(filter(_goes_by_cpu, BY_POSITION)) if torch.cuda.is_available() else set()
         by_position = {func: functools.partial(at_no_position, func) for func in BY_POSITION}
         for func, handle in (_handlers | by_position).items():

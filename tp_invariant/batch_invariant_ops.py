@@ -297,6 +297,7 @@ ROUTES = {op: function for name, function in _FUNCTIONS.items() for op in _route
 
 _PRODUCT = "write it as matmul and elementwise operations"
 _ATTENTION = "call F.scaled_dot_product_attention, which is routed"
+_VARIANCE = "write it as (x - x.mean(dim, keepdim=True)).square().mean(dim)"
 _MODULE = "write it with nn.Linear, or in eval mode call torch.backends.mha.set_fastpath_enabled(False)"
 
 REFUSED = {
@@ -316,3 +317,24 @@ REFUSED = {
     }.items()
     for name in names.split()
 }
+
+# Refused where they run over some dims; of a whole tensor they stay torch's, as x.sum() does.
+REFUSED_OVER_DIMS = {
+    f"aten::{name}": advice
+    for name, advice in {
+        "prod": "write it as a product of slices",
+        "nansum": "write it as torch.where(x.isnan(), 0.0, x).sum(dim)",
+        "linalg_vector_norm": "write it with abs, pow and sum(dim)",
+        "norm": "write it with abs, pow and sum(dim)",
+        "var": _VARIANCE,
+        "std": _VARIANCE,
+        "var_mean": _VARIANCE,
+        "std_mean": _VARIANCE,
+    }.items()
+}
+
+
+def over_dims(func: OpOverload) -> int | None:
+    """Which argument of func, by place, says over which dims it runs."""
+    places = [place for place, argument in enumerate(func._schema.arguments) if argument.name == "dim"]
+    return places[0] if places else None

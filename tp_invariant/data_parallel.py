@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from .agreement import agreed_in, check_agreement, introduce, refuse
 from .collectives import Group, exchange_rows, gather_major, gather_uneven
 from .layout import split_sizes
+from .main_grad import refuse_fused
 from .micro_batch_tree import BinaryTree, MicroBatchTree, compared, resolve_dp_group
 from .wire import gather_objects
 
@@ -144,6 +145,9 @@ def fixed_order_hook(
         ddp.register_comm_hook(dp_group, tpi.data_parallel.fixed_order_hook)                          # the sum
         ddp.register_comm_hook(TokenCount(dp_group), tpi.data_parallel.fixed_order_hook)              # sum / tokens
 
+    Accumulate micro-batches under DDP's no_sync(): a backward outside of it hands over what .grad holds besides the new
+    gradient, which a mean keeps in scale and a sum counts once for each rank.
+
     On CUDA everything runs on a stream of its own while backward goes on; on a CPU it is done when the hook returns.
     Needs the bucket's size once more, and in fp32 for 16-bit gradients, for as long as it runs.
 
@@ -154,7 +158,8 @@ def fixed_order_hook(
     Raises:
         TypeError, ValueError: a state that is none of these; None, which could mean any group, too.
         RuntimeError: a TokenCount that was never set; on every rank, where ranks differ in the kind of state or in the
-            bucket, the first time that one comes (agreement.py); this hook on some ranks only, after the time-out.
+            bucket, the first time that one comes (agreement.py); this hook on some ranks only, after the time-out; a
+            layer with fuse_wgrad_accumulation=True, whose gradients are not in the bucket.
     """
     if isinstance(state, TokenCount):
         tokens, group = state, state.group
@@ -170,6 +175,7 @@ def fixed_order_hook(
         with compared("fixed_order_hook", group):
             check_agreement(facts, group, bucket.buffer().device, agreed_in(group))
     divide_by = None if tokens is None else tokens.total
+    refuse_fused(bucket.parameters(), f"fixed_order_hook on rank {group.rank}")
     buffer = bucket.buffer()
     if not buffer.is_cuda:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -181,6 +187,10 @@ def fixed_order_hook(
     with torch.cuda.stream(stream):
         future.set_result(_sum(buffer, group, divide_by))  # records an event on `stream`, for which DDP's stream waits
     return future
+
+
+def _ranks_of(group: Group) -> list[int]:
+    return [dist.get_rank()] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------------------------
@@ -255,10 +265,10 @@ class FixedOrderReduceScatter:
                 f"op=AVG would divide gradients by the {dp_group.size} ranks besides the TokenCount: call "
                 "fix_reduction_order(model, tokens), which turns that off"
             )
-        if self._tokens is not None and self._tokens.group.size != dp_group.size:
+        if self._tokens is not None and (counted := _ranks_of(self._tokens.group)) != (summed := _ranks_of(dp_group)):
             raise ValueError(
-                f"the TokenCount counts over {self._tokens.group.size} ranks, but FSDP sums over {dp_group.size}: "
-                "build it with the group of fully_shard's mesh"
+                f"the TokenCount counts over ranks {counted}, but FSDP sums over ranks {summed}: build it with the "
+                "group of fully_shard's mesh"
             )
         return kind
 

@@ -102,11 +102,13 @@ def _put_back(setting: Setting, restore: Callable[[], None], written: Any, start
 
 
 def _apply(settings: Sequence[Setting]) -> contextlib.ExitStack:
-    """Sets what does not hold; closing the stack puts back what was there, last first."""
+    """Sets what does not hold; closing the stack puts back what was there, last first, also of what did hold."""
     undo = contextlib.ExitStack()
     try:
         for setting in settings:
-            if not setting.holds():
+            if setting.holds():
+                undo.callback(setting.kept())
+            else:
                 started = setting.started is not None and has_started(setting.started)
                 undo.callback(_put_back, setting, setting.kept(), _written.get(setting.name), started)
                 setting.write(setting.value)
@@ -144,7 +146,8 @@ def _keep_random_states(undo: contextlib.ExitStack) -> None:
 def enable(
     seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
 ) -> None:
-    """Seeds python's, numpy's (if imported) and torch's generators and sets the profiles' rows, for good.
+    """Seeds python's, numpy's (if imported) and torch's generators and sets the profiles' rows, for good; inside
+    `deterministic` until that is left.
 
     Call it on every rank before CUDA and NCCL start. Nothing is set if anything cannot be.
 

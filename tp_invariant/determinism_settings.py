@@ -4,8 +4,9 @@ Profiles:
     repeat   the same program on the same machine gives the same bits again
     wire     code outside this library that adds in collectives (NCCL's sums) adds in one order, whatever the size of
              the message; this library's own collectives only move bytes and need none of it
-    vllm     besides `wire`, what vLLM sets under VLLM_BATCH_INVARIANT=1 and torchtitan sets to match it: for a trainer
-             that must agree with such a server
+    vllm     besides `wire`, what vLLM sets under VLLM_BATCH_INVARIANT=1 and torchtitan sets to match it, as far as a
+             trainer has it too: for one that must agree with such a server. Not its choice of cuBLASLt, which the GEMMs
+             of this library do without
 """
 
 from __future__ import annotations
@@ -61,11 +62,19 @@ class Setting:
         return current == self.value or current in self.accepted
 
 
+_seen: set[str] = set()
+
+
 def has_started(what: str) -> bool:
-    """Whether CUDA has a context in this process, or NCCL may have a communicator."""
+    """Whether CUDA has a context in this process, or NCCL may have a communicator, or had one when this looked.
+
+    NCCL keeps what it has read for later communicators. One that came and went between two looks is not noticed.
+    """
     if what == "CUDA":
         return torch.cuda.is_initialized()
-    return bool(nccl_groups())
+    if nccl_groups():
+        _seen.add(what)
+    return what in _seen
 
 
 def nccl_groups() -> list[dist.ProcessGroup]:

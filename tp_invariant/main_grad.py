@@ -12,6 +12,7 @@ The attributes of the weight, by the names of Transformer Engine (`fuse_wgrad_ac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,23 @@ class MainGrad:
 
     def done(self, weight: Tensor) -> Tensor | None:
         """What autograd is given as the gradient of `weight`, the tensor that the layer multiplied by."""
+        self.weight._gradient_is_in_main_grad = True  # type: ignore[attr-defined]
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
         return torch.zeros_like(weight)
+
+
+def refuse_fused(parameters: Iterable[Tensor], who: str) -> None:
+    """For what takes gradients from .grad alone.
+
+    Raises:
+        RuntimeError: a layer has added the gradient of one of them into its main_grad.
+    """
+    for index, p in enumerate(parameters):
+        if getattr(p, "_gradient_is_in_main_grad", False):
+            raise RuntimeError(
+                f"{who} takes gradients from .grad, but a layer with fuse_wgrad_accumulation=True has added that of "
+                f"parameter {index} with shape {tuple(p.shape)} into its main_grad, micro-batch by micro-batch: build "
+                "the layer with fuse_wgrad_accumulation=False"
+            )

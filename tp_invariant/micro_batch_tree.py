@@ -23,6 +23,7 @@ from .agreement import introduce
 from .collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
 from .layout import split_sizes
 from .liveness import DeadRankError
+from .main_grad import refuse_fused
 from .wire import gather_objects
 
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
@@ -217,7 +218,9 @@ class MicroBatchTree:
 
         Raises:
             TypeError: a count that is no integer, a gradient that is a DTensor or not dense.
+            RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad.
         """
+        refuse_fused(self._parameters, f"MicroBatchTree on rank {self.group.rank}")
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
             raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
