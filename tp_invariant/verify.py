@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P,P,..",
         help="compared with TP=1 (default: 1,2,3,4,8 on a CPU, --quick 1,2,3,4; 3 and powers of two up to the GPUs)",
     )
-    add("--quick", action="store_true", help="fewer cases of each check: about a minute on two cores, instead of 4 minutes")
+    add("--quick", action="store_true", help="fewer cases of each check: a minute on two cores, instead of four")
     add("--only", action="append", metavar="NAME", help="this check alone; may be repeated")
     add("--list", action="store_true", help="list the checks and run none")
     add("--seed", type=_seed, default=0, metavar="N", help="for all data (default: 0)")
