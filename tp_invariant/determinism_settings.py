@@ -264,6 +264,7 @@ DETERMINISTIC_ALGORITHMS = Setting(
     default=(False, False),
 )
 
+_UNTUNED = "slower compiled kernels, flex attention's too"
 _AUTOTUNE = "what is fastest in a measurement is picked, so another kernel, and order, on another day"
 _TF32 = "fp32 products may be rounded to TF32, 10 bits, where a library thinks it pays"
 _SLOW_FP32 = "fp32 products several times slower"
@@ -316,10 +317,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _attribute(
         "torch._inductor.config.deterministic", True, False, _AUTOTUNE,
-        "slower compiled kernels; torch.compile(mode='max-autotune') still asks for tuning: leave it out", ("repeat",),
+        "slower compiled kernels; torch.compile(mode='max-autotune') still has flex attention tuned: leave it out",
+        ("repeat",),
     ),
     *(
-        _attribute(f"torch._inductor.config.{name}", False, False, _AUTOTUNE, "slower compiled kernels", ("repeat",))
+        _attribute(f"torch._inductor.config.{name}", False, False, _AUTOTUNE, _UNTUNED, ("repeat",))
         for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
     ),
     _env(
