@@ -453,7 +453,7 @@ def test_a_count_that_is_no_int(count):
 
 
 def bucket_of(x, index=0):
-    return SimpleNamespace(buffer=lambda: x, index=lambda: index)
+    return SimpleNamespace(buffer=lambda: x, index=lambda: index, parameters=list)
 
 
 def calls_that_differ(tp_group):
@@ -516,7 +516,7 @@ rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 trees, hooks, lonely = (dist.new_group(ranks) for ranks in ([0, 2], [1, 2], [0, 1]))
-bucket = SimpleNamespace(buffer=lambda: torch.ones(6), index=lambda: 0)
+bucket = SimpleNamespace(buffer=lambda: torch.ones(6), index=lambda: 0, parameters=list)
 if rank == 0:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), lonely)
     try:

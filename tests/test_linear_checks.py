@@ -87,6 +87,18 @@ OF_BOTH = [
     ("whether x needs a gradient", lambda layer, x, stack: x.requires_grad_()),
     ("whether the weight needs one", frozen),
 ]
+
+
+@contextmanager
+def keeps():
+    cache = linear_checks.weight_cache
+    before, cache.keep = cache.keep, 3
+    try:
+        yield
+    finally:
+        cache.keep = before
+
+
 OF_LINEAR = [
     *OF_BOTH,
     ("the layer", attribute("in_features", 16)),
@@ -103,6 +115,7 @@ OF_LINEAR = [
     ("gather_output", attribute("gather_output", True)),
     ("return_bias", attribute("return_bias", True)),
     ("fuse_wgrad_accumulation", main_grad),
+    ("weight_cache's ahead, ahead_in_graphs and keep", context(keeps)),
 ]
 OF_LAYERNORM_LINEAR = [
     *OF_LINEAR,
