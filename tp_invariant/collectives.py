@@ -90,18 +90,24 @@ def side_group(group: Group, device: torch.device) -> Group:
     for which ranks outside this group would have to come along: then a smaller group goes without a second one. So it
     does where the first call is captured in a CUDA graph, as NCCL cannot connect there.
     """
-    if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
-        return group
-    side = _side_groups.get(group)
-    if side is None:
-        world = dist.group.WORLD
-        if group.size < dist.get_world_size() and world is not None and world.bound_device_id is not None:
-            return group
+    side = _side_groups.get(group)  # asked for with every weight that is gathered ahead
+    if side is not None:
+        return side
+    side = group
+    if _may_have_another(group):
         if is_capturing():
             return group
-        side = _side_groups[group] = same_ranks_again(group, "nccl")
+        side = same_ranks_again(group, "nccl")
         gather_major(torch.zeros(1, device=device), side)  # connects
+    _side_groups[group] = side
     return side
+
+
+def _may_have_another(group: Group) -> bool:
+    if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
+        return False
+    world = dist.group.WORLD
+    return group.size == dist.get_world_size() or world is None or world.bound_device_id is None
 
 
 def same_ranks_again(group: Group, backend: str) -> Group:
