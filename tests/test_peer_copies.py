@@ -361,7 +361,7 @@ class HostMachine(peer_memory.CudaMachine):
         self._words, self._buffers, self._operations = self._shared(0), [], {}
 
     def _shared(self, index):
-        shared = object.__new__(peer_memory._Shared)
+        shared = object.__new__(peer_memory.Shared)
         shared.own, shared.views = self._memory[self.rank][index], {}
         shared.addresses = [memory[index].data_ptr() for memory in self._memory]
         return shared

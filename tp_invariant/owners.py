@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import peer_copies
+from . import peer_copies, small_gathers
 from .collectives import (
     Group,
     Pending,
@@ -33,7 +33,7 @@ from .collectives import (
 )
 from .cost_model import Problem, choose, costs_of, explain
 from .gemm import GemmFn, RankMajor, gemm, gemm_rank_major
-from .layout import split_sizes
+from .layout import fresh_view, split_sizes
 from .weight_cache import weight_cache
 
 OWNER_MAPS = ("auto", "replicate", "rows", "cols")
@@ -51,6 +51,10 @@ def check_owner_map(owner_map: str) -> str:
 def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = False, kept: bool = False) -> Pending:
     """x of all ranks, rank-major; with `sizes`, of its rows those of this rank. To be released once it is read."""
     pending = None
+    if sizes is None and not early:
+        pending = small_gathers.start_gather(x, group)
+        if pending is not None:
+            return pending
     if early and weight_cache.ahead_in_graphs:
         side_group(group, x.device)  # in a capture, where copy engines have no part, it could not be made
     if not kept:
@@ -62,6 +66,15 @@ def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = Fa
         return pending
     group = side_group(group, x.device) if early else group
     return start_gather_major(x, group) if sizes is None else start_exchange_rows(x, sizes, group)
+
+
+def _gather(c: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """All `size` rows (dim 0) or columns of C, from this rank's."""
+    if c.shape[dim] * group.size == size:
+        pending = small_gathers.start_gather(c, group, dim)
+        if pending is not None:
+            return fresh_view(pending.wait(), (size, c.shape[1]) if dim == 0 else (c.shape[0], size))
+    return gather_uneven(c, dim, size, group)
 
 
 # --- the weight operand ---------------------------------------------------------------------------------------------
@@ -172,7 +185,7 @@ def _rows(p: Product) -> Callable[[], Tensor]:
 
     def finish() -> Tensor:
         c = p.gemm(a, weight, "rows", p.bias)
-        return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group)
+        return c if p.scatter_rows else _gather(c, 0, p.a_shard.shape[0], p.group)
 
     return finish
 
@@ -185,7 +198,7 @@ def _cols(p: Product) -> Callable[[], Tensor]:
         c = p.gemm(a, weight, "cols", None if p.bias is None else p.bias.split(col_sizes)[p.group.rank])
         if p.scatter_rows:
             return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
-        return gather_uneven(c, 1, n, p.group)
+        return _gather(c, 1, n, p.group)
 
     return finish
 

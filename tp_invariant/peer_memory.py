@@ -36,13 +36,15 @@ _WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_EQUAL, _WORDS = 1, 2, 1, 6
 
 
 class Driver:
-    """The two calls of the CUDA driver that torch does not offer."""
+    """The calls of the CUDA driver that torch does not offer."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._flags, self._copy = library.cuStreamBatchMemOp_v2, library.cuMemcpyDtoDAsync_v2
         self._flags.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._capture = library.cuStreamGetCaptureInfo
+        self._capture.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_uint64)]
         self._explain = library.cuGetErrorString
         self._explain.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
@@ -57,6 +59,12 @@ class Driver:
 
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def capture(self, stream: int) -> int | None:
+        """The number of the CUDA graph that the stream is captured in; None if in none."""
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        self._check(self._capture(stream, ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo")
+        return number.value if status.value else None
 
 
 @cache
@@ -102,7 +110,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
-class _Shared:
+class Shared:
     """A tensor of bytes and its like on all ranks: `addresses` of theirs, as this process sees them. Collective."""
 
     def __init__(self, own: Tensor, group_name: Any) -> None:
@@ -133,9 +141,9 @@ class CudaMachine:
         self._process_group, self._name = weakref.ref(group.process_group), meeting_of(group.process_group)
         self._lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._buffers: list[_Shared] = []
+        self._buffers: list[Shared] = []
         self._operations: dict[tuple, tuple[ctypes.Array, int]] = {}
-        self._words = _Shared(_allocate(4 * 4 * MOST_BUFFERS * self.size, device), self._name)
+        self._words = Shared(_allocate(4 * 4 * MOST_BUFFERS * self.size, device), self._name)
         self._words.own.zero_()
         torch.cuda.current_stream(device).synchronize()
 
@@ -160,9 +168,8 @@ class CudaMachine:
     # buffers
 
     @torch.inference_mode(False)  # others than the first to use it may need gradients
-    def new_buffer(self, nbytes: int) -> bool:
-        if len(self._buffers) == MOST_BUFFERS:
-            return False
+    def share(self, nbytes: int) -> Shared | None:
+        """Collective: so many bytes on each rank, or None where one has not got them."""
         own = None
         try:
             own = _allocate(nbytes, self._device)
@@ -171,10 +178,15 @@ class CudaMachine:
             with contextlib.suppress(RuntimeError):
                 own = _allocate(nbytes, self._device)
         if not all(gather_objects(own is not None, Group(self._process_group(), self.rank, self.size))):
-            return False
+            return None
         assert own is not None
-        self._buffers.append(_Shared(own, self._name))
-        return True
+        return Shared(own, self._name)
+
+    def new_buffer(self, nbytes: int) -> bool:
+        shared = self.share(nbytes) if len(self._buffers) < MOST_BUFFERS else None
+        if shared is not None:
+            self._buffers.append(shared)
+        return shared is not None
 
     def view(self, buffer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         shared = self._buffers[buffer]

@@ -41,13 +41,17 @@ def watch_group(contacts: Sequence[Contact], group: Ranks) -> None:
     if process_group is None or group.size == 1 or "cuda:nccl" not in dist.get_backend_config(process_group):
         return
     try:
-        seconds = process_group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # a backend in a wrapper that does not show them
-        seconds = None
-    try:
-        watch([*contacts[group.rank + 1 :], *contacts[: group.rank]][:_MOST], seconds)
+        watch([*contacts[group.rank + 1 :], *contacts[: group.rank]][:_MOST], timeout_of(process_group))
     except (OSError, RuntimeError) as error:  # no file or thread to be had; raised here, it would part the ranks
         _say(f"{_UNWATCHED}: {error}")
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> float | None:
+    """The time-out of a group's collectives on GPUs, seconds; None where its backend does not show it."""
+    try:
+        return process_group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # a backend in a wrapper
+        return None
 
 
 def watch(others: Sequence[Contact], seconds: float | None) -> None:
