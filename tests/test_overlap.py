@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import collectives, owners, testing, token_gathers, wire
+from tp_invariant import owners, testing, token_gathers, wire
 from tp_invariant.collectives import Group, Pending, resolve_group
 from tp_invariant.gemm import gemm
 from tp_invariant.regions import gather_sequence, scatter_sequence
@@ -151,11 +151,11 @@ def count_gathers(tp_group, sp, checkpointed, on):
     group = resolve_group(tp_group)
     owners.weight_cache.ahead = token_gathers.token_gathers.reuse = on
     counts = {"tokens": 0, "ahead": 0}
-    run_ahead = owners.weight_cache.run_ahead
+    run_ahead, gather = owners.weight_cache.run_ahead, token_gathers.start_gather_tokens
 
-    def start_gather_dim(*args):
+    def start_gather_tokens(*args, **options):
         counts["tokens"] += 1
-        return collectives.start_gather_dim(*args)
+        return gather(*args, **options)
 
     def counted_run_ahead(of):
         before = owners.weight_cache._early.get((of, False))
@@ -163,7 +163,7 @@ def count_gathers(tp_group, sp, checkpointed, on):
         counts["ahead"] += owners.weight_cache._early.get((of, False)) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
-        patch.setattr(token_gathers, "start_gather_dim", start_gather_dim)
+        patch.setattr(token_gathers, "start_gather_tokens", start_gather_tokens)
         patch.setattr(owners.weight_cache, "run_ahead", counted_run_ahead)
         block = Block(tp_group, sp)
         for _ in range(4):
@@ -203,11 +203,11 @@ def starts(monkeypatch):
     """Every x that is gathered, as it was."""
     seen = []
 
-    def start(x, dim, group):
+    def start(x, dim, group, **options):
         seen.append(x.detach().clone())
         return Pending(torch.cat([x.detach()] * group.size, dim), None)
 
-    monkeypatch.setattr(token_gathers, "start_gather_dim", start)
+    monkeypatch.setattr(token_gathers, "start_gather_tokens", start)
     return seen
 
 

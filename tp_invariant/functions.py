@@ -32,7 +32,7 @@ from .gemm import GemmFn, column_sums, gemm, gemm_into
 from .layout import fresh_view
 from .main_grad import MainGrad
 from .owners import ShardedWeight, start_product
-from .token_gathers import token_gathers
+from .token_gathers import start_gather_tokens, token_gathers
 
 
 @setting
@@ -187,11 +187,17 @@ class RowLinear(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = _Linear.kept(ctx)
         call: LinearCall = ctx.call
-        dy_full = call.gather_tokens(dy)  # dgrad, wgrad and the bias gradient share it
+        gathered = Pending(dy, None)
+        if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share it
+            gathered = start_gather_tokens(dy, call.sequence_dim, call.group)
+        dy_full = gathered.wait()
         if call.sequence_parallel and (column := _column_before(ctx)) is not None:
             token_gathers.start(column.early_x, column.call.sequence_dim, column.call.group)
-        dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None
-        return dx, *_weight_grads(ctx, weight, lambda: dy_full, lambda: x), None
+        try:
+            dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None
+            return dx, *_weight_grads(ctx, weight, lambda: dy_full, lambda: x), None
+        finally:
+            gathered.release()
 
 
 _FAR = 64  # how many nodes of the graph stand between two layers at most: attention has about twenty

@@ -19,10 +19,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .collectives import Group, Pending, gather_dim, start_gather_major
+from .collectives import Group, Pending, gather_dim
 from .compiled import opaque, setting
 from .functions import flatten_tokens
 from .layout import TokenSharding, fresh_view
+from .small_gathers import start_gather_major
 from .stock import complete_grad
 
 LEAF_ROWS = 32

@@ -1,8 +1,8 @@
 """Small gathers by a kernel that writes into peers' memory (kernels/peer_gather.py), in a stream's own order.
 
-For decoding: a gather of a few KiB takes NCCL ten microseconds on the GPU, and more of the host. This is one kernel on
-the current stream, eager or captured in a CUDA graph. Like other collectives, gathers of a group come in the same order
-on all ranks. Those of a process come one after another, whatever its streams:
+For decoding and for norms' leaves: a gather of a few KiB takes NCCL ten microseconds on the GPU, and more of the host.
+This is one kernel on the current stream, which takes four, eager or captured in a CUDA graph. Like other collectives,
+gathers of a group come in the same order on all ranks. Those of a process come one after another, whatever its streams:
 
     eager       one on another stream than the last waits for that stream first
     captured    they have a buffer of their own, and within a capture wait for each other in the same way. Graphs that
@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import collectives
 from .collectives import Group, Pending, is_capturing
+from .layout import fresh_view
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, Shared, driver
 from .watch import timeout_of
@@ -28,10 +31,14 @@ from .wire import gather_objects
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**19  # of what a rank sends: beyond, NCCL is as fast
-_CAPACITY = MOST_BYTES // 4
+MOST_BYTES = 2**22  # of all ranks' together: [128, 12288] in 16 bits
 _LOOKS_PER_SECOND = 1_000_000
 _MOST_LOOKS = 2**31 - 1
+
+
+def _capacity(size: int) -> int:
+    """Words that a rank sends at most."""
+    return MOST_BYTES // size // 4
 
 
 class Channel:
@@ -43,7 +50,7 @@ class Channel:
         shared.own.zero_()
         self._shared = shared
         self.table = torch.tensor(shared.addresses, dtype=torch.int64, device=device)
-        self.states = torch.zeros(blocks_of(_CAPACITY), dtype=torch.int32, device=device)
+        self.states = torch.zeros(blocks_of(_capacity(len(shared.addresses))), dtype=torch.int32, device=device)
         self.gathers = 0
         self._last: tuple[Any, int | None] | None = None
 
@@ -65,24 +72,27 @@ class SmallGathers:
         self._machine, self._looks = machine, looks
         self.eager, self.captured = eager, captured
 
-    def gather(self, x: Tensor, dim: int) -> Pending:
+    def gather(self, x: Tensor, dim: int, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
         """Of all ranks' x: rank-major [P, ...x] (dim 0), or of [R, C] the columns side by side, [R, P C] (dim 1)."""
         from .kernels.peer_gather import TAGS, peer_gather
 
         stream = self._machine.current()
         capture = driver().capture(stream.cuda_stream) if is_capturing() else None
         channel = self.eager if capture is None else self.captured
-        tag, size = channel.next(stream, capture) % TAGS, self._machine.size
+        number, rank, size = channel.next(stream, capture), self._machine.rank, self._machine.size
         out = x.new_empty((x.shape[0], size * x.shape[1]) if dim else (size, *x.shape))
-        peer_gather(x, out, dim, channel.table, channel.states, self._machine.rank, _CAPACITY, tag, self._looks)
-        return _OnStream(out, self._machine, stream)
+        capacity = _capacity(size)
+        peer_gather(x, out, dim, channel.table, channel.states, rank, capacity, number % TAGS, self._looks)
+        return _OnStream(out, self._machine, stream, finish)
 
 
 class _OnStream(Pending):
     """What a kernel on `stream` makes."""
 
-    def __init__(self, result: Tensor, machine: CudaMachine, stream: Any) -> None:
-        super().__init__(result, None)
+    def __init__(
+        self, result: Tensor, machine: CudaMachine, stream: Any, finish: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        super().__init__(result, None, finish=finish)
         self._machine, self._stream = machine, stream
 
     def wait(self) -> Tensor:
@@ -98,7 +108,7 @@ def _connect(group: Group, machine: CudaMachine, device: torch.device) -> SmallG
     from .kernels.peer_gather import buffer_bytes
 
     assert group.process_group is not None
-    nbytes = buffer_bytes(_CAPACITY, group.size)
+    nbytes = buffer_bytes(_capacity(group.size), group.size)
     shared = [machine.share(nbytes) for _ in range(2)]
     if shared[0] is None or shared[1] is None:
         logger.info("NCCL makes small gathers too: a rank has no %.0f MiB left for their buffers", 2 * nbytes / 2**20)
@@ -129,13 +139,15 @@ def gathers_of(group: Group, device: torch.device) -> SmallGathers | None:
     return of_group[device]
 
 
-def start_gather(x: Tensor, group: Group, dim: int = 0) -> Pending | None:
+def start_gather(
+    x: Tensor, group: Group, dim: int = 0, finish: Callable[[Tensor], Tensor] | None = None
+) -> Pending | None:
     """Every rank's x, of the same shape, rank-major [P, ...x] (dim 0) or, of [R, C], side by side [R, P C] (dim 1).
 
     None where NCCL (or gloo) is to do it: TP_INVARIANT_TRANSPORT is not auto, x is none of a few bytes on a GPU, or the
-    group's ranks cannot write into each other's memory. The same on every rank.
+    group's ranks cannot write into each other's memory. The same on every rank. `finish` makes the result of it.
     """
-    if not x.is_cuda or group.size == 1 or not 0 < x.nbytes <= MOST_BYTES or transport() != "auto":
+    if not x.is_cuda or group.size == 1 or not 0 < group.size * x.nbytes <= MOST_BYTES or transport() != "auto":
         return None
     if (x.nbytes if dim == 0 else x.shape[1] * x.element_size()) % 4:
         return None
@@ -143,4 +155,19 @@ def start_gather(x: Tensor, group: Group, dim: int = 0) -> Pending | None:
     if gathers is None:
         return None
     x = x.contiguous()
-    return gathers.gather(x, dim) if x.data_ptr() % 4 == 0 else gathers.gather(x.clone(), dim)
+    return gathers.gather(x if x.data_ptr() % 4 == 0 else x.clone(), dim, finish)
+
+
+def start_gather_major(local: Tensor, group: Group) -> Pending:
+    """collectives.start_gather_major, or this way."""
+    pending = start_gather(local, group)
+    return collectives.start_gather_major(local, group) if pending is None else pending
+
+
+def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
+    """collectives.start_gather_dim, or this way where `dim` is the first."""
+    pending = None
+    if dim % local.dim() == 0:
+        shape = group.size * local.shape[0], *local.shape[1:]
+        pending = start_gather(local, group, finish=lambda major: fresh_view(major, shape))
+    return collectives.start_gather_dim(local, dim, group) if pending is None else pending

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from . import peer_copies
-from .collectives import Group, Pending, is_capturing, start_gather_dim
+from . import peer_copies, small_gathers
+from .collectives import Group, Pending, is_capturing
 
 
 @dataclass
@@ -51,7 +51,7 @@ class TokenGathers:
         key = self._key(x, dim, group)
         if self.reuse and key is not None and (self._held is None or self._held.key != key):
             self._drop()
-            self._held = _Held(key, _gather(x, dim, group))
+            self._held = _Held(key, start_gather_tokens(x, dim, group))
 
     def take(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
         """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of."""
@@ -59,11 +59,11 @@ class TokenGathers:
         key = self._key(x, dim, group)
         if group.size == 1 or not self.reuse or key is None or user.is_inference():
             self._let_go_of_held()  # as a rank has done where its x is dead
-            return start_gather_dim(x, dim, group)
+            return start_gather_tokens(x, dim, group, to_release=False)
         held, asks = self._held, (WeakIdRef(user), _in_backward())
         if held is None or held.key != key or asks in held.users:
             self._drop()
-            held = _Held(key, _gather(x, dim, group))
+            held = _Held(key, start_gather_tokens(x, dim, group))
         before = held.users[-1] if held.users else None
         if self._let_go is not None and self._let_go[0] == key:
             before = self._let_go[1]
@@ -121,9 +121,10 @@ class TokenGathers:
         self._let_go = None
 
 
-def _gather(x: Tensor, dim: int, group: Group) -> Pending:
-    lent = peer_copies.start_gather_rows(x, group) if dim % x.dim() == 0 else None
-    return start_gather_dim(x, dim, group) if lent is None else lent
+def start_gather_tokens(x: Tensor, dim: int, group: Group, *, to_release: bool = True) -> Pending:
+    """All ranks' x [.., features] along `dim`, by the fastest way there is; to be released once it is read, or not."""
+    lent = peer_copies.start_gather_rows(x, group) if to_release and dim % x.dim() == 0 else None
+    return small_gathers.start_gather_dim(x, dim, group) if lent is None else lent
 
 
 def _in_backward() -> bool:
