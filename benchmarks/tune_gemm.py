@@ -1,8 +1,10 @@
 """Times the TMA kernel's configurations on the shapes of Qwen3-8B's layers and writes kernels/matmul_table.py.
 
     python benchmarks/tune_gemm.py --out tune.json --table kernels/matmul_table.py
+    python benchmarks/tune_gemm.py --out tune.json --table kernels/matmul_table.py --lacking
 
-Needs a Hopper GPU. Configurations are compiled by several processes first, since compiling takes longer than timing.
+The second times only the shapes that the table lacks, and leaves the rest of it. Needs a Hopper GPU. Configurations are
+compiled by several processes first, since compiling takes longer than timing.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from pathlib import Path
 import torch
 import triton
 
+from tp_invariant.kernels import matmul_table
 from tp_invariant.kernels.matmul_configs import MatmulConfig, fits_tma
 from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
 
-FEW_ROWS = 128
+FEW = (16, 32, 64, 128)  # rows of decoding that are timed; the table takes the next of them
 ROUNDS = 4  # timings of each configuration
 LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "fc1": (4096, 24576), "fc2": (12288, 4096)}  # name: (K, N)
 LARGE = [
@@ -48,6 +51,9 @@ SMALL = [
         (64, 128, 64, 4, 6), (64, 192, 128, 4, 3),
         (128, 32, 128, 4, 5), (128, 48, 128, 4, 4), (128, 48, 128, 8, 4), (128, 64, 128, 4, 4), (128, 64, 128, 8, 4),
         (128, 128, 64, 4, 6), (128, 128, 128, 8, 3), (128, 192, 64, 8, 5), (128, 192, 64, 8, 4),
+        # for few columns, where a tile's walk over K is all the time: fewer warps, that wait less for each other
+        (16, 16, 256, 1, 6), (16, 16, 256, 2, 6), (16, 16, 512, 2, 3), (16, 16, 512, 4, 3), (16, 32, 256, 2, 5),
+        (32, 16, 256, 2, 6), (32, 16, 512, 2, 3), (64, 16, 256, 4, 5), (64, 16, 512, 4, 2), (128, 16, 256, 4, 2),
     )
     if fits_tma(config := MatmulConfig(m, n, k, warps, stages, 8, n % 3 == 0), 2)
 ]  # fmt: skip
@@ -74,9 +80,18 @@ def large_shapes() -> list[tuple[str, int, int, int]]:
     return sorted(shapes)
 
 
+def owned_shapes() -> list[tuple[str, int, int, int]]:
+    """What a rank computes of the products whose K is sharded, where it owns rows: forward and dgrad."""
+    shapes = set()
+    for name, (k, n) in LAYERS.items():
+        for rows in {tokens // world for tokens in (2048, 8192) for world in (2, 4, 8)}:
+            shapes.add(("dgrad", rows, k, n) if name in ("qkv", "fc1") else ("fwd", rows, n, k))
+    return sorted(shapes)
+
+
 def small_shapes() -> list[tuple[str, int, int, int]]:
-    """Decoding: few rows, forward."""
-    return sorted(("fwd", m, n, k) for m in (1, 4, 16, 32, 64, 128) for k, n in LAYERS.values())
+    """Decoding: few rows, forward; of whole layers and, in either kind of layer, of a rank's columns."""
+    return sorted(("fwd", m, n // world, k) for m in FEW for k, n in LAYERS.values() for world in (1, 2, 4, 8))
 
 
 def _run(config: MatmulConfig, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -101,7 +116,7 @@ def fit(rows: list[dict], layout: str) -> list[tuple[tuple, float, float]]:
     points: dict[tuple, list[tuple[float, float, float]]] = {}
     for row in rows:
         row_layout, m, n, k = row["shape"]
-        if layout == ("few rows" if m <= FEW_ROWS else row_layout):
+        if layout == ("few rows" if m <= FEW[-1] else row_layout):
             for us, config in row["times"]:
                 tiles = triton.cdiv(m, config[0]) * triton.cdiv(n, config[1])
                 points.setdefault(tuple(config), []).append((triton.cdiv(tiles, multiprocessors), k, us))
@@ -114,8 +129,11 @@ def fit(rows: list[dict], layout: str) -> list[tuple[tuple, float, float]]:
     return sorted(entries)
 
 
-def write_table(rows: list[dict], path: Path) -> None:
-    """kernels/matmul_table.py: the best configuration of each shape, and for other shapes what a round takes."""
+def write_table(rows: list[dict], path: Path, rounds: dict, measured: dict) -> None:
+    """kernels/matmul_table.py: the best configuration of each shape, and for other shapes what a round takes.
+
+    rounds, measured: of the table before that stay; rounds are fitted anew if there are none.
+    """
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     lines = [
         f'"""What benchmarks/tune_gemm.py measured on {torch.cuda.get_device_name()} (sm90), bf16, torch',
@@ -126,16 +144,17 @@ def write_table(rows: list[dict], path: Path) -> None:
         "",
         "Fields = tuple[int, int, int, int, int, int, bool]",
         f"MEASURED_MULTIPROCESSORS = {multiprocessors}",
-        f"FEW_ROWS = {FEW_ROWS}  # up to so many rows a product is bound by reading b",
+        f"FEW = {FEW}  # up to so many rows a product is bound by reading b; those that were measured",
         'LAYOUTS = {(False, True): "fwd", (False, False): "dgrad", (True, False): "wgrad", (True, True): "wgrad"}',
         "",
         "# layout: (configuration, microseconds of a round of tiles, microseconds more for each k)",
         "ROUNDS: dict[str, tuple[tuple[Fields, float, float], ...]] = {",
     ]
     for layout in ("few rows", "fwd", "dgrad", "wgrad"):
-        lines += [f'    "{layout}": (', *(f"        {entry}," for entry in fit(rows, layout)), "    ),"]
+        lines += [f'    "{layout}": (', *(f"        {e}," for e in rounds.get(layout) or fit(rows, layout)), "    ),"]
     lines += ["}", "", "# (layout, M, N, K): the fastest configuration", "MEASURED: dict[tuple, Fields] = {"]
-    lines += [f"    {tuple(row['shape'])}: {tuple(row['times'][0][1])},".replace("'", '"') for row in rows]
+    best = measured | {tuple(row["shape"]): tuple(row["times"][0][1]) for row in rows}
+    lines += [f"    {shape}: {config},".replace("'", '"') for shape, config in best.items()]
     path.write_text("\n".join([*lines, "}"]) + "\n")
 
 
@@ -145,6 +164,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True, help="the table to write")
     parser.add_argument("--milliseconds", type=int, default=20, help="how long to time each (default 20)")
     parser.add_argument("--seconds", type=float, default=480, help="stop after this long (default 480)")
+    parser.add_argument("--lacking", action="store_true", help="time only shapes that the table lacks")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes (default 14)")
     options = parser.parse_args()
     start = time.monotonic()
@@ -157,7 +177,9 @@ def main() -> None:
     print(f"compiled in {time.monotonic() - start:.0f} s; failed: {len(failed)}", *failed, sep="\n", flush=True)
     bad = {message.split(":")[0] for message in failed}
     rows: list[dict] = []
-    for layout, m, n, k in small_shapes() + large_shapes():
+    rounds, measured = (matmul_table.ROUNDS, matmul_table.MEASURED) if options.lacking else ({}, {})
+    shapes = [s for s in dict.fromkeys(small_shapes() + large_shapes() + owned_shapes()) if s not in measured]
+    for layout, m, n, k in shapes:
         if time.monotonic() - start > options.seconds:
             print("out of time", flush=True)
             break
@@ -169,8 +191,8 @@ def main() -> None:
 
         chosen = [
             config
-            for config in (SMALL if m <= FEW_ROWS else large)
-            if f"{layout} {config}" not in bad and (m > FEW_ROWS or config.block_m <= max(16, 2 * m))
+            for config in (SMALL if m <= FEW[-1] else large)
+            if f"{layout} {config}" not in bad and (m > FEW[-1] or config.block_m <= max(16, 2 * m))
         ]
         timed: dict[MatmulConfig | None, list[float]] = {config: [] for config in (None, *chosen)}
         for turn in range(ROUNDS):
@@ -187,7 +209,7 @@ def main() -> None:
               flush=True)  # fmt: skip
         with open(options.out, "w") as file:
             json.dump(rows, file)
-        write_table(rows, options.table)
+        write_table(rows, options.table, rounds, measured)
 
 
 if __name__ == "__main__":

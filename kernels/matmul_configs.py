@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .matmul_table import FEW_ROWS, LAYOUTS, MEASURED, MEASURED_MULTIPROCESSORS, ROUNDS
+from .matmul_table import FEW, LAYOUTS, MEASURED, MEASURED_MULTIPROCESSORS, ROUNDS
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -123,7 +123,9 @@ def choose_tma_config(
     def usable(config: MatmulConfig) -> bool:
         return fits_tma(config, out_itemsize, accumulate, promoted)
 
-    measured = MEASURED.get((layout, m, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
+    few = m <= FEW[-1]
+    rows = next(rows for rows in FEW if m <= rows) if few else m
+    measured = MEASURED.get((layout, rows, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
     if measured is not None and usable(config := MatmulConfig(*measured)):
         return config
 
@@ -132,7 +134,7 @@ def choose_tma_config(
         tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
         return _cdiv(tiles, multiprocessors) * (fixed_us + k * us_per_k)
 
-    entries = ROUNDS["few rows"] if m <= FEW_ROWS else ROUNDS[layout]
+    entries = ROUNDS["few rows"] if few else ROUNDS[layout]
     return MatmulConfig(*min((entry for entry in entries if usable(MatmulConfig(*entry[0]))), key=estimate)[0])
 
 
