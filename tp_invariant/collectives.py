@@ -149,10 +149,10 @@ class Pending:
     """A collective under way: `wait()` gives its result. Keeps the operands alive until then.
 
     `finish` makes the result from what was received. With `for_all_streams` set, on CUDA, a later `wait` may be on
-    another stream than the first. `lent`: the result is good until `release`.
+    another stream than the first. `lent`: the result is good until `release`, by whoever took it if `for_taker`.
     """
 
-    lent = False
+    lent = for_taker = False
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ from .layout import fresh_view
 from .main_grad import MainGrad
 from .owners import ShardedWeight, start_product
 from .token_gathers import start_gather_tokens, token_gathers
+from .weight_cache import weight_cache
 
 
 @setting
@@ -121,6 +122,12 @@ def _weight_grads(
     return dw, db
 
 
+def _read(gathered: Pending | None) -> None:
+    """Once all that reads it has been launched."""
+    if gathered is not None and gathered.for_taker:
+        gathered.release()
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
@@ -154,7 +161,11 @@ class ColumnLinear(_Linear):
         # for _column_before. Under hooks on saved tensors x may be meant to be freed (checkpointing): not then
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.early_x = x if call.sequence_parallel and ctx.needs_input_grad[1] and not hooked else None
-        return _local(call, call.start_gather_tokens(x, weight).wait(), weight.t(), bias)
+        gathered = call.start_gather_tokens(x, weight)
+        try:
+            return _local(call, gathered.wait(), weight.t(), bias)
+        finally:
+            _read(gathered)
 
     @staticmethod
     @once_differentiable
@@ -163,10 +174,13 @@ class ColumnLinear(_Linear):
         call: LinearCall = ctx.call
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.early_x = None
-        x_full = call.start_gather_tokens(x, weight).wait if need_w else None
+        x_full = call.start_gather_tokens(x, weight) if need_w else None
         dgrad = call.start_product(dy, weight, 0) if need_x else None
-        dw, db = _weight_grads(ctx, weight, lambda: dy, x_full)
-        del x_full  # dgrad needs its memory more
+        try:
+            dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
+        finally:
+            _read(x_full)
+            del x_full  # dgrad needs its memory more
         return None if dgrad is None else dgrad(), dw, db, None
 
 
@@ -192,7 +206,8 @@ class RowLinear(_Linear):
             gathered = start_gather_tokens(dy, call.sequence_dim, call.group)
         dy_full = gathered.wait()
         if call.sequence_parallel and (column := _column_before(ctx)) is not None:
-            token_gathers.start(column.early_x, column.call.sequence_dim, column.call.group)
+            of = column.call
+            token_gathers.start(column.early_x, of.sequence_dim, of.group, in_graphs=weight_cache.ahead_in_graphs)
         try:
             dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None
             return dx, *_weight_grads(ctx, weight, lambda: dy_full, lambda: x), None

@@ -55,8 +55,10 @@ def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = Fa
         pending = small_gathers.start_gather(x, group)
         if pending is not None:
             return pending
-    if early and weight_cache.ahead_in_graphs:
-        side_group(group, x.device)  # in a capture, where copy engines have no part, it could not be made
+    if weight_cache.ahead_in_graphs:  # in a capture neither could be made
+        peer_copies.prepare_for_graphs(group, x.device)
+        if early:
+            side_group(group, x.device)
     if not kept:
         if sizes is None:
             pending = peer_copies.start_gather(x, group, early=early)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, Pending
-from .peer_memory import CudaMachine, connect, on_this_host
+from .collectives import Group, Pending, is_capturing
+from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +175,15 @@ def size_class(nbytes: int) -> int:
 class PeerCopies:
     """The buffers of a group and what they are lent for. `limit`: bytes of all of them.
 
-    `started` counts what went this way, `refused` what found no buffer.
+    `started` counts what went this way, `refused` what found no buffer. `captured`: those for CUDA graphs, if any.
     """
+
+    claims = False  # whether a buffer is this rank's, too, only after its lane has waited for it
 
     def __init__(self, machine: Machine, limit: int) -> None:
         self.machine, self.limit = machine, limit
         self.started = self.refused = 0
+        self.captured: CapturedCopies | None = None
         self._buffers: list[_Buffer] = []
         self._number = 0
 
@@ -193,6 +196,9 @@ class PeerCopies:
         fits = [b for b in self._buffers if not b.lent and nbytes <= b.nbytes <= 2 * size]
         if fits:  # of the smallest, the one that peers have freed longest ago
             return min(fits, key=lambda b: (b.nbytes, b.number))
+        return self._new(size)
+
+    def _new(self, size: int) -> _Buffer | None:
         alike = sum(b.nbytes == size for b in self._buffers)
         if alike >= PER_CLASS or self.allocated + size > self.limit:
             return None
@@ -229,13 +235,54 @@ class PeerCopies:
             m.copy(to, peer, buffer.index, m.rank * count, source, begin, count)
 
         if not early:  # a copy within a device is a kernel: now, as the next GEMM may take every SM
-            send(stream, m.rank)
+            send(lane if self.claims else stream, m.rank)
         for step in range(1, m.size):  # in each step every rank is sent to by one
             send(lane, (m.rank + step) % m.size)
         m.flags(lane, buffer.index, buffer.number, tell=Flag.ARRIVED)
         if early:  # needed after the GEMM that is launched next, where SMs come free
             send(lane, m.rank)
         return Lease(m, buffer, stream, m.mark(lane))
+
+    def prepare_for_graphs(self, machine: Callable[[], GraphMachine]) -> None:
+        """Collective: as many buffers for CUDA graphs as there are outside them."""
+        if self.captured is None:
+            self.captured = CapturedCopies(machine(), self.limit)
+        self.captured.provide([buffer.nbytes for buffer in self._buffers])
+
+
+class CapturedCopies(PeerCopies):
+    """The same inside CUDA graphs, with buffers and flags of their own (kernels/peer_flags.py), made before a capture.
+
+    Graphs share them. Two that are replayed at the same time wait for each other, and where ranks replay them in
+    different orders they fail, as their tags differ; as with NCCL, say in which order they come.
+    """
+
+    claims = True
+
+    def __init__(self, machine: GraphMachine, limit: int) -> None:
+        super().__init__(machine, limit)
+        self._graphs = machine
+        self._provided = 0
+        self._capture: int | None = None
+
+    def provide(self, sizes: Sequence[int]) -> None:
+        if len(sizes) == self._provided:
+            return
+        self._provided = len(sizes)
+        for size in sizes:
+            if sum(b.nbytes == size for b in self._buffers) < sizes.count(size):
+                super()._new(size)
+
+    def _new(self, size: int) -> _Buffer | None:
+        return None  # memory cannot be had in a capture
+
+    def start(self, source: Any, sent: Sequence[tuple[int, int]], early: bool) -> Lease | None:
+        capture = self._graphs.capture()
+        if capture != self._capture:  # what another capture, perhaps one that failed, left of them is nothing here
+            self._capture = capture
+            for buffer in self._buffers:
+                buffer.lent, buffer.released_on = False, None
+        return super().start(source, sent, early)
 
 
 # --- for a group ----------------------------------------------------------------------------------------------------
@@ -260,6 +307,15 @@ def copies_of(group: Group, device: torch.device) -> PeerCopies | str:
     return of_group[device]
 
 
+def prepare_for_graphs(group: Group, device: torch.device) -> None:
+    """Before a capture, in the steps that warm up: buffers for the CUDA graph. Collective."""
+    if transport() == "nccl" or group.size == 1 or device.type != "cuda" or is_capturing():
+        return
+    copies = copies_of(group, device)
+    if not isinstance(copies, str):
+        copies.prepare_for_graphs(lambda: GraphMachine(group, device))
+
+
 def _copies_for(x: Tensor, group: Group) -> PeerCopies | None:
     choice = transport()
     if choice == "nccl" or group.size == 1 or x.numel() == 0:
@@ -267,7 +323,9 @@ def _copies_for(x: Tensor, group: Group) -> PeerCopies | None:
     if choice == "auto" and (x.device.type != "cuda" or x.nbytes < MIN_BYTES):
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
+        assert group.process_group is not None
+        known = _connected.get(group.process_group, {}).get(x.device)
+        return known.captured if isinstance(known, PeerCopies) else None
     copies = copies_of(group, x.device)
     if not isinstance(copies, str):
         return copies

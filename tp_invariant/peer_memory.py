@@ -24,9 +24,12 @@ from torch import Tensor
 
 from .collectives import Group
 from .exchange_store import meeting_of
+from .watch import timeout_of
 from .wire import gather_objects
 
 MOST_BUFFERS = 64
+_LOOKS_PER_SECOND = 1_000_000
+_MOST_LOOKS = 2**31 - 1
 MEMORY_SHARE = 16  # buffers take at most the device's memory divided by this
 _TOLD, _COPIED = 2, 3  # further words, for the check of a new group
 _CHECK_VALUE, _CHECK_SECONDS = 0x600D, 30.0
@@ -84,6 +87,13 @@ def why_not(device: torch.device) -> str | None:
     except ImportError as error:
         return f"torch has no symmetric memory here ({error})"
     return None
+
+
+def looks_of(group: Group) -> int:
+    """How often a kernel looks for what a peer is to write, until the group's time-out is over."""
+    assert group.process_group is not None
+    seconds = timeout_of(group.process_group)
+    return _MOST_LOOKS if seconds is None else int(min(seconds * _LOOKS_PER_SECOND, _MOST_LOOKS))
 
 
 # --- a group's memory -----------------------------------------------------------------------------------------------
@@ -246,6 +256,36 @@ class CudaMachine:
         self.flags(lane, 0, _CHECK_VALUE, until=_TOLD)
         self.mark(lane).synchronize()
         return None
+
+
+class GraphMachine(CudaMachine):
+    """peer_copies.Machine for what a CUDA graph holds: its flags are kernels that count by themselves."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._table = torch.tensor(self._words.addresses, dtype=torch.int64, device=device)
+        self._counts, self._locks = torch.zeros(2, MOST_BUFFERS, dtype=torch.int32, device=device)
+        self._limit = looks_of(group)
+        torch.cuda.current_stream(device).synchronize()
+        gather_objects(None, group)  # nobody writes before all words are zero
+
+    def capture(self) -> int | None:
+        return driver().capture(self.current().cuda_stream)
+
+    def flags(
+        self, stream: torch.cuda.Stream, buffer: int, number: int, *, tell: int | None = None, until: int | None = None
+    ) -> None:
+        from .kernels.peer_flags import FREE, TAGS, peer_flags
+
+        if tell is not None:
+            operation = "free" if tell == FREE else "arrived"
+        else:
+            operation = "claim" if until == FREE else "wait"
+        words = self._words.own.view(torch.int32)
+        with torch.cuda.stream(stream):
+            peer_flags(
+                operation, buffer, number % TAGS, words, self._table, self._counts, self._locks, self.rank, self._limit
+            )  # fmt: skip
 
 
 # --- whether a group has it -----------------------------------------------------------------------------------------

@@ -25,15 +25,12 @@ from . import collectives
 from .collectives import Group, Pending, is_capturing
 from .layout import fresh_view
 from .peer_copies import copies_of, transport
-from .peer_memory import CudaMachine, Shared, driver
-from .watch import timeout_of
+from .peer_memory import CudaMachine, Shared, driver, looks_of
 from .wire import gather_objects
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2**22  # of all ranks' together: [128, 12288] in 16 bits
-_LOOKS_PER_SECOND = 1_000_000
-_MOST_LOOKS = 2**31 - 1
 
 
 def _capacity(size: int) -> int:
@@ -107,7 +104,6 @@ def _connect(group: Group, machine: CudaMachine, device: torch.device) -> SmallG
     """Collective."""
     from .kernels.peer_gather import buffer_bytes
 
-    assert group.process_group is not None
     nbytes = buffer_bytes(_capacity(group.size), group.size)
     shared = [machine.share(nbytes) for _ in range(2)]
     if shared[0] is None or shared[1] is None:
@@ -116,9 +112,7 @@ def _connect(group: Group, machine: CudaMachine, device: torch.device) -> SmallG
     eager, captured = (Channel(buffer, device) for buffer in shared if buffer is not None)
     torch.cuda.current_stream(device).synchronize()
     gather_objects(None, group)  # nobody writes before all buffers are zero
-    seconds = timeout_of(group.process_group)
-    looks = _MOST_LOOKS if seconds is None else int(min(seconds * _LOOKS_PER_SECOND, _MOST_LOOKS))
-    return SmallGathers(machine, eager, captured, looks)
+    return SmallGathers(machine, eager, captured, looks_of(group))
 
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, SmallGathers | None]]

@@ -44,22 +44,39 @@ class TokenGathers:
         self._last_users: set[tuple] = set()
         self._followed: set[tuple] = set()  # who was once followed by another that asked for the same
         self._spent: list[Pending] = []  # let go and not yet released
+        self._captured: tuple[tuple, Pending] | None = None  # started in a capture, for the next to take
 
-    def start(self, x: Tensor, dim: int, group: Group) -> None:
-        """Starts gathering x [.., features] along `dim` before a `take` of the same asks for it."""
+    def start(self, x: Tensor, dim: int, group: Group, *, in_graphs: bool) -> None:
+        """Starts gathering x [.., features] along `dim` before a `take` of the same asks for it.
+
+        in_graphs: so too in a capture, which then must hold that `take`.
+        """
         self._release()
+        if is_capturing():
+            if in_graphs and self.reuse and not x.is_inference():
+                self._captured = _name(x, dim, group), start_gather_tokens(x, dim, group)
+            return
         key = self._key(x, dim, group)
         if self.reuse and key is not None and (self._held is None or self._held.key != key):
             self._drop()
             self._held = _Held(key, start_gather_tokens(x, dim, group))
 
     def take(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
-        """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of."""
+        """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of.
+
+        To be released by it once it is read if `for_taker`; otherwise it is shared.
+        """
         self._release()
         key = self._key(x, dim, group)
         if group.size == 1 or not self.reuse or key is None or user.is_inference():
             self._let_go_of_held()  # as a rank has done where its x is dead
-            return start_gather_tokens(x, dim, group, to_release=False)
+            captured, self._captured = self._captured, None
+            if captured is not None and is_capturing() and captured[0] == _name(x, dim, group):
+                alone = captured[1]
+            else:
+                alone = start_gather_tokens(x, dim, group)
+            alone.for_taker = True
+            return alone
         held, asks = self._held, (WeakIdRef(user), _in_backward())
         if held is None or held.key != key or asks in held.users:
             self._drop()
@@ -121,9 +138,13 @@ class TokenGathers:
         self._let_go = None
 
 
-def start_gather_tokens(x: Tensor, dim: int, group: Group, *, to_release: bool = True) -> Pending:
-    """All ranks' x [.., features] along `dim`, by the fastest way there is; to be released once it is read, or not."""
-    lent = peer_copies.start_gather_rows(x, group) if to_release and dim % x.dim() == 0 else None
+def _name(x: Tensor, dim: int, group: Group) -> tuple:
+    return WeakIdRef(x), x._version, dim, group
+
+
+def start_gather_tokens(x: Tensor, dim: int, group: Group) -> Pending:
+    """All ranks' x [.., features] along `dim`, by the fastest way there is; to be released once it is read."""
+    lent = peer_copies.start_gather_rows(x, group) if dim % x.dim() == 0 else None
     return small_gathers.start_gather_dim(x, dim, group) if lent is None else lent
 
 
