@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import triton
 from einops import rearrange
-from tune_gemm import large_shapes, operands, small_shapes
+from tune_gemm import LAYERS, large_shapes, operands
 
 from tp_invariant.kernels.matmul import matmul, matmul_rank_major
 from tp_invariant.kernels.matmul_configs import MatmulConfig
@@ -52,6 +52,10 @@ ERRORS = [
 ]
 
 
+def decoding() -> list[tuple[str, int, int, int]]:
+    return sorted(("fwd", m, n, k) for m in (1, 4, 16, 32, 64, 128) for k, n in LAYERS.values())
+
+
 def microseconds(fn: Callable[[], object], milliseconds: int) -> list[float]:
     """20th, 50th and 80th percentile."""
     times = triton.testing.do_bench(fn, warmup=5, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
@@ -65,12 +69,14 @@ def in_place_row(m: int, n: int, k: int, world: int, stride: int, b_k_dim: int, 
     a_shards = rearrange(a, pattern, stride=stride, rank=world).contiguous()
     b_shards = rearrange(b.t(), pattern, stride=stride, rank=world)
     b_shards = (b_shards if b_k_dim == 1 else b_shards.transpose(1, 2)).contiguous()
-    timed: tuple[list[float], list[float]] = ([], [])
-    for _ in range(options.rounds):
-        timed[0].append(microseconds(lambda: matmul(a, b), options.milliseconds)[1])
-        fn = lambda: matmul_rank_major(a_shards, b_shards, b_k_dim=b_k_dim, stride=stride)  # noqa: E731
-        timed[1].append(microseconds(fn, options.milliseconds)[1])
-    laid_out, in_place = map(statistics.median, timed)
+    times = timed_in_turn(
+        {
+            "laid_out": lambda: matmul(a, b),
+            "in_place": lambda: matmul_rank_major(a_shards, b_shards, b_k_dim=b_k_dim, stride=stride),
+        },
+        options,
+    )
+    laid_out, in_place = float(times["laid_out_us"]), float(times["in_place_us"])
     shape = f"| {m} | {n} | {k} | {world} | {stride} | {'[P, N, K/P]' if b_k_dim == 1 else '[P, K/P, N]'} "
     return f"{shape}| {laid_out:.1f} | {in_place:.1f} | {in_place / laid_out:.3f} |"
 
@@ -100,11 +106,14 @@ def error_row(layout: str, m: int, n: int, k: int) -> str:
 
 
 def timed_in_turn(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, float | int | str]:
-    """Medians over the rounds of each one's percentiles, as columns of a row."""
+    """Medians over the rounds of each one's percentiles, as columns of a row.
+
+    Forwards and backwards in turn, since what comes after a product that heats the chip more runs at a lower clock.
+    """
     timed: dict[str, list[list[float]]] = {name: [] for name in runs}
-    for _ in range(options.rounds):
-        for name, fn in runs.items():
-            timed[name].append(microseconds(fn, options.milliseconds))
+    for turn in range(options.rounds):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            timed[name].append(microseconds(runs[name], options.milliseconds))
     columns: dict[str, float | int | str] = {}
     for name, quantiles in timed.items():
         for label, column in zip(("p20", "us", "p80"), zip(*quantiles, strict=True), strict=True):
@@ -183,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="path without an ending; .csv and .md are written")
     parser.add_argument("--milliseconds", type=int, default=15, help="for each timing (default 15)")
-    parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    parser.add_argument("--rounds", type=int, default=4, help="timings of each (default 4)")
     parser.add_argument("--wgrad", action="store_true", help="weight gradients in fp32 alone; see above")
     parser.add_argument("--plot", action="store_true", help="draw OUT.png from OUT.csv, and nothing else")
     options = parser.parse_args()
@@ -198,7 +207,7 @@ def main() -> None:
             print(rows[-1], flush=True)
         return write_wgrad(rows, out.with_name(out.name + "_wgrad"))
     rows = []
-    for layout, m, n, k in large_shapes() + small_shapes():
+    for layout, m, n, k in large_shapes() + decoding():
         a, b = operands(layout, m, n, k)
         runs: dict[str, Callable[[], object]] = {
             "cublas": lambda a=a, b=b: torch.matmul(a, b),
