@@ -230,7 +230,7 @@ def main() -> None:
         # captures need one besides the default stream, and the same as the gradients of calls before them
         torch.cuda.set_stream(torch.cuda.Stream())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    world, rows, profiles = dist.get_world_size(), [], []
+    world, rows, profiles, lent = dist.get_world_size(), [], [], []
     for degree in options.tp or [world]:
         if world % degree:
             raise SystemExit(f"--tp {degree} does not divide the {world} ranks")
@@ -238,6 +238,7 @@ def main() -> None:
         bench = Bench(options, resolve_group(groups[dist.get_rank() // degree]), device)
         bench.run()
         rows, profiles = rows + bench.rows, profiles + bench.profiles
+        lent.append(runs.lent_buffers(bench.group, device))
     if dist.get_rank() == 0:
         out = Path(options.out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +246,7 @@ def main() -> None:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-        out.with_suffix(".md").write_text(markdown(rows, device))
+        out.with_suffix(".md").write_text("\n".join([markdown(rows, device), *filter(None, lent)]))
         plot(rows, out.with_suffix(".png"))
         if profiles:
             out.with_suffix(".profile.txt").write_text("\n\n".join(profiles))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
-from tp_invariant import owners, peer_copies, token_gathers, wire
+from tp_invariant import owners, peer_copies, small_gathers, token_gathers, wire
 from tp_invariant.collectives import Group
 
 Call = Callable[[], Any]
@@ -91,7 +91,7 @@ def slowest(values: list[float], device: torch.device, group: Group) -> list[flo
 def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
     """Bytes that this rank receives from others, counted from the shapes of what is moved; those by copy engine."""
     gather, exchange, total = wire.start_all_gather, wire.start_all_to_all, 0
-    copy, copied = peer_copies.PeerCopies.start, 0
+    copy, copied, small = peer_copies.PeerCopies.start, 0, small_gathers.SmallGathers.gather
 
     def counted_gather(out: Tensor, local: Tensor, group: Any) -> Any:
         nonlocal total
@@ -110,14 +110,19 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
             copied += (copies.machine.size - 1) * sent[copies.machine.rank][1]
         return lease
 
+    def counted_small(gathers: Any, x: Tensor, *options: Any) -> Any:
+        nonlocal total
+        total += (gathers.size - 1) * x.nbytes
+        return small(gathers, x, *options)
+
     wire.start_all_gather, wire.start_all_to_all = counted_gather, counted_exchange
-    peer_copies.PeerCopies.start = counted_copy
+    peer_copies.PeerCopies.start, small_gathers.SmallGathers.gather = counted_copy, counted_small
     stock.moved = 0
     try:
         yield lambda: (total + copied + stock.moved, copied)
     finally:
         wire.start_all_gather, wire.start_all_to_all = gather, exchange
-        peer_copies.PeerCopies.start = copy
+        peer_copies.PeerCopies.start, small_gathers.SmallGathers.gather = copy, small
 
 
 def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float, float, float]:
@@ -137,6 +142,20 @@ def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float,
             synchronize(device)
             peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
             return peak / 1e6, moved()[0] / 1e6, moved()[1] / 1e6
+
+
+def lent_buffers(group: Group, device: torch.device) -> str:
+    """What this rank's copies have taken so far, outside torch's allocator, in words; "" where there are none."""
+    if peer_copies.transport() == "nccl" or group.size == 1 or device.type != "cuda":
+        return ""
+    copies = peer_copies.copies_of(group, device)
+    if isinstance(copies, str):
+        return ""
+    graphs = 0 if copies.captured is None else copies.captured.allocated
+    return (
+        f"TP={group.size}: the buffers that copies land in took {copies.allocated / 1e6:.0f} MB a rank in the end, "
+        f"those for CUDA graphs {graphs / 1e6:.0f} MB: for all parts and sizes above, for any number of layers.\n"
+    )
 
 
 def own_part(reference: Any, names: list[str], group: Group, sp: bool) -> list[Tensor]:

@@ -10,8 +10,9 @@ from test_peer_copies import ON_GPUS, Corrupt, SimMachine, Stuck, World, program
 import tp_invariant as tpi
 from tp_invariant import owners, peer_copies, testing
 from tp_invariant.collectives import resolve_group, start_exchange_rows, start_gather_dim, start_gather_major
+from tp_invariant.copy_protocol import CapturedCopies, Flag
 from tp_invariant.kernels import launch, peer_flags
-from tp_invariant.peer_copies import CapturedCopies, Flag, copies_of, size_class
+from tp_invariant.peer_copies import copies_of
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 # --- simulated graphs -----------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def simulate(size, seed, orders, without=()):
     machines = [SimGraphMachine(world, rank, size, without) for rank in range(size)]
     for rank, machine in enumerate(machines):
         copies = CapturedCopies(machine, limit=2**40)
-        copies.provide([size_class(1)] * 4)
+        copies.provide(1, 4)
         world.hosts.append(replays(world, machine, copies, graphs, orders[rank]))
     world.run()
     return machines
@@ -163,7 +164,7 @@ def test_a_new_capture_finds_all_buffers_free():
     machine = SimGraphMachine(World(2, 0), 0, 2, ())
     copies = CapturedCopies(machine, limit=2**40)
     assert copies.start([], [(0, 1)] * 2, False) is None, "nothing is allocated in a capture"
-    copies.provide([size_class(1)] * 2)
+    copies.provide(1, 2)
     leases = [copies.start([], [(0, 1)] * 2, False) for _ in range(3)]
     assert [lease is None for lease in leases] == [False, False, True]
     machine.captures += 1  # the capture failed before they were released

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 import tp_invariant as tpi
 from tp_invariant import owners, peer_copies, peer_memory, token_gathers
@@ -22,7 +23,8 @@ from tp_invariant.collectives import (
     start_gather_dim,
     start_gather_major,
 )
-from tp_invariant.peer_copies import PER_CLASS, PeerCopies, copies_of, size_class, transport
+from tp_invariant.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
+from tp_invariant.peer_copies import copies_of, transport
 from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
 from tp_invariant.weight_cache import WeightCache
 
@@ -392,7 +394,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
     machines = [HostMachine(rank, memory) for rank in range(size)]
     groups = [Group(None, rank, size) for rank in range(size)]
     pools = {group.rank: PeerCopies(machine, 2**40) for group, machine in zip(groups, machines, strict=True)}
-    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group: pools[group.rank])
+    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, needed: pools[group.rank])
     xs = [torch.randint(0, 256, (7, 5), dtype=torch.uint8) for _ in range(size)]
     sizes = [0, 3, 4][-size:] if size == 3 else [6, 1]
     for _ in range(3):  # the second and third time in buffers that were used
@@ -626,6 +628,28 @@ def test_bytes_are_those_of_nccl(ranks):
         assert bounded
 
 
+def after_meeting_alone(tp_group):
+    """Rank 0 has met in other groups before: torch numbers its exchanges from there on otherwise than the others'."""
+    group, device = resolve_group(tp_group), torch.device("cuda", torch.cuda.current_device())
+    with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
+        peer_copies.start_gather(torch.ones(8, device=device), group).release()
+        for n in range(3 if group.rank == 0 else 0):
+            alone = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
+            name = c10d.GroupName(f"alone {n} of {id(alone)}")
+            torch._C._distributed_c10d._register_process_group(name, alone)
+            peer_memory.Shared(peer_memory._allocate(1024, device), name)
+        x = torch.full((2**25,), group.rank + 1.0, device=device)  # needs a new buffer
+        lent = peer_copies.start_gather(x, group)
+        got = lent.wait()[:, ::4096].clone()
+        lent.release()
+    return bool((got == torch.arange(1.0, group.size + 1, device=device)[:, None]).all())
+
+
+@pytest.mark.parametrize("ranks", ON_GPUS)
+def test_ranks_meet_whatever_other_groups_they_have_met_in(ranks):
+    assert run_ranks(after_meeting_alone, ranks, device="cuda", timeout=60.0) == [True] * ranks
+
+
 def without_arrival(tp_group):
     """Rank 1 is late and nobody waits for what arrives: whether rank 0 reads what rank 1 sent."""
     group = resolve_group(tp_group)
@@ -639,7 +663,7 @@ def without_arrival(tp_group):
         flags = machine.flags
 
         def deaf(stream, buffer, number, *, tell=None, until=None):
-            flags(stream, buffer, number, tell=tell, until=None if until == peer_copies.Flag.ARRIVED else until)
+            flags(stream, buffer, number, tell=tell, until=None if until == Flag.ARRIVED else until)
 
         x += 10.0
         torch.cuda.synchronize()
@@ -649,7 +673,7 @@ def without_arrival(tp_group):
         with mock.patch.object(machine, "flags", deaf):
             lent = peer_copies.start_gather(x, group)
             seen = lent.wait()[1].clone()
-        machine.flags(machine.current(), lent._lease.index, lent._lease._buffer.number, until=peer_copies.Flag.ARRIVED)
+        machine.flags(machine.current(), lent._lease.index, lent._lease._buffer.number, until=Flag.ARRIVED)
         arrived = lent.wait()[1].clone()
         lent.release()
     return bool((seen == 12.0).all()), bool((arrived == 12.0).all())

@@ -66,7 +66,7 @@ class SmallGathers:
     """What a group has on a device: a channel for eager gathers and one for captured ones."""
 
     def __init__(self, machine: CudaMachine, eager: Channel, captured: Channel, looks: int) -> None:
-        self._machine, self._looks = machine, looks
+        self._machine, self._looks, self.size = machine, looks, machine.size
         self.eager, self.captured = eager, captured
 
     def gather(self, x: Tensor, dim: int, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
@@ -76,7 +76,7 @@ class SmallGathers:
         stream = self._machine.current()
         capture = driver().capture(stream.cuda_stream) if is_capturing() else None
         channel = self.eager if capture is None else self.captured
-        number, rank, size = channel.next(stream, capture), self._machine.rank, self._machine.size
+        number, rank, size = channel.next(stream, capture), self._machine.rank, self.size
         out = x.new_empty((x.shape[0], size * x.shape[1]) if dim else (size, *x.shape))
         capacity = _capacity(size)
         peer_gather(x, out, dim, channel.table, channel.states, rank, capacity, number % TAGS, self._looks)
