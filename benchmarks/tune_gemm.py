@@ -192,7 +192,7 @@ def main() -> None:
         chosen = [
             config
             for config in (SMALL if m <= FEW[-1] else large)
-            if f"{layout} {config}" not in bad and (m > FEW[-1] or config.block_m <= max(16, 2 * m))
+            if f"{layout} {config}" not in bad and (m > FEW[-1] or config.block_m <= max(64, 2 * m))
         ]
         timed: dict[MatmulConfig | None, list[float]] = {config: [] for config in (None, *chosen)}
         for turn in range(ROUNDS):

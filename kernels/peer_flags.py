@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, launch_on
 from .peer_gather import EPOCHS, TAGS
 
 FREE, ARRIVED = 0, 1  # kinds
@@ -110,7 +110,7 @@ def peer_flags(
     operation: str, buffer: int, tag: int, words: Tensor, table: Tensor, counts: Tensor, locks: Tensor, rank: int,
     limit: int,
 ) -> None:  # fmt: skip
-    """One of the operations above, on the current stream of the current device.
+    """One of the operations above, on the current stream of the words' device.
 
     Args:
         tag: 0 to TAGS - 1, of this use of the buffer.
@@ -122,7 +122,6 @@ def peer_flags(
     index, size = words.get_device() if words.is_cuda else None, table.shape[0]
     numbers = (buffer, counts.shape[0], rank, tag, limit, size, triton.next_power_of_2(size))
     launch = _launch(operation, index, size)
-    if launch.direct:
-        launch(index, *(x.data_ptr() for x in (words, table, counts, locks)), *numbers)
-    else:
-        launch(index, words, table, counts, locks, *numbers)
+    tensors = words, table, counts, locks
+    with launch_on(words, "peer_flags"):
+        launch(index, *((x.data_ptr() for x in tensors) if launch.direct else tensors), *numbers)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, launch_on
 
 BLOCK = 512  # words of a block
 TAGS = 2**12
@@ -103,7 +103,7 @@ def blocks_of(words: int) -> int:
 def peer_gather(
     x: Tensor, out: Tensor, dim: int, table: Tensor, states: Tensor, rank: int, capacity: int, tag: int, limit: int
 ) -> Tensor:
-    """Every rank's x in `out`, on the current stream of the current device.
+    """Every rank's x in `out`, on the current stream of x's device.
 
     Args:
         x: [R, C] (dim 1) or any shape (dim 0), contiguous; C, or all of it, a multiple of 4 bytes; at most `capacity`
@@ -123,13 +123,13 @@ def peer_gather(
         places = row, size * row, row
     else:
         places = words, 0, words
-    launch = _launch(x.get_device() if x.is_cuda else None, size)
+    index = x.get_device() if x.is_cuda else None
+    launch = _launch(index, size)
     numbers = (rank, words, *places, capacity, tag, limit, size, triton.next_power_of_2(size), BLOCK)
-    grid = (blocks_of(words), 1, 1)
-    if launch.direct:
+    arguments: tuple = (_words(x), _words(out), table, states) if not launch.direct else ()
+    with launch_on(x, "peer_gather"):
         launch(
-            x.get_device(), x.data_ptr(), out.data_ptr(), table.data_ptr(), states.data_ptr(), *numbers, grid=grid
+            index, *(arguments or (t.data_ptr() for t in (x, out, table, states))), *numbers,
+            grid=(blocks_of(words), 1, 1),
         )  # fmt: skip
-    else:
-        launch(x.get_device() if x.is_cuda else None, _words(x), _words(out), table, states, *numbers, grid=grid)
     return out

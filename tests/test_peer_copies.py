@@ -25,10 +25,10 @@ from tp_invariant.collectives import (
 )
 from tp_invariant.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
 from tp_invariant.peer_copies import copies_of, transport
-from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
+from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks, wide_randn
 from tp_invariant.weight_cache import WeightCache
 
-GPUS = torch.cuda.device_count()
+GPUS = gpu_ranks()
 
 # --- simulated ranks ------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ import torch
 import tp_invariant as tpi
 from tp_invariant import owners, small_gathers
 from tp_invariant.collectives import gather_dim, gather_major, resolve_group
-from tp_invariant.testing import assert_bitwise_equal, run_ranks, wide_randn
+from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
 
-GPUS = torch.cuda.device_count()
+GPUS = gpu_ranks()
 ON_GPUS = [
     pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs")]) for n in (2, 3, 4)
 ]

@@ -30,8 +30,12 @@ def serve(address: str, rank: int, size: int) -> None:
     torch.set_num_threads(int(os.environ["TP_INVARIANT_RANK_THREADS"]))
     backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
         backend = "cpu:gloo,cuda:nccl"
+        if size > gpus:  # they share, which NCCL does not take and symmetric memory only if it is told to
+            backend = "gloo"
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Client(address, "AF_UNIX")
     connection.send(rank)

@@ -16,6 +16,7 @@ def test_my_mlp():
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,16 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+SHARE_VARIABLE = "TP_INVARIANT_RANKS_SHARE_GPUS"
+_MOST_SHARING = 8
+
+
+def gpu_ranks() -> int:
+    """How many ranks `run_ranks` can have on GPUs: one on each, or 8 with TP_INVARIANT_RANKS_SHARE_GPUS=1."""
+    count = torch.cuda.device_count()
+    return max(count, _MOST_SHARING) if count and os.environ.get(SHARE_VARIABLE) == "1" else count
+
+
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, device: str | None = None, timeout: float = 300.0
 ) -> list[Any]:
@@ -55,9 +66,10 @@ def run_ranks(
 
     The processes stay alive for later calls (one pool for a process, as large as the largest world_size so far), each
     with one thread; every call gets the group of the first world_size ranks. Tensors in args and results travel by
-    value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device. fn must leave the ranks
-    in step: no dist.new_group inside, which needs every rank of the pool. The mode and its variables are as they are
-    here; what fn sets (mode, default gemm_fn, default dtype) is gone for the next call.
+    value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device and NCCL moves bytes; with
+    TP_INVARIANT_RANKS_SHARE_GPUS=1 more ranks than GPUs share these, slowly, and gloo moves bytes. fn must leave the
+    ranks in step: no dist.new_group inside, which needs every rank of the pool. The mode and its variables are as they
+    are here; what fn sets (mode, default gemm_fn, default dtype) is gone for the next call.
 
     Raises:
         RankError: fn raised on some rank, a rank died, or did not answer within `timeout` seconds; names the ranks.
@@ -66,8 +78,11 @@ def run_ranks(
     device = device or default_device()
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
-    if device == "cuda" and world_size > torch.cuda.device_count():
-        raise ValueError(f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine")
+    if device == "cuda" and world_size > gpu_ranks():
+        raise ValueError(
+            f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine, which ranks "
+            f"share with {SHARE_VARIABLE}=1 only, and then up to {_MOST_SHARING}"
+        )
     with pool_lock:
         work = packed(fn, args)  # an error here is before anything was sent, and leaves the pool as it is
         pool = shared_pool(world_size, device)
