@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sp", type=int, nargs="+", choices=(0, 1), default=[1, 0], help="sequence parallelism")
     parser.add_argument("--layers", type=int, default=4, help="of the same part in a row")
-    parser.add_argument("--transport", choices=peer_copies.TRANSPORTS, default="nccl", help="of tp_invariant")
+    parser.add_argument("--transport", choices=peer_copies.TRANSPORTS, default="auto", help="of tp_invariant")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner", type=int, default=2, help="calls in a row for one time")
     parser.add_argument("--graph", action="store_true", help="training captured in a CUDA graph, too")

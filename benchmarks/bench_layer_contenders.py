@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant import owners, token_gathers
+from tp_invariant import owners, peer_copies, token_gathers
 from tp_invariant.attention_choice import safe_attention
 from tp_invariant.collectives import Group
 from tp_invariant.layout import shard
@@ -172,14 +172,14 @@ def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
     cache, shared = owners.weight_cache, token_gathers.token_gathers
     before = cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse
-    transport = os.environ.get(TRANSPORT_VARIABLE, "nccl")
+    transport = peer_copies.transport()
     cache.keep = keep if contender == "tp_invariant" else 0
     cache.ahead = cache.ahead_in_graphs = shared.reuse = contender == "tp_invariant"
     try:
         with tpi.set_tp_invariant_mode(contender != "stock"):
             if contender != "tp_invariant":
-                os.environ[TRANSPORT_VARIABLE] = "nccl"
+                os.environ[peer_copies.TRANSPORT_VARIABLE] = "nccl"
             yield
     finally:
-        os.environ[TRANSPORT_VARIABLE] = transport
+        os.environ[peer_copies.TRANSPORT_VARIABLE] = transport
         cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse = before

@@ -526,13 +526,13 @@ def test_what_is_kept_is_not_lent():
 
 def test_the_variable(monkeypatch):
     monkeypatch.delenv("TP_INVARIANT_TRANSPORT", raising=False)
-    assert transport() == "nccl"
+    assert transport() == "auto"
     for choice in peer_copies.TRANSPORTS:
         monkeypatch.setenv("TP_INVARIANT_TRANSPORT", choice)
         assert transport() == choice
     monkeypatch.setenv("TP_INVARIANT_TRANSPORT", "ce")
     with pytest.raises(
-        ValueError, match=r"^TP_INVARIANT_TRANSPORT='ce' is not understood: set it to one of nccl, auto, copy_engine"
+        ValueError, match=r"^TP_INVARIANT_TRANSPORT='ce' is not understood: set it to one of auto, nccl, copy_engine"
     ):
         transport()
 

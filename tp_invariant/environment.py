@@ -69,5 +69,5 @@ def environment_facts(device: torch.device) -> dict[str, Any]:
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "the TP-invariant mode": _switch(is_tp_invariant_mode_enabled),
         "TP_INVARIANT_CHECK": _switch(is_call_check_enabled),
-        "TP_INVARIANT_TRANSPORT": os.environ.get("TP_INVARIANT_TRANSPORT", "nccl"),
+        "TP_INVARIANT_TRANSPORT": os.environ.get("TP_INVARIANT_TRANSPORT", "auto"),
     }

@@ -24,29 +24,29 @@ from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
 logger = logging.getLogger(__name__)
 
 TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
-TRANSPORTS = ("nccl", "auto", "copy_engine")
+TRANSPORTS = ("auto", "nccl", "copy_engine")
 _KEY = os.environ.encodekey(TRANSPORT_VARIABLE)
 MIN_BYTES = 2**23  # of what a rank sends: for less, a dozen driver calls keep the host longer than they save the GPU
 MIN_BYTES_IN_GRAPHS = 2**20  # there is no host in these
 
 
 def transport() -> str:
-    """What `TP_INVARIANT_TRANSPORT` asks for, read now; the same on all ranks. Unset is "nccl".
+    """What `TP_INVARIANT_TRANSPORT` asks for, read now; the same on all ranks. Unset is "auto".
 
-        nccl          NCCL (or gloo) for everything
         auto          peer copies for large blocks, and kernels that write into peers' memory for a few bytes
                       (small_gathers.py), where a group's ranks have them; else NCCL
+        nccl          NCCL (or gloo) for everything
         copy_engine   peer copies for blocks of any size; an error where a group has none
 
     Raises:
         ValueError: the variable holds anything else.
     """
-    text = os.environ._data.get(_KEY, b"nccl")  # type: ignore[attr-defined]  # a third of what os.environ.get takes
+    text = os.environ._data.get(_KEY, b"auto")  # type: ignore[attr-defined]  # a third of what os.environ.get takes
     choice = os.fsdecode(text)
     if choice not in TRANSPORTS:
         raise ValueError(
             f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(TRANSPORTS)}, the same on "
-            "all ranks, or unset it (nccl)"
+            "all ranks, or unset it (auto)"
         )
     return choice
 
@@ -58,7 +58,7 @@ def explain_transport() -> str:
     except ValueError as error:
         return str(error)
     if choice == "nccl":
-        return f"NCCL; {TRANSPORT_VARIABLE}=auto would try copy engines"
+        return f"NCCL, as {TRANSPORT_VARIABLE} says"
     return on_this_host()
 
 
