@@ -25,7 +25,6 @@ from tp_invariant import owners, peer_copies, token_gathers
 from tp_invariant.attention_choice import safe_attention
 from tp_invariant.collectives import Group
 from tp_invariant.layout import shard
-from tp_invariant.peer_copies import TRANSPORT_VARIABLE
 
 CONTENDERS = ("stock", "gather_all", "tp_invariant")
 PARTS = ("projections", "mlp", "layer")

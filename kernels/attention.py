@@ -55,7 +55,7 @@ __all__ = ["backward", "forward"]
 
 _LEAST_COLUMNS = 64
 _MERGED_AT_ONCE = 16  # chunks
-_MOST_SCRATCH = 2**28  # bytes, of a split that is there for speed alone
+_MOST_SCRATCH = 2**28  # bytes
 
 
 @triton.jit
@@ -201,6 +201,14 @@ def _overlaps(index: int | None) -> bool:
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
+def _most_scratch(cache: int) -> int:
+    """Bytes that a split may take, which is there for speed alone; cache: those of keys and values, if they rule it.
+
+    A decode step's are at most about a quarter of these, unless sequences are much shorter than they are said to be.
+    """
+    return max(_MOST_SCRATCH, cache // 2)
+
+
 def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether attention_hopper.py computes this: the same bits, sooner."""
     hopper = index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
@@ -236,7 +244,9 @@ def _plan(
     shared_tiles = triton.cdiv(p.longest_q * groups, tile.queries)
     idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
     scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
-    split = chunks > 1 and (shared_tiles == 1 or (idle and scratch <= _MOST_SCRATCH))
+    cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)
+    most = _most_scratch(cache if shared_tiles == 1 else 0)
+    split = chunks > 1 and (shared_tiles == 1 or idle) and scratch <= most
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks

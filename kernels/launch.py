@@ -30,8 +30,14 @@ def interpreting() -> bool:
 def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManager:
     """Context in which a kernel launch goes to `tensor`'s own device.
 
-    Raises ValueError if that device cannot run Triton kernels; `operation` names the caller in the message.
+    Raises ValueError if that device cannot run Triton kernels, or the tensor has no memory, as fake ones have none;
+    `operation` names the caller in the message.
     """
+    if tensor.data_ptr() == 0 and tensor.numel():
+        raise ValueError(
+            f"{operation}: a {type(tensor).__name__} {tuple(tensor.shape)} has no memory for a kernel to read; under "
+            "FakeTensorMode call the operators of torch.ops.tp_invariant, or torch.compile the code"
+        )
     if tensor.device.type != "cuda":
         if _INTERPRETED:
             return _NOTHING

@@ -16,6 +16,9 @@ KINDS = {
 }
 
 
+ALL = dict(causal=True, window=37, softcap=3.0, scale=0.3)
+
+
 def tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim, spread=2) -> list[Tensor]:
     """q, k, v and the gradient of the output, laid out as models do: [B, S, heads, D] transposed."""
     generator = torch.Generator(device).manual_seed(1000 * queries + keys)

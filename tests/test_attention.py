@@ -5,6 +5,7 @@ On a CPU the reference runs, in small sizes; on a GPU the Triton kernel, in larg
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -12,13 +13,16 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors, visible
+from attention_cases import ALL, KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors, visible
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
 
+attention_room = sys.modules["tp_invariant.attention"]  # tpi.attention is the function
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 # device, dtype, head size
 PLACES = [
@@ -71,6 +75,33 @@ def test_a_head_and_a_sequence_do_not_see_the_others(device, dtype, dim, kind):
         alone = attend(q[:, :1], k[:, :1], v[:, :1], grad[:, :1], **KINDS[kind])
         for name in ("out", "dq"):
             assert_same_bytes({name: alone[name]}, {name: whole[name][:, :1]}, f"one of {group} query heads, {where}")
+
+
+@pytest.mark.parametrize("device, dtype, dim", [*PLACES[:3], *PLACES[4:6], PLACES[10]])
+def test_one_key_head_and_all_options_at_once(device, dtype, dim):
+    """Query heads that share the one key head are cut: their out and dq; and sequences. Window and softcap together."""
+    queries, keys = (40, 170) if device == "cpu" else (100, 2300)
+    for kv_heads, options in ((1, KINDS["causal"]), (1, ALL), (2, ALL)):
+        q, k, v, _ = data = tensors(device, dtype, 2, 4, kv_heads, queries, keys, dim, spread=0)
+        whole, naive = attend(*data, **options), attend(*data, naively, **options)
+        exact = attend(*(x.double() for x in data), plainly, **options)
+        theirs = attend(*data, plainly, **options)
+        for name, value in exact.items():
+            errors = [float((x[name].double() - value).norm() / value.norm()) for x in (whole, theirs)]
+            floor = (4 if device == "cpu" else 16) * torch.finfo(torch.float32).eps
+            assert errors[0] <= max(1.2 * errors[1], floor), (name, kv_heads, errors)
+        for part in range(2):
+            of_heads = [fresh(x.chunk(2, 1)[part]) if x.shape[1] > 1 else x for x in data]
+            got = attend(*of_heads, **options)
+            names = whole if kv_heads > 1 else ("out", "dq")
+            expected = part_of({name: whole[name] for name in names}, 1, part, 2)
+            assert_same_bytes({name: got[name] for name in names}, expected, f"heads, {kv_heads} of keys, {options}")
+            control = attend(*of_heads, naively, **options)
+            assert all(not torch.equal(control[n], naive[n].chunk(2, 1)[part]) for n in ("out", "dq")), "the control"
+            mine = [fresh(x[part : part + 1]) for x in data]
+            assert_same_bytes(attend(*mine, **options), part_of(whole, 0, part, 2), f"sequence {part}, {options}")
+        step = {"out": tpi.attention(fresh(q[:, :, -1:]), k, v, **options)}
+        assert_same_bytes(step, {"out": whole["out"][:, :, -1:].contiguous()}, f"a decode step, {options}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -355,6 +386,52 @@ def test_checkpointed_it_has_the_same_bits(reentrant):
     assert_same_bytes(got, attend(*data, causal=True), "checkpointed")
 
 
+@pytest.mark.parametrize("device", BOTH)
+def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
+    """It is saved, so that forward runs once; unwatched, no operator runs."""
+    data = tensors(device, torch.float32 if device == "cpu" else torch.bfloat16, 1, 4, 2, 40, 40, 64)
+    forward, runs = attention_room._kernel(data[0]).forward, []
+    monkeypatch.setattr(attention_room._kernel(data[0]), "forward", lambda *args: runs.append(0) or forward(*args))
+
+    def policy(context, op, *args, **options):
+        ours = op is torch.ops.tp_invariant.attention.default
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(*tensors, **options):
+        return checkpoint(lambda *x: tpi.attention(*x, causal=True) * 1, *tensors, use_reentrant=False, **options)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    got = attend(*data, functools.partial(checkpointed, context_fn=contexts))
+    assert len(runs) == 1
+    assert_same_bytes(attend(*data, checkpointed), got, "recomputed")
+    assert len(runs) == 3
+    monkeypatch.setattr(attention_room, "_operator", None)
+    assert_same_bytes(attend(*data, causal=True), got, "unwatched")
+
+
+def test_graphs_and_fake_tensors_hold_the_operator(monkeypatch):
+    """No kernel runs: of a fake CUDA tensor it would read memory at address 0."""
+    data = [x[:1] for x in tensors("cpu", torch.float32, 2, 4, 2, 40, 40, 16)[:3]]
+    cu = torch.tensor([0, 13, 40], dtype=torch.int32)
+    expected = tpi.attention(*data, causal=True)
+    for mode in ("real", "fake", "symbolic"):
+        made = make_fx(lambda *x: tpi.attention(*x, causal=True), tracing_mode=mode)(*(x + 1 for x in data))
+        assert torch.ops.tp_invariant.attention.default in [node.target for node in made.graph.nodes]
+        assert_same_bytes({"out": made(*data)}, {"out": expected}, mode)
+    monkeypatch.setattr(attention_room, "_kernel", None)
+    for options in (dict(causal=True), dict(cu_seqlens_q=cu), dict(cu_seqlens_q=cu, max_seqlen_q=27)):
+        with FakeTensorMode() as fakes:
+            fake = {name: fakes.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}
+            q, k, v = (fakes.from_tensor(x).requires_grad_() for x in data)
+            out = tpi.attention(q, k, v, **fake)
+            (dk,) = torch.autograd.grad(out.sum(), k)
+            assert out.shape == q.shape and dk.shape == k.shape
+        assert tpi.attention(q, k, v, **fake).shape == q.shape  # outside of the mode too
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 40, 64, device="cuda", dtype=torch.bfloat16)
+        assert tpi.attention(q, q, q, causal=True).device.type == "cuda"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
@@ -419,6 +496,13 @@ REFUSED = [
     (dict(softcap=torch.tensor(5)), TypeError, "softcap is a tensor"),
     (dict(window=torch.tensor(5), causal=True), TypeError, "window is a tensor: it must be int or None"),
     (dict(window=2.5, causal=True), ValueError, r"window=2\.5 must be a whole number"),
+    (dict(window=float("inf"), causal=True), TypeError, "window=inf must be int or None"),
+    (dict(window="5", causal=True), TypeError, "window='5' is a str: it must be int or None"),
+    (dict(scale=[0.5]), TypeError, r"scale=\[0\.5\] must be float or None"),
+    (dict(causal=torch.tensor(True)), TypeError, "causal is a Tensor: it must be True or False"),
+    (dict(causal=1), TypeError, "causal is a int"),
+    (dict(k=None), TypeError, "q, k and v are Tensor, NoneType, Tensor: they must be tensors"),
+    (dict(cu_seqlens_q=[0, 3, 6]), TypeError, "cu_seqlens_q is a list: it must be an int32 tensor"),
     (dict(cu_seqlens_q=CU, max_seqlen_q=torch.tensor(3)), TypeError, "max_seqlen_q is a tensor"),
     (dict(q=Q[:, :, :5], cu_seqlens_q=CU), ValueError, "q has 5 tokens and k 6: packed sequences need cu_seqlens_k"),
     (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive and finite: negate q"),
@@ -445,6 +529,11 @@ REFUSED = [
 def test_what_is_refused(given, error, text):
     with pytest.raises(error, match=text):
         tpi.attention(**{"q": Q, "k": KV, "v": KV, **given})
+
+
+def test_a_window_longer_than_any_sequence_is_none():
+    data = tensors("cpu", torch.float32, 1, 4, 2, 7, 40, 16)
+    assert_same_bytes(attend(*data, causal=True, window=10**30), attend(*data, causal=True), "a window of 10**30")
 
 
 @pytest.mark.parametrize("device", BOTH)

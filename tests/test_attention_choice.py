@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import naively
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -67,25 +68,33 @@ def test_heads_do_not_see_each_other(kind, dtype):
                 assert_bitwise_equal(got, {name: mine(x) for name, x in whole.items()}, f"part {part} of {parts}")
 
 
-@pytest.mark.parametrize("threads", (1, 2))
-def test_threads_do_not_count(threads):
+@pytest.mark.parametrize("kind", ("causal", "bool", "float"))
+def test_threads_do_not_count(kind):
     q, k, v, grad = tensors(40, 40, 24, torch.float32)
-    before = torch.get_num_threads()
+    options = dict(attn_mask=mask_of(kind, 40, 40), is_causal=kind == "causal", softcap=3.0)
+    before, results = torch.get_num_threads(), []
     try:
-        torch.set_num_threads(threads)
-        got = attend(q, k, v, grad, is_causal=True, softcap=3.0)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(attend(q, k, v, grad, **options))
     finally:
         torch.set_num_threads(before)
-    assert_bitwise_equal(got, attend(q, k, v, grad, is_causal=True, softcap=3.0))
+    for got in results[1:]:
+        assert_bitwise_equal(got, results[0])
 
 
-def test_a_shared_sum_over_heads_would_show():
-    """The control: one number that all heads share, as a kernel's choice of splits would be, changes bits."""
-    q, k, v, grad = tensors(40, 40, 24, torch.float32)
-    whole = attend(q, k, v, grad)["out"]
-    half = attend(q[:, :4], k[:, :2], v[:, :2], grad[:, :4], scale=24**-0.5 * (1 + 2**-20))["out"]
-    with pytest.raises(AssertionError):
-        assert_bitwise_equal(half, whole[:, :4].contiguous())
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_keys_cut_by_the_number_of_heads_would_show(dtype):
+    """The control, on a mask and sizes of the cases above: out and all gradients of half the heads differ."""
+    q, k, v, grad = tensors(75, 75, 24, dtype)
+    hidden = ~mask_of("bool", 75, 75)[0, 0]
+
+    def control(*data, enable_gqa):
+        return naively(*data, hidden=hidden)
+
+    whole = attend(q, k, v, grad, control)
+    half = attend(*(x.chunk(2, dim=1)[0] for x in (q, k, v, grad)), control)
+    assert all(not torch.equal(x, whole[name].chunk(2, dim=1)[0]) for name, x in half.items())
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -111,15 +120,46 @@ def test_values_are_torchs(kind, dtype):
             assert ours[name].dtype == dtype
 
 
-def test_softcap():
+@pytest.mark.parametrize("kind", ("causal", "bool", "float"))
+def test_softcap(kind):
     q, k, v, grad = tensors(20, 20, 16, torch.float64)
+    mask = mask_of(kind, 20, 20)
+    added = torch.zeros(20, 20).masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
+    if mask is not None:
+        added = mask if kind == "float" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     scores = (q @ k.repeat_interleave(2, 1).mT) * 0.3
-    weights = (4 * torch.tanh(scores / 4)).masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
-    (weights.softmax(-1) @ v.repeat_interleave(2, 1)).backward(grad)
-    ours = attend(*(x.detach().float() for x in (q, k, v, grad)), is_causal=True, scale=0.3, softcap=4.0)
-    for name, exact in (("dq", q.grad), ("dk", k.grad), ("dv", v.grad)):
-        assert error(ours[name], exact) < 1e-6
+    out = (4 * torch.tanh(scores / 4) + added).softmax(-1) @ v.repeat_interleave(2, 1)
+    out.backward(grad)
+    data = (x.detach().float() for x in (q, k, v, grad))
+    ours = attend(*data, attn_mask=mask, is_causal=kind == "causal", scale=0.3, softcap=4.0)
+    for name, exact in (("out", out.detach()), ("dq", q.grad), ("dk", k.grad), ("dv", v.grad)):
+        assert error(ours[name], exact) < 1e-6, name
+
+
+@pytest.mark.parametrize("given", (torch.float32, "mixed"), ids=str)
+@pytest.mark.parametrize("kind", ("none", "bool"))
+def test_autocasts_dtype_wins(kind, given):
+    """As for SDPA; q of another dtype than k and v, as a norm in fp32 leaves it."""
+    q, k, v, grad = tensors(13, 13, 24, torch.float32)
+    mask = mask_of(kind, 13, 13)
+    rounded = [x.bfloat16() for x in (q, k, v, grad)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attend(q, *(rounded[1:3] if given == "mixed" else (k, v)), grad, attn_mask=mask)
+    assert got["out"].dtype == torch.bfloat16 and got["dq"].dtype == torch.float32
+    got = {name: x.bfloat16() for name, x in got.items()}
+    assert_bitwise_equal(got, attend(*rounded, attn_mask=mask))
+
+
+def test_of_no_keys_there_are_zeros():
+    """As of SDPA, with a mask or without; and of no queries nothing."""
+    q, k, v, grad = tensors(5, 3, 16, torch.float32)
+    for mask in (None, torch.ones(5, 0, dtype=torch.bool)):
+        got = attend(q, k[:, :, :0], v[:, :, :0], grad, attn_mask=mask)
+        assert_bitwise_equal(got["out"], torch.zeros(2, HEADS, 5, 16))
+        assert not got["dq"].any() and got["dk"].shape == (2, KV_HEADS, 0, 16)
+    got = attend(q[:, :, :0], k, v, grad[:, :, :0], attn_mask=torch.ones(0, 3, dtype=torch.bool))
+    assert got["out"].shape == (2, HEADS, 0, 16) and not got["dv"].any()
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
@@ -176,7 +216,7 @@ def test_inside_a_module():
     SafeSdpa(module)
     with tpi.set_tp_invariant_mode(True):
         assert_bitwise_equal(module(q, k, v, is_causal=True), safe_attention(q, k, v, is_causal=True, enable_gqa=True))
-        with pytest.raises(ValueError, match=r"dropout_p=0\.5: with the TP-invariant mode on"):
+        with pytest.raises(ValueError, match=r"dropout_p=0\.5: tpi\.attention, which runs here, takes no"):
             module(q, k, v, dropout_p=0.5)
         outside = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # also after the error
     stock = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -233,16 +273,47 @@ def test_a_forced_backend():
             safe_attention(q, k, v, enable_gqa=True)
 
 
-def test_heads_and_masks_that_do_not_fit():
-    q, k, v, _ = tensors(4, 4, 16, torch.float32)
-    with pytest.raises(ValueError, match="with enable_gqa=True a divisor"):
-        safe_attention(q, k, v)
-    with pytest.raises(ValueError, match="with enable_gqa=True a divisor"):
-        safe_attention(q[:, :6], k, v, enable_gqa=True)
-    mask = torch.ones(4, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="attn_mask and is_causal=True exclude each other"):
-        safe_attention(q, k, v, enable_gqa=True, attn_mask=mask, is_causal=True)
-    with pytest.raises(ValueError, match="a gradient for it are not supported"):
-        safe_attention(q, k, v, enable_gqa=True, attn_mask=mask.float().requires_grad_())
-    with pytest.raises(TypeError, match=r"q is torch\.float64"):
-        safe_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+def test_compiled_whole_it_has_the_same_bits():
+    q, k, v, grad = tensors(9, 20, 16, torch.float32)
+    compiled = torch.compile(safe_attention, fullgraph=True, backend="aot_eager")
+    for is_causal in (False, True):
+        expected = attend(q, k, v, grad, is_causal=is_causal)
+        assert_bitwise_equal(attend(q, k, v, grad, compiled, is_causal=is_causal), expected)
+
+
+Q, KV, MASK = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 6, 8), torch.ones(5, 6, dtype=torch.bool)
+REFUSED = [
+    (dict(enable_gqa=False), ValueError, "with enable_gqa=True a divisor"),
+    (dict(q=Q[:, :3]), ValueError, "with enable_gqa=True a divisor"),
+    (dict(k=KV[:, :0], v=KV[:, :0]), ValueError, "with enable_gqa=True a divisor"),
+    (dict(k=KV[:1], v=KV[:1], attn_mask=MASK), ValueError, r"k \(1, 2, 6, 8\) .* do not fit"),
+    (dict(q=Q[..., :0], k=KV[..., :0], attn_mask=MASK), ValueError, "no head size is 0"),
+    (dict(q=Q[0]), ValueError, r"q \(4, 5, 8\), .* must be \[B, heads, S, D\]"),
+    (dict(q=[1.0]), TypeError, "q, k and v are list, Tensor, Tensor"),
+    (dict(attn_mask=MASK, is_causal=True), ValueError, "attn_mask and is_causal=True exclude each other"),
+    (dict(attn_mask=MASK.float().requires_grad_()), ValueError, "a gradient for it are not supported"),
+    (dict(attn_mask=MASK.long()), TypeError, r"attn_mask is torch\.int64: it must be .*torch\.bool.* or of a floating"),
+    (dict(attn_mask=MASK.to(torch.uint8)), TypeError, r"attn_mask is torch\.uint8"),
+    (dict(attn_mask=MASK.tolist()), TypeError, "attn_mask is a list"),
+    (dict(attn_mask=MASK[:, :5]), ValueError, r"attn_mask is \(5, 5\) on cpu: .* here \(2, 4, 5, 6\)"),
+    (dict(attn_mask=MASK.expand(3, 1, 5, 6)), ValueError, r"attn_mask is \(3, 1, 5, 6\)"),
+    (dict(attn_mask=MASK.expand(1, 1, 1, 5, 6)), ValueError, r"attn_mask is \(1, 1, 1, 5, 6\)"),
+    (dict(attn_mask=MASK.to("meta")), ValueError, r"attn_mask is \(5, 6\) on meta: .* on cpu"),
+    (dict(q=Q.double(), k=KV.double(), v=KV.double()), TypeError, r"q is torch\.float64"),
+    (dict(v=KV.bfloat16(), attn_mask=MASK), TypeError, r"q is torch\.float32 and v is torch\.bfloat16"),
+    *(
+        (dict(attn_mask=mask, **options), ValueError, text)
+        for mask in (None, MASK)
+        for options, text in (
+            (dict(softcap=0.0), r"softcap=0\.0 must be positive and finite"),
+            (dict(scale=-0.3), r"scale=-0\.3 must be positive and finite"),
+        )
+    ),
+    (dict(attn_mask=MASK, scale=torch.tensor(0.3)), TypeError, "scale is a tensor"),
+]
+
+
+@pytest.mark.parametrize("given, error, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_refused(given, error, text):
+    with pytest.raises(error, match=text):
+        safe_attention(**{"q": Q, "k": KV, "v": KV, "enable_gqa": True, **given})

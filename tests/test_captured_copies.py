@@ -312,7 +312,6 @@ def captured_steps(tp_group, choice):
     with (
         mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice),
         mock.patch.object(peer_copies, "MIN_BYTES", 2**18),
-        mock.patch.object(peer_copies, "MIN_BYTES_IN_GRAPHS", 1),
         mock.patch.object(owners.weight_cache, "ahead_in_graphs", True),
         tpi.set_tp_invariant_mode(True),
     ):
@@ -343,10 +342,11 @@ def captured_steps(tp_group, choice):
     return parts, started
 
 
+@pytest.mark.skipif(SHARED, reason="what finds no buffer goes by gloo, which no graph holds")
 @pytest.mark.parametrize("ranks", ON_GPUS[::2])
 def test_a_captured_step_has_the_same_bits(ranks):
     ((want, _),) = run_ranks(captured_steps, 1, "nccl", device="cuda")
-    for choice in ("auto",) if SHARED else ("nccl", "auto"):  # gloo is nothing that a graph holds
+    for choice in ("nccl", "auto"):
         for got, started in run_ranks(captured_steps, ranks, choice, device="cuda"):
             assert got == want
             assert (started > 15) == (choice == "auto"), started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import itertools
@@ -10,6 +11,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import DynamicCache, StaticCache, masking_utils
 
@@ -168,22 +170,30 @@ def test_caches_and_chunks(family, seen):
     assert len(seen) == model.config.num_hidden_layers * 13, "nothing went by a matrix"
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
-def test_generate_with_either_cache(side, seen):
-    model = parallelize(hf_models.build("qwen3"), None).eval()
+@pytest.mark.parametrize(
+    "family, how, side",
+    [("qwen3", "by name", "none"), ("llama", "by name", "left")] + [(f, "", "left") for f in hf_models.FAMILIES],
+)
+def test_generate_with_either_cache(family, how, side, seen):
+    """The masks of a static cache are made by generate, and handed to the model as its attention_mask."""
+    model = hf_models.build(family).eval()
+    if how == "by name":
+        model.set_attn_implementation("tp_invariant")
+    else:
+        model = parallelize(model, None)
     model.generation_config.eos_token_id = None
     mask = torch.ones_like(IDS) if side == "none" else padding(side)
     outputs = []
     for cache in ("dynamic", "static"):
-        with tpi.set_tp_invariant_mode(True):
+        with tpi.set_tp_invariant_mode(how != "by name"):
             got = model.generate(
-                IDS, attention_mask=mask, max_new_tokens=4, do_sample=False, cache_implementation=cache,
+                IDS, attention_mask=mask, max_new_tokens=3, do_sample=False, cache_implementation=cache,
                 output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
         outputs.append((got.sequences, torch.stack(got.logits)))
-    assert outputs[0][0].shape == (2, 28)
+    assert outputs[0][0].shape == (2, 27)
     assert_bitwise_equal(outputs[1], outputs[0])
-    assert len(seen) == 2 * 4 * model.config.num_hidden_layers
+    assert len(seen) == 2 * 3 * model.config.num_hidden_layers
 
 
 # --- padding and packing --------------------------------------------------------------------------------------------
@@ -327,8 +337,97 @@ def test_what_is_refused():
     padded = call(mask_function=masking_utils.causal_mask_function, attention_mask=F.pad(torch.ones(1, 5), (1, 0)))
     with pytest.raises(ValueError, match="and no padding mask beside them"):
         run(padded, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    with pytest.raises(ValueError, match=r"sliding_window=5 and no mask, with causal=False, 6 queries and 6 keys"):
+        run(None, sliding_window=5, is_causal=False)
+    with pytest.raises(ValueError, match=r"with causal=True, 3 queries and 6 keys"):
+        hugging_face._HuggingFace(None)(attention, q[:, :, :3], k, k, None, sliding_window=5)
     with tpi.set_tp_invariant_mode(False), pytest.raises(RuntimeError, match="turned off inside a forward"):
         hugging_face._HuggingFace("sdpa")(attention, q, k, k, causal)
+
+
+def test_a_window_without_a_mask_is_a_window():
+    """Of all queries, and of a decode step; one that is as long as the keys hides nothing, also without causal."""
+    q, k, v = torch.randn(3, 1, 4, 20, 8, generator=torch.Generator().manual_seed(0))
+    run = functools.partial(hugging_face._HuggingFace(None), nn.Identity())
+    expected = tpi.attention(q, k, v, causal=True, window=5).transpose(1, 2).contiguous()
+    assert_bitwise_equal(run(q, k, v, None, sliding_window=5)[0], expected)
+    assert_bitwise_equal(run(q[:, :, -1:], k, v, None, sliding_window=5)[0], expected[:, -1:].contiguous())
+    for causal in (True, False):
+        longer = run(q, k, v, None, sliding_window=20, is_causal=causal)[0]
+        assert_bitwise_equal(longer, run(q, k, v, None, is_causal=causal)[0])
+        assert not torch.equal(longer, expected)
+
+
+COMPUTED_WITH = {
+    "add": lambda mask, x: x + mask,
+    "torch.where": lambda mask, x: torch.where(mask, x, 0),
+    "masked_fill": lambda mask, x: x.masked_fill(mask, 0),
+    "__getitem__": lambda mask, x: mask[:, :, :, :6],
+    "__mul__": lambda mask, x: mask * 2,
+    "__rsub__": lambda mask, x: 1.0 - mask,
+    "__invert__": lambda mask, x: ~mask,
+    "__eq__": lambda mask, x: mask == 0,
+    r"\.to\b": lambda mask, x: mask.to(x.device),
+    r"\.size\b": lambda mask, x: mask.size(),
+}
+
+
+@pytest.mark.parametrize("what", COMPUTED_WITH)
+def test_computing_with_the_mask_is_an_error_that_says_so(what):
+    visible = visible_keys(**SIZES, mask_function=masking_utils.causal_mask_function)
+    with pytest.raises((NotImplementedError, AttributeError), match=rf"computes with its attention mask \(.*{what}"):
+        COMPUTED_WITH[what](visible, torch.zeros(2, 1, 6, 6))
+    assert copy.deepcopy(visible).keys == 6 and not hasattr(visible, "device") and visible in [visible]
+
+
+OWN = {
+    "Bloom": dict(n_layer=2, n_head=8),  # adds position biases
+    "Deberta": dict(intermediate_size=128, num_hidden_layers=2, num_attention_heads=8),  # asks for no mask either
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_with_an_attention_of_its_own(family):
+    config = getattr(transformers, f"{family}Config")(vocab_size=96, hidden_size=64, **OWN[family])
+    model = getattr(transformers, f"{family}Model")(config)
+    with pytest.raises(ValueError, match=f"{family}Attention.* in {MODELS}.{family.lower()}.* of its own"):
+        parallelize(model, None, {"*.dense": "replicate"})
+    if family == "Bloom":
+        model = getattr(transformers, f"{family}Model")._from_config(config, attn_implementation="tp_invariant")
+        with pytest.raises(NotImplementedError, match='choose attn_implementation="eager"'):
+            model(IDS)
+
+
+def test_models_without_one_are_taken():
+    for family in hf_models.FAMILIES:
+        model = hf_models.build(family)
+        assert hugging_face.problem_with(model.config, model) is None
+    with torch.device("meta"):
+        mamba = transformers.MambaModel(transformers.MambaConfig(hidden_size=64, num_hidden_layers=1))
+    assert hugging_face.problem_with(mamba.config, mamba) is None
+
+
+def test_a_packing_goes_where_q_is():
+    """Under device_map="auto" layers lie on several devices; meta stands for the other."""
+    visible = visible_keys(**SIZES, mask_function=masking_utils.causal_mask_function, attention_mask=HOLES)
+    there = visible.packing.to(torch.device("meta"))
+    assert there.cu_q.is_meta and there.cu_k.is_meta and there.q_rows.is_meta and there.k_rows.is_meta
+    assert there.longest_q == 6 and visible.packing.to(torch.device("cpu")) is visible.packing
+
+
+def test_compiled_with_graph_breaks_it_has_the_same_bits():
+    """fullgraph=True is an error, as the docstring says: masks are made in Python."""
+    torch._dynamo.reset()
+    model = hf_models.build("llama", num_hidden_layers=1).eval()
+    model.set_attn_implementation("tp_invariant")
+    with torch.no_grad():
+        expected = model(**padded_batch("left"), use_cache=False).logits
+        got = torch.compile(model, backend="eager")(**padded_batch("left"), use_cache=False).logits
+        assert_bitwise_equal(got, expected)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(model, backend="eager", fullgraph=True)(**padded_batch("left"), use_cache=False)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["eager", "tp_invariant"])

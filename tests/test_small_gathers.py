@@ -167,9 +167,9 @@ def layer(tp_group, rows, choice):
     group = resolve_group(tp_group)
     torch.manual_seed(0)
     made = tpi.Linear(
-        4096, 1024, parallel_mode="row", tp_group=tp_group, owner_map="cols", device="cuda", dtype=torch.bfloat16
+        4608, 1536, parallel_mode="row", tp_group=tp_group, owner_map="cols", device="cuda", dtype=torch.bfloat16
     )
-    x = wide_randn(rows, 4096, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    x = wide_randn(rows, 4608, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     x, graph = x.chunk(group.size, 1)[group.rank].contiguous(), torch.cuda.CUDAGraph()
     before = 0
     with (

@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tp_invariant.kernels import launch
 from tp_invariant.kernels.matmul import interpreting, matmul
@@ -299,3 +300,10 @@ def test_more_than_two_to_the_31_elements():
     tall = a.view(8200, 262147)  # K is the outer dimension of a transposed operand
     tall[:, -5:] = rand(8200, 5, dtype=torch.bfloat16, seed=2)
     assert_bitwise_equal(matmul(tall.t(), b)[-5:], matmul(tall[:, -5:].t().contiguous(), b))
+
+
+def test_a_tensor_without_memory_is_refused():
+    with FakeTensorMode():
+        a = torch.empty(16, 16, device=DEVICE)
+        with pytest.raises(ValueError, match=r"^matmul: a FakeTensor \(16, 16\) has no memory for a kernel to read"):
+            matmul(a, a)

@@ -10,14 +10,13 @@ against a cache of keys. What runs is decided by device and D alone:
     CUDA, D up to 256       the Triton kernel (fp32: IEEE, never TF32)
     CPU; CUDA, larger D     plain torch on the bundled GEMM, in fp32 throughout
 
-In compiled graphs (fullgraph=True) it stands as one node, a torch.library operator.
+In compiled graphs (fullgraph=True), and wherever else torch watches operators, it is one, of torch.library.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -25,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
+
 _KERNEL_HEAD_DIM = 256  # at most; kernels/attention.py
+_WIDEST = 2**30  # a window: no sequence is longer, and operators take 64 bits
 
 
 def attention(
@@ -67,29 +68,25 @@ def attention(
 
     Raises:
         ValueError: shapes, devices or options that do not fit each other.
-        TypeError: a dtype that is not supported; a tensor where a number is meant.
+        TypeError: a dtype that is not supported; a tensor where a number is meant, or whatever else is of another type.
         NotImplementedError: a second derivative, in its backward; another kind of device.
         RuntimeError: forward-mode derivatives.
     """
+    q, k, v = in_autocasts_dtype(q, k, v)
     if q.device.type not in ("cuda", "cpu"):
         raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if x.dtype in DTYPES else x for x in (q, k, v))
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    scale = _number(head_dim**-0.5 if scale is None else scale, float, "scale")
-    softcap, window = _number(softcap, float, "softcap"), _number(window, int, "window")
+    scale, softcap = check_score_options(q, scale, softcap)
+    window = number(window, int, "window")
     max_seqlen_q, max_seqlen_k = (
-        _number(max_seqlen_q, int, "max_seqlen_q"),
-        _number(max_seqlen_k, int, "max_seqlen_k"),
+        number(max_seqlen_q, int, "max_seqlen_q"),
+        number(max_seqlen_k, int, "max_seqlen_k"),
     )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be positive and finite: negate q for a negative one")
     if cu_seqlens_q is None:
         for name, given in (
             ("cu_seqlens_k", cu_seqlens_k),
@@ -103,8 +100,8 @@ def attention(
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: packed sequences need cu_seqlens_k")
             cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
-        _check_lengths(q, cu_seqlens_q, max_seqlen_q, "q")
-        _check_lengths(k, cu_seqlens_k, max_seqlen_k, "k")
+        check_lengths(q, cu_seqlens_q, max_seqlen_q, "q")
+        check_lengths(k, cu_seqlens_k, max_seqlen_k, "k")
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(
                 f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have one "
@@ -115,9 +112,9 @@ def attention(
     elif value_dim > head_dim:
         q, k = (F.pad(x, (0, value_dim - head_dim)) for x in (q, k))
     longest = max_seqlen_q or 0, max_seqlen_k or 0
-    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, scale, window or 0, softcap or 0.0
+    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, scale, min(window or 0, _WIDEST), softcap or 0.0
     out: Tensor
-    if torch.compiler.is_compiling():
+    if _is_watched(q, k, v):
         out, _ = _operator(*arguments)
     elif forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -128,53 +125,15 @@ def attention(
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
-def _number(value: Any, kind: type, name: str) -> Any:
-    """`value` as an int or a float, so that a call has one type for it, whatever launched the kernel first."""
-    if value is None:
-        return None
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name} is a tensor: it must be {kind.__name__} or None, and gets no gradient")
-    number = kind(value)
-    if kind is int and number != value:
-        raise ValueError(f"{name}={value} must be a whole number")
-    return number
+def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether operators are made into a graph, faked, recorded or handled otherwise: then the call must be one.
 
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    def shapes() -> str:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
-
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"{shapes()} must be [batch, heads, sequence, head size]; packed sequences have batch 1")
-    if k.shape[:-1] != v.shape[:-1] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"{shapes()} do not fit: they need one batch, k and v one sequence and heads, q and k one head size"
-        )
-    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q has {q.shape[1]} heads and k {k.shape[1]}: q's must be a multiple of k's, and at least 1 of each"
-        )
-    if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"{shapes()} have heads of size 0: it must be at least 1")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} is {x.dtype}: attention takes {', '.join(map(str, DTYPES))}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: they must have one dtype")
-        if x.device != q.device:
-            raise ValueError(f"q is on {q.device} and {name} on {x.device}: they must be on one device")
-
-
-def _check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
-    if x.shape[0] != 1:
-        raise ValueError(f"{name} has batch {x.shape[0]}: packed sequences (cu_seqlens_{name}) have batch 1")
-    if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 2 or cu.device != x.device:
-        raise ValueError(
-            f"cu_seqlens_{name} is {cu.dtype} {tuple(cu.shape)} on {cu.device}: it must be int32 [sequences + 1], at "
-            f"least 2, on {x.device}"
-        )
-    if longest is not None and longest < 0:
-        raise ValueError(f"max_seqlen_{name}={longest} must be at least 0, or None to find it")
+    torch.compile; a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); tensors with no memory of
+    their own (fake ones, DTensor), which a kernel would read at address 0.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return not type(q) is type(k) is type(v) is Tensor
 
 
 # --- forward and backward -------------------------------------------------------------------------------------------
@@ -275,7 +234,7 @@ def _backward(
 
 
 class _Attention(torch.autograd.Function):
-    """Outside of compiled graphs: an operator costs the host 40 us more in forward, and 100 with a gradient.
+    """Where nobody watches: an operator costs the host 40 us more in forward, and 100 with a gradient.
 
     It has no jvp, so autograd refuses tangents, which the kernels alone would drop.
     """
@@ -306,7 +265,7 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("attention has no second derivative: call backward without create_graph=True")
 
 
-# --- the same as operators, for compiled graphs ---------------------------------------------------------------------
+# --- the same as operators ------------------------------------------------------------------------------------------
 
 _operator = torch.library.custom_op("tp_invariant::attention", _forward, mutates_args=())
 _backward_operator = torch.library.custom_op("tp_invariant::attention_backward", _backward, mutates_args=())

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from .attention import DTYPES, attention
+from .attention import attention
+from .attention_checks import DTYPES, check_alike, check_score_options, in_autocasts_dtype
 from .elementwise import in_whole_vectors
 from .gemm import check_dtype, gemm
 from .mode import is_tp_invariant_mode_enabled
@@ -52,31 +53,30 @@ def safe_attention(
 
     Args:
         attn_mask: broadcasts to [B, h, S, T]: bool (True takes part), or floating point, added; gets no gradient.
+            Of other dtypes nobody can say which of both is meant.
         is_causal: query i sees keys 0 .. i.
-        scale: 1 / sqrt(D) if None.
+        scale: 1 / sqrt(D) if None; positive.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2).
         enable_gqa: allows h to be a multiple of kv; query heads i * h / kv .. share key head i.
 
-    A query that may see nothing gives zeros.
+    A query that may see nothing gives zeros. Under torch.autocast its dtype wins.
 
     Raises:
-        ValueError: heads that do not fit, a mask together with is_causal or one that needs a gradient, or a
-            torch.nn.attention.sdpa_kernel that allows neither MATH nor EFFICIENT_ATTENTION.
-        TypeError: a dtype that the kernels do not take.
+        ValueError: shapes, devices or options that do not fit, a mask together with is_causal or one that needs a
+            gradient, or a torch.nn.attention.sdpa_kernel that allows neither MATH nor EFFICIENT_ATTENTION (which
+            compiled code does not look at).
+        TypeError: a dtype that the kernels do not take, a mask of integers.
     """
-    groups, remainder = divmod(q.shape[1], k.shape[1])
-    if q.dim() != 4 or k.shape[:-1] != v.shape[:-1] or remainder or (groups > 1 and not enable_gqa):
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: they must be [B, heads, S, D], "
-            "k and v with as many heads as q, or with enable_gqa=True a divisor of them"
-        )
-    if attn_mask is not None and (is_causal or attn_mask.requires_grad):
-        what = "is_causal=True exclude each other" if is_causal else "a gradient for it are not supported"
-        raise ValueError(f"attn_mask and {what}: put both into one mask without gradient")
-    _check_not_forced()
+    q, k, v = in_autocasts_dtype(q, k, v)
+    groups = _check_shapes(q, k, v, enable_gqa)
+    if attn_mask is not None:
+        _check_mask(attn_mask, q, k, is_causal)
+    if not torch.compiler.is_compiling():
+        _check_not_forced()
     check_dtype(None, q, "q")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if attn_mask is None and q.dtype in DTYPES:
+    check_alike(q, k, v)
+    scale, softcap = check_score_options(q, scale, softcap)
+    if (attn_mask is None and q.dtype in DTYPES) or k.shape[2] == 0:  # of no keys a mask hides none
         return _without_mask(q, k, v, is_causal, scale=scale, softcap=softcap)
     if groups > 1:
         k, v = _RepeatHeads.apply(k, groups), _RepeatHeads.apply(v, groups)
@@ -94,6 +94,38 @@ def safe_attention(
         scores = scores + attn_mask.to(scores.dtype)
     weights = _Softmax.apply(scores)
     return HeadwiseMatmul.apply(weights.to(v.dtype), v, v.dtype)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
+    """How many query heads share a key head."""
+    fit = q.dim() == k.dim() == v.dim() == 4 and k.shape[:-1] == v.shape[:-1]
+    fit = fit and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
+    fit = fit and 0 not in (k.shape[1], k.shape[-1], v.shape[-1])
+    if not fit or q.shape[1] % k.shape[1] or (q.shape[1] != k.shape[1] and not enable_gqa):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: they must be [B, heads, S, D], "
+            "k and v with as many heads as q, or with enable_gqa=True a divisor of them; no head size is 0"
+        )
+    return q.shape[1] // k.shape[1]
+
+
+def _check_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        kind = str(mask.dtype) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(
+            f"attn_mask is {kind}: it must be a tensor of torch.bool, True where a query sees a key (mask.bool()), or "
+            "of a floating point dtype, added to the scores"
+        )
+    if is_causal or mask.requires_grad:
+        what = "is_causal=True exclude each other" if is_causal else "a gradient for it are not supported"
+        raise ValueError(f"attn_mask and {what}: put both into one mask without gradient")
+    scores = (*q.shape[:3], k.shape[2])
+    fit = mask.dim() <= 4 and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
+    if not fit or mask.device != q.device:
+        raise ValueError(
+            f"attn_mask is {tuple(mask.shape)} on {mask.device}: it must broadcast to [B, heads, queries, keys], here "
+            f"{scores}, on {q.device}"
+        )
 
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
@@ -281,8 +313,8 @@ def _safe_sdpa(
 def check_no_dropout(p: float, name: str) -> None:
     if p:
         raise ValueError(
-            f"{name}={p}: with the TP-invariant mode on attention takes no dropout, whose mask would depend on the "
-            "degree; set it to 0"
+            f"{name}={p}: tpi.attention, which runs here, takes no dropout, whose mask would depend on the degree; set "
+            "it to 0"
         )
 
 

@@ -51,7 +51,35 @@ def problem_with(config: Any, model: nn.Module) -> str | None:
                 f"attn_implementation={asked!r}: {name} does other things for this name than for others, and would not "
                 "know it again under the name that parallelize gives it, where the mode decides at every call"
             )
+        if own := _own_attentions(model, name):
+            return (
+                f"{', '.join(own)} in {name}: an attention of its own, which asks neither transformers nor SDPA for "
+                "one: none can take its place, and a head's bits may depend on how many are in the call. Leave this "
+                "model to the stock path, without parallelize"
+            )
     return None
+
+
+def _own_attentions(model: nn.Module, file: str) -> list[str]:
+    """Classes of attention in `model` from a file of transformers that reaches for no attention function at all.
+
+    By name, as transformers itself tells whether a model's attention can be set. Not for other packages' files, which
+    may reach for one in another file.
+    """
+    if not file.startswith("transformers.models."):
+        return []
+    classes = {cls.__name__ for module in model.modules() if (cls := type(module)).__module__ == file}
+    found = sorted(name for name in classes if "Attention" in name)
+    return found if found and not _reaches_for_attention(file) else []
+
+
+@functools.cache
+def _reaches_for_attention(module_name: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[module_name])
+    except (OSError, TypeError):
+        return True
+    return "ALL_ATTENTION_FUNCTIONS" in source or "scaled_dot_product_attention" in source
 
 
 def _modeling_files(model: nn.Module) -> set[str]:
@@ -99,9 +127,15 @@ def register_attention() -> None:
     sliding window has passed cuts the keys at other places. Masks of other kinds are taken as a matrix, head by head or
     by SDPA's memory-efficient kernel (attention_choice.py).
 
+    torch.compile breaks the graph where the model makes its masks, which are no tensors; fullgraph=True is an error.
+    A model that asks transformers for neither mask nor attention (DeBERTa) runs its own, whatever the name: nothing
+    of this library is called then that could say so. `parallelize` refuses such models.
+
     Raises (at a forward):
-        ValueError: dropout; output_attentions, which nothing has; and whatever else a model hands its attention that
-            this one does not know: sinks, position biases, chosen blocks or indices, paged caches.
+        ValueError: dropout; output_attentions, which nothing has; a window without a mask that would say where it
+            stands; and whatever else a model hands its attention that this one does not know: sinks, position biases,
+            chosen blocks or indices, paged caches.
+        NotImplementedError, AttributeError: a model that computes with its mask (GPT-J, Bloom).
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -157,6 +191,8 @@ class _Mask:
         self.original, self.only_in_mode = original, only_in_mode
 
     def __call__(self, **asked: Any) -> Any:
+        if isinstance(asked.get("attention_mask"), VisibleKeys):  # generate has made it, for a static cache
+            return asked["attention_mask"]
         if self.only_in_mode and not is_tp_invariant_mode_enabled():
             return self.original(**asked)
         visible = visible_keys(**asked)
@@ -218,9 +254,10 @@ class _HuggingFace:
         elif attention_mask is not None:
             attention_mask = attention_mask[..., : key.shape[2]]
             out = safe_attention(query, key, value, attn_mask=attention_mask, enable_gqa=True, **options)
-        else:  # a module that asked for no mask; as transformers reads it: a single token sees all there is
-            causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-            out = safe_attention(query, key, value, is_causal=causal, enable_gqa=True, **options)
+        else:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+            window = others.get("sliding_window")
+            out = _without_mask(module, query, key, value, causal, window, **options)
         return out.transpose(1, 2).contiguous(), None
 
     def _stock(self, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -234,6 +271,22 @@ class _HuggingFace:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         return ALL_ATTENTION_FUNCTIONS[self.original]
+
+
+def _without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, **options: Any
+) -> Tensor:
+    """For a module that asked for no mask; as transformers reads it: a single token sees all that its window leaves."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not window or keys <= window:
+        return safe_attention(query, key, value, is_causal=causal and queries > 1, enable_gqa=True, **options)
+    if not causal or queries not in (1, keys):
+        raise ValueError(
+            f"{type(module).__name__} passes sliding_window={window} and no mask, with causal={causal}, {queries} "
+            f"queries and {keys} keys: it is clear what a query sees only where causal is True, for one query or as "
+            "many as keys. Have the model make its mask (transformers.masking_utils)"
+        )
+    return attend(query, key, value, VisibleKeys(True, window, keys, None), **options)
 
 
 def _with_packing(visible: VisibleKeys, given: dict[str, Any]) -> VisibleKeys:

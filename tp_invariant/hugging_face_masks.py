@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import resolve_name
 
 from .attention import attention
 
@@ -32,19 +33,60 @@ class Packing:
     longest_q: int
     longest_k: int
 
+    def to(self, device: torch.device) -> Packing:
+        """There: layers may lie on several devices, and the masks are made once, on the first."""
+        if self.cu_q.device == device:
+            return self
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """The first `keys` keys hold something, the last query stands at the last of them; see attention for the rest."""
+    """The first `keys` keys hold something, the last query stands at the last of them; see attention for the rest.
+
+    No tensor: a model that computes with its mask gets an error that says so.
+    """
 
     causal: bool
     window: int | None
     keys: int
     packing: Packing | None
 
+    # generate makes the masks of a static cache itself, and asks of them what it asks of a matrix: this, and contiguous
+    ndim = 4
+
     def contiguous(self) -> VisibleKeys:
-        """As a tensor's: generate, which makes the masks itself for a static cache, asks for it."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_tensor(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, *others: Any) -> Any:
+        raise NotImplementedError(_no_tensor(resolve_name(function) or str(function)))
+
+
+def _no_tensor(what: str) -> str:
+    return (
+        f"the model computes with its attention mask ({what}): it adds to it, or has an attention of its own, and "
+        "tpi.attention is told which keys a query sees without a matrix. For such a model choose "
+        'attn_implementation="eager" and neither parallelize nor "tp_invariant"; its bits may depend on the degree'
+    )
+
+
+def _refused(name: str) -> Callable:
+    def refuse(*operands: Any) -> Any:
+        raise NotImplementedError(_no_tensor(name))
+
+    return refuse
+
+
+for _name in ["add", "sub", "mul", "truediv", "and", "or", "xor"]:
+    for _one in (f"__{_name}__", f"__r{_name}__"):
+        setattr(VisibleKeys, _one, _refused(_one))
+for _name in ["getitem", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"]:
+    setattr(VisibleKeys, f"__{_name}__", _refused(f"__{_name}__"))
 
 
 # --- from transformers' description ---------------------------------------------------------------------------------
@@ -162,9 +204,9 @@ def _pack(x: Tensor, rows: Tensor | None) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any) -> Tensor:
     """attention over what is visible: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 where padded."""
     k, v = k[:, :, : visible.keys], v[:, :, : visible.keys]
-    packing = visible.packing
-    if packing is None:
+    if visible.packing is None:
         return attention(q, k, v, causal=visible.causal, window=visible.window, **options)
+    packing = visible.packing.to(q.device)
     out = attention(
         _pack(q, packing.q_rows),
         _pack(k, packing.k_rows),

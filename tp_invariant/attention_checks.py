@@ -1,0 +1,98 @@
+"""What attention's arguments may be, said before anything runs: attention.py's checks, and attention_choice.py's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def in_autocasts_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under torch.autocast, of autocast's dtype.
+
+    Raises:
+        TypeError: what is no tensor.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        kinds = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise TypeError(f"q, k and v are {kinds}: they must be tensors [batch, heads, sequence, head size]")
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.dtype in DTYPES else x for x in (q, k, v))
+    return q, k, v
+
+
+def check_score_options(q: Tensor, scale: float | None, softcap: float | None) -> tuple[float, float | None]:
+    """Both as numbers; the scale is 1 / sqrt(D) if None."""
+    scale = number(q.shape[-1] ** -0.5 if scale is None else scale, float, "scale")
+    softcap = number(softcap, float, "softcap")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} must be positive and finite: negate q for a negative one")
+    return scale, softcap
+
+
+def number(value: Any, kind: type, name: str) -> Any:
+    """`value` as an int or a float, so that a call has one type for it, whatever launched the kernel first."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor: it must be {kind.__name__} or None, and gets no gradient")
+    if isinstance(value, (str, bytes, bool)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: it must be {kind.__name__} or None")
+    try:
+        converted = kind(value)
+    except (TypeError, ValueError, OverflowError) as error:  # a list; NaN and Inf as an int
+        raise TypeError(f"{name}={value!r} must be {kind.__name__} or None") from error
+    if kind is int and converted != value:
+        raise ValueError(f"{name}={value} must be a whole number")
+    return converted
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes()} must be [batch, heads, sequence, head size]; packed sequences have batch 1")
+    if k.shape[:-1] != v.shape[:-1] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{shapes()} do not fit: they need one batch, k and v one sequence and heads, q and k one head size"
+        )
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k {k.shape[1]}: q's must be a multiple of k's, and at least 1 of each"
+        )
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"{shapes()} have heads of size 0: it must be at least 1")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q is {q.dtype}: attention takes {', '.join(map(str, DTYPES))}")
+    check_alike(q, k, v)
+
+
+def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: they must have one dtype")
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} and {name} on {x.device}: they must be on one device")
+
+
+def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
+    if not isinstance(cu, Tensor):
+        raise TypeError(f"cu_seqlens_{name} is a {type(cu).__name__}: it must be an int32 tensor [sequences + 1]")
+    if x.shape[0] != 1:
+        raise ValueError(f"{name} has batch {x.shape[0]}: packed sequences (cu_seqlens_{name}) have batch 1")
+    if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 2 or cu.device != x.device:
+        raise ValueError(
+            f"cu_seqlens_{name} is {cu.dtype} {tuple(cu.shape)} on {cu.device}: it must be int32 [sequences + 1], at "
+            f"least 2, on {x.device}"
+        )
+    if longest is not None and longest < 0:
+        raise ValueError(f"max_seqlen_{name}={longest} must be at least 0, or None to find it")
