@@ -80,7 +80,7 @@ def test_a_head_and_a_sequence_do_not_see_the_others(device, dtype, dim, kind):
 @pytest.mark.parametrize("device, dtype, dim", [*PLACES[:3], *PLACES[4:6], PLACES[10]])
 def test_one_key_head_and_all_options_at_once(device, dtype, dim):
     """Query heads that share the one key head are cut: their out and dq; and sequences. Window and softcap together."""
-    queries, keys = (40, 170) if device == "cpu" else (100, 2300)
+    queries, keys = (40, 170) if device == "cpu" else (100, 560)  # the window crosses chunks, and the control's cuts
     for kv_heads, options in ((1, KINDS["causal"]), (1, ALL), (2, ALL)):
         q, k, v, _ = data = tensors(device, dtype, 2, 4, kv_heads, queries, keys, dim, spread=0)
         whole, naive = attend(*data, **options), attend(*data, naively, **options)
