@@ -109,6 +109,48 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_full_forward():
     assert not torch.equal(steps, full)
 
 
+def trained_on_gpus(tp_group, mode, sp):
+    """Losses and the full weights' digest after three steps in bfloat16; 640 tokens are more than a chunk of keys."""
+    import transformers
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = transformers.Qwen3Config(
+        vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=1024,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).to(device, torch.bfloat16)
+    model.set_attn_implementation("tp_invariant")
+    losses = []
+    with tpi.set_tp_invariant_mode(mode):
+        model = parallelize(model, tp_group, sequence_parallel=sp)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            ids = torch.randint(0, 512, (2, 640), generator=torch.Generator().manual_seed(step)).to(device)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+    state = {name: tensor.cpu() for name, tensor in tpi.full_state_dict(model).items()}
+    return losses, testing.digest(state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_at_every_degree_on_gpus():
+    ((losses, digest),) = testing.run_ranks(trained_on_gpus, 1, True, False, device="cuda")
+    assert all(6 < loss < 7 for loss in losses), losses  # nothing to learn yet: log(512) is 6.2
+    for degree, sp in ((2, False), (2, True), (4, True)):
+        if degree <= testing.gpu_ranks():
+            for got in testing.run_ranks(trained_on_gpus, degree, True, sp, device="cuda"):
+                assert_bitwise_equal(got[0], losses)
+                assert got[1] == digest, f"TP={degree}, SP={sp}"
+    if testing.gpu_ranks() >= 2:  # the control
+        off = testing.run_ranks(trained_on_gpus, 2, False, False, device="cuda")[0][1]
+        assert off not in (digest, testing.run_ranks(trained_on_gpus, 1, False, False, device="cuda")[0][1])
+
+
 def decoded_on_gpus(tp_group, mode, prompt, steps):
     """Whether a long prompt and greedy steps against a cache give the full forward's logits, bytes and all; these."""
     import transformers
@@ -140,7 +182,7 @@ def test_decoding_at_every_degree_on_gpus():
     """1000 tokens at once, then 60 one by one: chunks of keys folded by another kernel than a prefill's."""
     digests = []
     for degree in (4, 2, 1):
-        if degree <= torch.cuda.device_count():
+        if degree <= testing.gpu_ranks():
             for same, digest, error in testing.run_ranks(decoded_on_gpus, degree, True, 1000, 60, device="cuda"):
                 assert same, f"TP={degree}: off by {error} of the norm"
                 digests.append(digest)
