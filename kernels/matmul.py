@@ -15,6 +15,8 @@ Under TRITON_INTERPRET=1 (no GPU) the same kernel runs on CPU tensors. That test
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -116,18 +118,28 @@ def _allowed_dtypes() -> str:
     return ", ".join(map(str, DTYPES))
 
 
-def _check(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+def _check_kinds(operation: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Raises unless these are tensors of one device and of dtypes that go together."""
     for name, tensor in (("a", a), ("b", b)) if bias is None else (("a", a), ("b", b), ("bias", bias)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"matmul: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+            raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"matmul: {name} has dtype {tensor.dtype}; allowed: {_allowed_dtypes()}")
+            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {_allowed_dtypes()}")
         if tensor.device != a.device:
-            raise ValueError(f"matmul: {name} is on {tensor.device}; allowed: the device of a, {a.device}")
+            raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of a, {a.device}")
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"matmul: out_dtype is {out_dtype}; allowed: {_allowed_dtypes()}, or None for a's dtype")
+        raise TypeError(f"{operation}: out_dtype is {out_dtype}; allowed: {_allowed_dtypes()}, or None for a's dtype")
     if b.dtype != a.dtype:
-        raise TypeError(f"matmul: b has dtype {b.dtype}; allowed: the dtype of a, {a.dtype}")
+        raise TypeError(f"{operation}: b has dtype {b.dtype}; allowed: the dtype of a, {a.dtype}")
+
+
+def _check_bias(operation: str, bias: Tensor | None, n: int) -> None:
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{operation}: bias has shape {tuple(bias.shape)}; allowed: [N], here ({n},)")
+
+
+def _check(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    _check_kinds("matmul", a, b, bias, out_dtype)
     if a.dim() != 2 or b.dim() != 2:
         name, tensor, shape = ("a", a, "[M, K]") if a.dim() != 2 else ("b", b, "[K, N]")
         raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: two dimensions, {shape}")
@@ -139,8 +151,37 @@ def _check(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | N
     if not (m and n and k):
         name, tensor = ("a", a) if not (m and k) else ("b", b)
         raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: every dimension at least 1")
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"matmul: bias has shape {tuple(bias.shape)}; allowed: [N], here ({n},)")
+    _check_bias("matmul", bias, n)
+
+
+def _check_rank_major(
+    a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
+    """TMA gives zeros for what lies outside, so operands that do not fit would have a product too."""
+    name = "matmul_rank_major"
+    _check_kinds(name, a, b, bias, out_dtype)
+    if b_k_dim not in (0, 1):
+        raise ValueError(f"{name}: b_k_dim is {b_k_dim!r}; allowed: 1 for b [P, N, K/P], 0 for b [P, K/P, N]")
+    b_shape = ("[P, K/P, N]", "[P, N, K/P]")[b_k_dim]
+    for operand, tensor, shape in (("a", a, "[P, M, K/P]"), ("b", b, b_shape)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; allowed: three dimensions, {shape}")
+    ranks, _, k_local = a.shape
+    if (b.shape[0], b.shape[1 + b_k_dim]) != (ranks, k_local):
+        raise ValueError(
+            f"{name}: b has shape {tuple(b.shape)}; allowed: {b_shape} with the P and K/P of a, whose shape is "
+            f"{tuple(a.shape)}"
+        )
+    if type(stride) is not int or stride < 1 or k_local % stride:
+        raise ValueError(
+            f"{name}: stride is {stride!r}; allowed: an int of at least 1 that divides K/P, here {k_local}"
+        )
+    _check_bias(name, bias, b.shape[2 - b_k_dim])
+
+
+def _no_negated_views(*tensors: Tensor | None) -> list[Any]:
+    """The tensors, a copy of each that torch negates by a bit alone (z.conj().imag): kernels see its bytes."""
+    return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
 
 def matmul(
@@ -177,8 +218,8 @@ def matmul(
         TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes, an out that is
             not of out_dtype, or not float32 to accumulate into.
         ValueError: wrong shapes, an empty dimension (M, N or K is 0), different devices, an out without contiguous
-            rows or in the operands' memory, accumulate without out, a promote_every that 128 does not divide, or a
-            device that cannot run Triton kernels.
+            rows, in the memory of an operand or of the bias, or negated by a bit, accumulate without out, a
+            promote_every that 128 does not divide, or a device that cannot run Triton kernels.
     """
     key = None
     if out is None and config is None:
@@ -186,8 +227,11 @@ def matmul(
         if (c := repeat_call(key)) is not None:
             return c
     _check(a, b, bias, out_dtype or getattr(out, "dtype", None))
-    out_dtype = check_output(a, b, out, out_dtype, accumulate)
+    out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     check_promotion(promote_every)
+    if out is not None and out.is_neg():
+        raise ValueError("matmul: out is a view that torch negates (is_neg() is True); allowed: a tensor that is not")
+    a, b, bias = _no_negated_views(a, b, bias)
     m, k = a.shape
     n = b.shape[1]
     if config is None and (operands := tma_operands(a, b, out_dtype, out)) is not None:
@@ -246,18 +290,25 @@ def matmul_rank_major(
         bias, out_dtype, promote_every: as for `matmul`.
 
     Returns:
-        Contiguous [M, N], or None: not a Hopper GPU, not a 16-bit dtype, K/P/stride not a multiple of 16, or rows that
-        TMA cannot address. The caller then lays the operands out and calls `matmul`.
+        Contiguous [M, N], or None: not a Hopper GPU, not a 16-bit dtype, K/P/stride not a multiple of 16, an empty
+        operand, or rows that TMA cannot address. The caller then lays the operands out and calls `matmul`.
+
+    Raises:
+        TypeError: what is no tensor, a dtype that is not supported, a and b of different dtypes.
+        ValueError: shapes that do not fit each other, a stride that is no divisor of K/P, another b_k_dim,
+            different devices, a promote_every that 128 does not divide.
     """
     key = call_key(a, b, bias, out_dtype, promote_every)
-    if key is not None:
-        key = (b_k_dim, stride, *key)
+    if key is not None and type(stride) is int:
+        key = (b_k_dim, stride, key)
         if (c := repeat_call(key)) is not None:
             return c
-    out_dtype = a.dtype if out_dtype is None else out_dtype
+    _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)
-    if a.dtype != b.dtype or a.device != b.device or not (a.numel() and b.numel()):
-        return None  # matmul says what is wrong
+    a, b, bias = _no_negated_views(a, b, bias)
+    out_dtype = out_dtype or a.dtype
+    if not (a.numel() and b.numel()):
+        return None
     operands = rank_major_operands(a, b, b_k_dim=b_k_dim, stride=stride, out_dtype=out_dtype)
     if operands is None:
         return None

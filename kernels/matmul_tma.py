@@ -295,6 +295,7 @@ class _Prepared(NamedTuple):
     launch: Launch
     index: int
     shape: tuple[int, int]
+    strides: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
     operands: tuple
@@ -310,13 +311,26 @@ _prepared: dict[tuple, _Prepared] = {}
 def call_key(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
 ) -> tuple | None:
-    """All that a call depends on, but for what stands at these addresses; None for arguments that are no tensors."""
+    """All that a call depends on, but for what stands at these addresses.
+
+    None for a call that is neither remembered nor like one that was: arguments that are no tensors, views negated by a
+    bit (the same address as what they negate), a promote_every of another type, which may equal an int (512.0). Devices
+    are a part, since an address of memory that one gave back may be another's next.
+    """
+    if promote_every is not None and type(promote_every) is not int:
+        return None
     try:
+        if a.is_neg() or b.is_neg():
+            return None
         key = (
-            a.data_ptr(), a.shape, a.stride(), a.dtype, b.data_ptr(), b.shape, b.stride(), b.dtype,
-            out_dtype, promote_every,
+            a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(),
+            b.data_ptr(), b.shape, b.stride(), b.dtype, b.get_device(), out_dtype, promote_every,
         )  # fmt: skip
-        return key if bias is None else (*key, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
+        if bias is None:
+            return key
+        if bias.is_neg():
+            return None
+        return (key, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype, bias.get_device())
     except AttributeError:
         return None
 
@@ -326,11 +340,11 @@ def repeat_call(key: tuple | None) -> Tensor | None:
     prepared = _prepared.get(key)  # type: ignore[arg-type]
     if prepared is None:
         return None
-    launch, index, shape, dtype, device, operands, c_position, c_block, others = prepared
-    if index != torch.cuda.current_device():
+    launch, index, shape, strides, dtype, device, operands, c_position, c_block, others = prepared
+    if index != torch._C._cuda_getDevice():  # torch.cuda.current_device() less 0.2 us: CUDA has started
         return None
     c = torch.empty(shape, device=device, dtype=dtype)
-    launch(index, *operands, *launch.descriptor(c_position, c, c_block), *others)
+    launch(index, *operands, *launch.descriptor(c_position, c, c_block, shape, strides), *others)
     return c
 
 
@@ -350,6 +364,8 @@ def tma_matmul(
     config: for tests and tuning; None takes the table's. key: `call_key`, to remember the call for `repeat_call`.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
+    if bias is not None and n * bias.stride(0) > _MAX_SIDE:
+        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address is not to be remembered
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
     launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
@@ -371,7 +387,7 @@ def tma_matmul(
             _prepared.clear()
         remembered = (pointer.data_ptr(), *others)
         _prepared[key] = _Prepared(
-            launch, index, (m, n), out_dtype, a.device, operands, c_position, c_block, remembered
+            launch, index, (m, n), (n, 1), out_dtype, a.device, operands, c_position, c_block, remembered
         )
     launch(index, *operands, *launch.descriptor(c_position, c, c_block), pointer, *others)
     return c if out is None else written(out)

@@ -194,9 +194,12 @@ def keeps_row(h: int, rms: bool) -> bool:
 def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     """[T, H] or [H], copied if it is not laid out as every tensor of this H must be, and its row stride.
 
+    Copied too if torch negates it by a bit alone (z.conj().imag), which kernels do not see.
     Triton compiles apart for addresses, and strides, that are multiples of 16; another layout of threads and another
     order of additions may follow. So the address is one always, and the row stride is one if and only if H is.
     """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if interpreting():
         tensor = tensor.float()  # the interpreter gets bfloat16 subnormals wrong: let it see fp32 only
     h = tensor.shape[-1]
@@ -206,6 +209,10 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     if usable and (stride % 16 == 0 if h % 16 == 0 else stride == h):
         return tensor, stride
     return tensor.clone(memory_format=torch.contiguous_format), h
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.resolve_neg().contiguous()
 
 
 def _check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
@@ -278,12 +285,12 @@ def norm_backward_input(
     dx = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
     if t > 0:
         (dy, dy_stride), (x_rows, x_stride), (w, _) = _rows(dy), _rows(x), _rows(weight)
-        rstd = rstd.contiguous()
+        rstd = _contiguous(rstd)
         with launch_on(x, "norm_backward_input"):
             chunk, warps = row_chunk(h)
             _backward(
                 x.device.index, (t,),
-                (dy, x_rows, w, rstd if rms else mean.contiguous(), rstd, dx, dy_stride, x_stride),
+                (dy, x_rows, w, rstd if rms else _contiguous(mean), rstd, dx, dy_stride, x_stride),
                 (h, chunk, rms, zero_centered), num_warps=warps,
             )  # fmt: skip
     return dx.to(x.dtype)
@@ -306,12 +313,12 @@ def norm_weight_leaves(
     dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
     db = torch.empty_like(dw) if with_bias else None
     if t > 0:
-        (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), rstd.contiguous()
+        (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
         with launch_on(x, "norm_weight_leaves"):
             _leaves(
                 x.device.index, (count, triton.cdiv(h, COLUMN_BLOCK)),
                 (
-                    dy, x_rows, rstd if rms else mean.contiguous(), rstd, dw, dw if db is None else db,
+                    dy, x_rows, rstd if rms else _contiguous(mean), rstd, dw, dw if db is None else db,
                     dy_stride, x_stride, t, h, leaf_rows,
                 ),
                 (COLUMN_BLOCK, rms, with_bias),
@@ -328,5 +335,5 @@ def fold_leaves(leaves: Tensor) -> Tensor:
     count, h = leaves.shape
     out = torch.empty(h, device=leaves.device, dtype=torch.float32)
     with launch_on(leaves, "fold_leaves"):
-        _fold(leaves.device.index, (triton.cdiv(h, FOLD_BLOCK),), (leaves.contiguous(), out, count, h), (FOLD_BLOCK,))
+        _fold(leaves.device.index, (triton.cdiv(h, FOLD_BLOCK),), (_contiguous(leaves), out, count, h), (FOLD_BLOCK,))
     return out

@@ -33,14 +33,19 @@ def check_promotion(promote_every: int | None) -> int | None:
 
 
 def check_output(
-    a: Tensor, b: Tensor, out: Tensor | None, out_dtype: torch.dtype | None, accumulate: bool
+    a: Tensor,
+    b: Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    accumulate: bool,
+    bias: Tensor | None = None,
 ) -> torch.dtype:
     """The dtype of the product, for operands that were checked before.
 
     Raises:
         TypeError: an out that is no tensor or not of out_dtype, or one to accumulate into that is not float32.
         ValueError: accumulate without out; an out of another shape or device, without contiguous rows, or that shares
-            memory with an operand.
+            memory with an operand or the bias, which other tiles would read after it was overwritten.
     """
     if out is None:
         if accumulate:
@@ -60,8 +65,8 @@ def check_output(
     (rows, cols), (outer, inner) = shape, out.stride()
     if (cols > 1 and inner != 1) or (rows > 1 and outer < cols):
         raise ValueError(f"matmul: out has strides {out.stride()}; allowed: contiguous rows that do not overlap")
-    for name, operand in (("a", a), ("b", b)):
-        if _overlap(out, operand):
+    for name, read in (("a", a), ("b", b), ("bias", bias)):
+        if read is not None and _overlap(out, read):
             raise ValueError(f"matmul: out shares memory with {name}; allowed: memory of its own")
     return out.dtype
 

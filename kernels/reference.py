@@ -16,6 +16,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,16 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def check_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-    """Raises ValueError or TypeError unless a [M, K], b [K, N], bias [N] or None agree and are supported."""
+def check_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, nothing: bool = False) -> None:
+    """Raises ValueError or TypeError unless a [M, K], b [K, N], bias [N] or None agree and are supported.
+
+    nothing: for an empty product, on any device, instead of one that the CPU computes.
+    """
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be matrices; a has shape {tuple(a.shape)} and b {tuple(b.shape)}")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} disagree on K: {a.shape[1]} against {b.shape[0]}")
-    if 0 in a.shape or 0 in b.shape:
+    if not nothing and (0 in a.shape or 0 in b.shape):
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must not be empty")
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}: they must have one dtype")
@@ -49,7 +53,9 @@ def check_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.d
         if dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"{name} is {dtype}: supported are {', '.join(map(str, SUPPORTED_DTYPES))}")
     for name, tensor in (("a", a), ("b", b), ("bias", bias)):
-        if tensor is not None and tensor.device.type != "cpu":
+        if nothing and tensor is not None and tensor.device != a.device:
+            raise ValueError(f"{name} is on {tensor.device}: it must be on the device of a, {a.device}")
+        if not nothing and tensor is not None and tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}: this gemm_fn is for the CPU; on CUDA use kernels.matmul")
 
 
@@ -67,13 +73,13 @@ def _panels(x: Tensor, k_last: bool) -> list[Tensor]:
     whole = rows == padded_rows and k == blocks * K_BLOCK
     make = torch.empty if whole else torch.zeros
     if k_last:
-        buffer = make((blocks, padded_rows, K_BLOCK), dtype=torch.float32)
+        buffer = make((blocks, padded_rows, K_BLOCK), dtype=torch.float32, device=x.device)
         if full:
             buffer[:full, :rows].copy_(x[:, : full * K_BLOCK].unflatten(1, (full, K_BLOCK)).transpose(0, 1))
         if full < blocks:
             buffer[full, :rows, : k - full * K_BLOCK].copy_(x[:, full * K_BLOCK :])
         return list(buffer.unbind(0))
-    flat = make((blocks * K_BLOCK, padded_rows), dtype=torch.float32)
+    flat = make((blocks * K_BLOCK, padded_rows), dtype=torch.float32, device=x.device)
     flat[:k, :rows].copy_(x.t())
     return list(flat.split(K_BLOCK))
 
@@ -97,7 +103,7 @@ def _chain_tile(a_panels: list[Tensor], b_panels: list[Tensor]) -> Tensor:
     acc: Tensor | None = None
     for a, b in zip(a_panels, b_panels, strict=True):
         # every k of the padded block: adding 0 * 0 turns a -0.0 into 0.0, as the BLAS does
-        part = torch.zeros(a.shape[0], b.shape[1])
+        part = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
         for k in range(K_BLOCK):
             part.addcmul_(a[:, k : k + 1], b[k : k + 1])
         acc = part if acc is None else acc.add_(part)
@@ -113,15 +119,16 @@ _check_lock = threading.Lock()
 def _panel_like(rows: int, k_last: bool, generator: torch.Generator) -> Tensor:
     """Random values over a wide range of exponents, where any other order of summation shows."""
     shape = (rows, K_BLOCK) if k_last else (K_BLOCK, rows)
-    scale = torch.exp2(torch.randint(-12, 13, shape, generator=generator).float())
-    return torch.randn(shape, generator=generator) * scale
+    exponents = torch.randint(-12, 13, shape, generator=generator, dtype=torch.int64, device="cpu")
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return values * torch.exp2(exponents.float())
 
 
 @functools.cache
 def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: int) -> bool:
     """Whether the BLAS gives the chain's bits for one tile shape, layout and number of threads."""
     with _check_lock:
-        generator = torch.Generator().manual_seed(rows * 1031 + cols)
+        generator = torch.Generator("cpu").manual_seed(rows * 1031 + cols)
         a = [_panel_like(rows, a_k_last, generator) for _ in range(2)]
         b = [_panel_like(cols, b_k_last, generator) for _ in range(2)]
         a = [x if a_k_last else x.t() for x in a]
@@ -140,6 +147,15 @@ def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: 
 # --- the gemm_fn ----------------------------------------------------------------------------------------------------
 
 
+def _as_it_is(fn: Callable[..., Tensor], *args: Any) -> Tensor:
+    return fn(*args)
+
+
+# batch_invariant() brings torch's products here, and sets this to what calls fn with its routing off: the torch.mm
+# below is the BLAS. Routed, it would come back, and the self-check's would wait for its own lock.
+unrouted: Callable[..., Tensor] = _as_it_is
+
+
 def _matmul(
     a: Tensor,
     b: Tensor,
@@ -151,12 +167,14 @@ def _matmul(
     promote_every: int | None = None,
 ) -> Tensor:
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", a.dtype))
-    out_dtype = check_output(a, b, out, out_dtype, accumulate)
+    out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
+    if out is not None and out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("matmul: out requires grad, which a product written into it would not have: pass out.detach()")
     panels = None if check_promotion(promote_every) is None else promote_every // K_BLOCK
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         b_rows = b.t()
         a_k_last, b_k_last = a.stride(1) == 1, b_rows.stride(1) == 1 and b.stride(1) != 1
-        c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype) if out is None else out
+        c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device) if out is None else out
         threads = torch.get_num_threads()
         b_strips = [_panels(strip, b_k_last) for strip in b_rows.split(_TILE)]
         if b_k_last:
@@ -204,12 +222,12 @@ def matmul(
 
     Raises:
         ValueError: shapes that do not agree, an empty operand, an operand not on the CPU, an out that cannot be
-            written in place, a promote_every that 128 does not divide.
+            written in place or requires grad while gradients are recorded, a promote_every that 128 does not divide.
         TypeError: dtypes that differ or are not supported (float64 among them: accumulation is fp32).
     """
-    return _matmul(a, b, bias, out_dtype, _blas_agrees, out, accumulate, promote_every)
+    return unrouted(_matmul, a, b, bias, out_dtype, _blas_agrees, out, accumulate, promote_every)
 
 
 def chained_matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """`matmul`, the same bits, elementwise and so invariant by construction; several times slower."""
-    return _matmul(a, b, bias, out_dtype, lambda *shape: False)
+    return unrouted(_matmul, a, b, bias, out_dtype, lambda *shape: False)

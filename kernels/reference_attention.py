@@ -99,8 +99,8 @@ def _blocks(
             high = min(high, stop - 1 + spec.window - first)
         if low >= high:
             continue
-        key = torch.arange(start, start + KEY_BLOCK, device=device)
-        position = torch.arange(first + low, first + high, device=device).unsqueeze(1)
+        key = torch.arange(start, start + KEY_BLOCK, dtype=torch.int64, device=device)
+        position = torch.arange(first + low, first + high, dtype=torch.int64, device=device).unsqueeze(1)
         hidden = (key >= keys).expand(high - low, -1)
         if spec.causal:
             hidden = hidden | (key > position)

@@ -54,7 +54,7 @@ def row_sums(
     logits: Tensor, columns: int, top: Tensor, *, exp_bits: int, shift_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """See cross_entropy.row_sums."""
-    exps = torch.zeros(logits.shape[0], dtype=torch.int64)
+    exps = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
     shifts = None if shift_scale is None else torch.zeros_like(exps)
     for rows, x in _chunks(logits[:, :columns]):
         x.sub_(top[rows, None])
@@ -77,7 +77,7 @@ def logits_grad(
     factors: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
     """See cross_entropy.logits_grad."""
-    out = torch.zeros(logits.shape, dtype=logits.dtype)
+    out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
     of_p, of_target, everywhere = (factor.unsqueeze(1) for factor in factors)
     here = (target >= first) & (target < first + columns)
     place = (target - first).clamp_(0, max(columns - 1, 0)).unsqueeze(1)

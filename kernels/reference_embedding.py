@@ -10,7 +10,7 @@ LEAF_OCCURRENCES = 32
 
 def _sum_in_order(rows: Tensor, which: Tensor, place: Tensor, count: int) -> Tensor:
     """sums[s] of rows with which == s, one after another by their `place` 0, 1, 2, ..; from +0.0. fp32 [count, D]."""
-    sums = torch.zeros(count, rows.shape[1])
+    sums = torch.zeros((count, rows.shape[1]), dtype=torch.float32, device=rows.device)
     by_place = torch.argsort(place, stable=True)
     for at in by_place.split(torch.bincount(place).tolist()):
         sums[which[at]] += rows[at].float()  # no sum appears twice at one place
@@ -19,7 +19,7 @@ def _sum_in_order(rows: Tensor, which: Tensor, place: Tensor, count: int) -> Ten
 
 def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """See embedding.embedding_grad."""
-    grad = torch.zeros(rows, dy.shape[1], dtype=dtype)
+    grad = torch.zeros((rows, dy.shape[1]), dtype=dtype, device=dy.device)
     tokens = torch.nonzero(ids < rows).squeeze(1)
     if not len(tokens):
         return grad
@@ -27,11 +27,12 @@ def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Te
     order = torch.argsort(which, stable=True)
     starts = counts.cumsum(0) - counts
     which = which[order]
-    place = torch.arange(len(order)) - starts[which]
+    place = torch.arange(len(order), dtype=torch.int64, device=dy.device) - starts[which]
     leaves_each = (counts + LEAF_OCCURRENCES - 1) // LEAF_OCCURRENCES
     first_leaf = leaves_each.cumsum(0) - leaves_each
     leaf = first_leaf[which] + place // LEAF_OCCURRENCES
     leaves = _sum_in_order(dy[tokens[order]], leaf, place % LEAF_OCCURRENCES, int(leaves_each.sum()))
     owner = torch.repeat_interleave(leaves_each)
-    grad[seen] = _sum_in_order(leaves, owner, torch.arange(len(owner)) - first_leaf[owner], len(seen)).to(dtype)
+    place = torch.arange(len(owner), dtype=torch.int64, device=dy.device) - first_leaf[owner]
+    grad[seen] = _sum_in_order(leaves, owner, place, len(seen)).to(dtype)
     return grad

@@ -11,6 +11,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .reference import SUPPORTED_DTYPES as DTYPES
+
+# --- what is taken: the same as by norm.py, in the same words --------------------------------------------------------
+
+
+def _check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
+    """Raise unless `tensor` has `shape` (None: any [rows, H]), the device of `like`, and one of `dtypes`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
+    if tensor.dim() != 2 or tensor.shape[1] == 0 if shape is None else tuple(tensor.shape) != shape:
+        allowed = "[rows, H] with H at least 1" if shape is None else shape
+        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
+    if tensor.device != like.device:
+        raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
+
+
+def _check_backward(operation: str, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, rms: bool) -> None:
+    _check(operation, "x", x, None, x)
+    _check(operation, "dy", dy, tuple(x.shape), x)
+    statistics = {"rstd": rstd} if rms else {"mean": mean, "rstd": rstd}
+    for name, statistic in statistics.items():
+        _check(operation, name, statistic, (x.shape[0],), x, (torch.float32,))
+
+
+# --- the kernels ----------------------------------------------------------------------------------------------------
+
 
 def _row_mean(x: Tensor) -> Tensor:
     """x [T, H] fp32 -> [T, 1] fp32: the first half of the columns plus the second, until one is left."""
@@ -44,12 +72,24 @@ def norm_forward(
     """y = (x - mean) * rstd * weight + bias, in fp32, rounded once; RMSNorm has no mean and usually no bias.
 
     Args:
-        x: [T, H], floating point.
-        weight, bias: [H], bias may be None; `zero_centered` adds 1 to weight.
+        x: [T, H]; bfloat16, float16 or float32.
+        weight, bias: [H] of those dtypes, bias may be None; `zero_centered` adds 1 to weight.
 
     Returns:
         y [T, H] in out_dtype or x.dtype; mean [T] fp32, None for RMSNorm; rstd [T] fp32.
+
+    Raises:
+        TypeError: a dtype that is not supported.
+        ValueError: a shape, a device or an eps that does not fit.
     """
+    _check("norm_forward", "x", x, None, x)
+    _check("norm_forward", "weight", weight, (x.shape[1],), x)
+    if bias is not None:
+        _check("norm_forward", "bias", bias, (x.shape[1],), x)
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"norm_forward: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
+    if not eps >= 0:
+        raise ValueError(f"norm_forward: eps is {eps}; allowed: 0 or more")
     if x.shape[0] == 0:
         empty = x.new_empty(0, dtype=torch.float32)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), None if rms else empty, empty
@@ -66,7 +106,9 @@ def norm_forward(
 def norm_backward_input(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
 ) -> Tensor:
-    """dx [T, H] in x.dtype, from dy [T, H] and what forward returned."""
+    """dx [T, H] in x.dtype, from dy [T, H] and what forward returned. Raises as `norm_forward`."""
+    _check_backward("norm_backward_input", dy, x, mean, rstd, rms)
+    _check("norm_backward_input", "weight", weight, (x.shape[1],), x)
     if x.shape[0] == 0:
         return torch.empty_like(x)
     xhat = _normalized(x, mean, rstd)
@@ -84,7 +126,13 @@ def norm_weight_leaves(
 
     Returns:
         fp32 [ceil(T / leaf_rows), H] for the weight, and for the bias if `with_bias`; the last leaf may be short.
+
+    Raises:
+        TypeError, ValueError: as `norm_forward`; ValueError for a leaf_rows below 1, too.
     """
+    _check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
+    if leaf_rows < 1:
+        raise ValueError(f"norm_weight_leaves: leaf_rows is {leaf_rows}; allowed: 1 or more")
     dy32 = dy.float()
     products = dy32 * _normalized(x, mean, rstd)
     return _sum_blocks(products, leaf_rows), _sum_blocks(dy32, leaf_rows) if with_bias else None
@@ -95,10 +143,14 @@ def _sum_blocks(values: Tensor, leaf_rows: int) -> Tensor:
 
 
 def fold_leaves(leaves: Tensor) -> Tensor:
-    """Leaves [L, H] fp32 added in order, one after another, -> [H]; zeros if there are none."""
-    if leaves.shape[0] == 0:
-        return leaves.new_zeros(leaves.shape[1])
-    total = leaves[0].clone()
-    for leaf in leaves[1:]:
+    """Leaves [L, H] fp32 added in order, one after another, from +0.0, -> [H]; zeros if there are none.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+    """
+    _check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    total = leaves.new_zeros(leaves.shape[1])
+    for leaf in leaves:
         total += leaf
     return total

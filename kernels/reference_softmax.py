@@ -33,7 +33,7 @@ def _log(x: Tensor) -> Tensor:
 
 def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
     """See softmax.softmax."""
-    y = torch.empty(x.shape, dtype=out_dtype)
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     for rows, part in _chunks(x):
         part.sub_(part.amax(1, keepdim=True))
         exps = _exp(part.clone() if log else part)
@@ -44,7 +44,7 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
 
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """See softmax.row_sums."""
-    y = torch.empty(x.shape[0], dtype=out_dtype)
+    y = torch.empty(x.shape[0], dtype=out_dtype, device=x.device)
     for rows, part in _chunks(x):
         y[rows] = _sum_by_halves(part).squeeze(1).div_(divisor)
     return y

@@ -115,8 +115,8 @@ def _tile(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], recipe: Recipe) ->
     """The accumulators [M, N] (float64, holding values of fp32) for a = values, exponents [K, M, 1], b [K, 1, N]."""
     (a_values, a_exponents), (b_values, b_exponents) = a, b
     depth, rows, cols = a_values.shape[0], a_values.shape[1], b_values.shape[2]
-    acc = torch.zeros((rows, cols), dtype=torch.float64)
-    term, exponent = torch.empty_like(acc), torch.empty((rows, cols), dtype=torch.int16)
+    acc = torch.zeros((rows, cols), dtype=torch.float64, device=a_values.device)
+    term, exponent = torch.empty_like(acc), torch.empty_like(acc, dtype=torch.int16)
     floor = _LOWEST if recipe.accumulator_floor is None else recipe.accumulator_floor
     zero_floor = _LOWEST if recipe.zero_accumulator is None else recipe.zero_accumulator
     for start in range(0, depth, recipe.group):
@@ -155,14 +155,15 @@ def model(
             f"a is {a.dtype}: the tensor core model takes {', '.join(map(str, DTYPES))}; IEEE fp32 products do not run "
             "on tensor cores, so take kernels.reference.matmul or a GPU for those"
         )
-    c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     with torch.no_grad():
         a_strips = [_decode(strip, recipe) for strip in a.t().split(_TILE_ROWS, dim=1)]
         for col in range(0, b.shape[1], _TILE_COLS):
             cols = slice(col, col + _TILE_COLS)
             b_values, b_exponents = _decode(b[:, cols], recipe)
             for i, (a_values, a_exponents) in enumerate(a_strips):
-                tile = torch.zeros((a_values.shape[1], b_values.shape[1]))  # adding to +0.0 leaves no negative zero
+                # adding to +0.0 leaves no negative zero
+                tile = a_values.new_zeros((a_values.shape[1], b_values.shape[1]), dtype=torch.float32)
                 for k in range(0, a.shape[1], stretch):
                     ks = slice(k, k + stretch)
                     acc = _tile(

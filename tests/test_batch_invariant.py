@@ -623,6 +623,39 @@ def test_default_gemm_fn_applies():
     assert seen == 3 * [(2, 3)]
 
 
+NEW_TILES = """
+import faulthandler; faulthandler.dump_traceback_later(100, exit=True)  # a deadlock, and whose
+import torch, tp_invariant as tpi
+from tp_invariant.kernels import reference
+a, b = (torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in ((70, 300), (300, 130)))
+layer = tpi.Linear(300, 130, bias=False)
+layer.weight.data.copy_(b.t())
+
+def trained():
+    x = a.clone().requires_grad_()
+    with tpi.set_tp_invariant_mode(True):
+        y = layer(x)
+    return y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight))
+
+calls = {f.__name__: f for f in (reference.matmul, reference.chained_matmul, torch.ops.tp_invariant.gemm, torch.mm)}
+calls = {name: lambda f=f: (f(a, b),) for name, f in calls.items()} | {"layer": trained}
+for name, call in calls.items():
+    reference._blas_agrees.cache_clear()  # no shape of a tile was met
+    with tpi.batch_invariant():
+        inside = call()
+    reference._blas_agrees.cache_clear()
+    outside = (reference.matmul(a, b),) if name == "mm" else call()
+    assert all(torch.equal(one, other) for one, other in zip(inside, outside, strict=True)), name
+    assert (inside[0] - a.double() @ b.double()).norm() < 1e-6 * inside[0].norm(), name
+assert not torch.equal(torch.mm(a, b), inside[0])  # torch's bits are others
+"""
+
+
+def test_this_librarys_products_are_not_routed_back():
+    """The CPU matmul calls the BLAS through torch, when it checks a new shape of tile with a lock held."""
+    subprocess.run([sys.executable, "-W", "error", "-c", NEW_TILES], check=True, timeout=300)
+
+
 # --- the context ----------------------------------------------------------------------------------------------------
 
 

@@ -259,6 +259,49 @@ def test_each_layer_keeps_its_gemm_fn():
         assert_bitwise_equal(layers[0](x), 2.0 * (x @ layers[0].weight.t()))
 
 
+@pytest.mark.parametrize("dynamic", (None, True))
+@pytest.mark.parametrize("norm", ("ParallelNorm", "LayerNormLinear"))
+def test_each_norm_keeps_its_eps(norm, dynamic):
+    """torch.compile makes a symbol of the second eps that it meets, and with dynamic=True of the first."""
+    torch.manual_seed(0)
+    make = (
+        functools.partial(tpi.ParallelNorm, 8)
+        if norm == "ParallelNorm"
+        else functools.partial(tpi.LayerNormLinear, 8, 5)
+    )
+    layers = [make(eps=eps) for eps in (1e-6, 0.1, 1e-6, 0.3)]
+    torch.compiler.reset()
+    results: dict[float, Tensor] = {}
+    with tpi.set_tp_invariant_mode(True):
+        for layer in layers:
+            layer.load_state_dict(layers[0].state_dict())
+            seen = []
+            for call in (torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic), layer):
+                x = wide_randn(4, 8, generator=torch.Generator().manual_seed(1), spread=3).requires_grad_()
+                layer.zero_grad()
+                y = call(x)
+                y.square().sum().backward()
+                seen.append((y.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}))
+            assert_bitwise_equal(*seen)
+            results[layer.eps] = seen[0][0]
+    assert len({digest(y) for y in results.values()}) == 3
+
+
+def test_numbers_that_change_from_call_to_call():
+    """A label_smoothing and an ignore_index are settings too, given as arguments."""
+    logits, target = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
+    loss = functools.partial(tpi.vocab_parallel_cross_entropy, tp_group=None)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda s, i: loss(logits, target, label_smoothing=s, ignore_index=i), fullgraph=True, backend="aot_eager"
+    )
+    with tpi.set_tp_invariant_mode(True):
+        for smoothing, ignored in ((0.1, -100), (0.2, 1), (0.3, 2), (0.1, 3)):
+            assert_bitwise_equal(
+                compiled(smoothing, ignored), loss(logits, target, label_smoothing=smoothing, ignore_index=ignored)
+            )
+
+
 def test_partition_stride_autocast_and_wrong_input():
     layer = tpi.Linear(32, 24, parallel_mode="column")
     torch.compiler.reset()

@@ -8,6 +8,7 @@ import torch
 import tp_invariant as tpi
 from tp_invariant.gemm import (
     RankMajor,
+    bundled,
     bundled_gemm_fn,
     column_sums,
     gemm,
@@ -187,6 +188,46 @@ def test_an_empty_sum_is_zero_or_the_bias(dtype, out_dtype):
     assert_bitwise_equal(gemm(refuse, a, b, out_dtype=out_dtype), torch.zeros(2, 4, dtype=wanted))
     expected = bias.to(wanted).expand(2, 4)
     assert_bitwise_equal(gemm(refuse, a, b, bias=bias, out_dtype=out_dtype), expected)
+
+
+EMPTY, B = torch.empty(0, 7), torch.empty(8, 5)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "a", "b", "options"),
+    [
+        (ValueError, "a (0, 7) and b (8, 5) disagree on K: 7 against 8", EMPTY, B, {}),
+        (ValueError, "a (3, 0) and b (8, 5) disagree on K: 0 against 8", torch.empty(3, 0), B, {}),
+        (ValueError, "a (3, 7) and b (0, 5) disagree on K: 7 against 0", torch.empty(3, 7), B[:0], {}),
+        (TypeError, "a is torch.float32 and b is torch.float16: they must have", EMPTY, B[:7].half(), {}),
+        (TypeError, "a is torch.float64: supported are torch.bfloat16", EMPTY.double(), B[:7].double(), {}),
+        (TypeError, "out_dtype is torch.int32: supported are", EMPTY, B[:7], {"out_dtype": torch.int32}),
+        (ValueError, "bias has shape (1,): it must be (5,)", torch.empty(3, 0), B[:0], {"bias": torch.ones(1)}),
+        (TypeError, "bias is torch.float64: supported", EMPTY, B[:7], {"bias": torch.ones(5).double()}),
+        (ValueError, "b is on meta: it must be on the device of a, cpu", EMPTY, B[:7].to("meta"), {}),
+    ],
+)
+def test_empty_operands_are_checked(error, text, a, b, options):
+    """As the bundled kernels check others; a gemm_fn of one's own has its own rules."""
+    for gemm_fn in (None, reference.matmul, bundled()):
+        with pytest.raises(error, match=re.escape(text)):
+            gemm(gemm_fn, a, b, **options)
+    if a.dtype == torch.float64:
+        assert gemm(refuse, a, b, **options).shape == (0, 5)
+
+
+@pytest.mark.parametrize("gemm_fn", [None, refuse])
+@pytest.mark.parametrize("a", [torch.ones(2, 3, 4), torch.ones(0, 3, 4), torch.ones(4)], ids=lambda a: str(a.dim()))
+def test_what_is_no_matrix(gemm_fn, a):
+    with pytest.raises(ValueError, match=re.escape(f"a and b must be matrices; a has shape {tuple(a.shape)}")):
+        gemm(gemm_fn, a, torch.ones(4, 5))
+    with pytest.raises(ValueError, match=re.escape(f"and b {tuple(a.shape)}")):
+        gemm(gemm_fn, torch.ones(5, 4), a)
+
+
+def test_empty_operands_without_data():
+    """Where no kernel is bundled there is nothing to check for, and nothing to compute."""
+    assert gemm(None, EMPTY.to("meta"), B[:7].to("meta")).shape == (0, 5)
 
 
 # --- autocast -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ On a machine without a GPU its logic runs in Triton's interpreter; bytes are com
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -179,6 +180,214 @@ def test_the_walk_in_the_interpreter(case, b_k_dim, monkeypatch):
     for config in (MatmulConfig(16, 32, 16, 4, 2), MatmulConfig(32, 48, 64, 4, 2, halves=True)):
         got = matmul_tma.tma_matmul(x, bias, torch.float32, config)
         torch.testing.assert_close(got, a @ b.t() + bias, rtol=0, atol=0)
+
+
+A3, B3 = torch.ones(2, 8, 32), torch.ones(2, 16, 32)  # [P, M, K/P] and [P, N, K/P]
+
+
+@pytest.mark.parametrize(
+    "error, message, args, options",
+    (
+        (TypeError, "b is a list; allowed: a torch.Tensor", (A3, [1]), {}),
+        (TypeError, "b has dtype torch.float16; allowed: the dtype of a, torch.float32", (A3, B3.half()), {}),
+        (TypeError, "bias has dtype torch.float64; allowed: ", (A3, B3), dict(bias=torch.ones(16).double())),
+        (TypeError, "out_dtype is torch.float64; allowed: ", (A3, B3), dict(out_dtype=torch.float64)),
+        (ValueError, "b is on meta; allowed: the device of a, cpu", (A3, B3.to("meta")), {}),
+        (ValueError, "a has shape (8, 32); allowed: three dimensions, [P, M, K/P]", (A3[0], B3), {}),
+        (ValueError, "b has shape (1, 16, 32); allowed: [P, N, K/P] with the P and K/P of a", (A3, B3[:1]), {}),
+        (ValueError, "b has shape (2, 16, 16); allowed: [P, N, K/P] with the P and K/P of a", (A3, B3[..., :16]), {}),
+        (ValueError, "b has shape (2, 16, 32); allowed: [P, K/P, N] with the P and K/P of a", (A3, B3), {"b_k_dim": 0}),
+        (ValueError, "b_k_dim is 2; allowed: 1 for b [P, N, K/P], 0 for b", (A3, B3), {"b_k_dim": 2}),
+        (ValueError, "bias has shape (3,); allowed: [N], here (16,)", (A3, B3), dict(bias=torch.ones(3))),
+        *(
+            (
+                ValueError,
+                f"stride is {s}; allowed: an int of at least 1 that divides K/P, here 32",
+                (A3, B3),
+                {"stride": s},
+            )
+            for s in (0, -1, 5, 1.0)
+        ),
+        (ValueError, "promote_every=64 is not a multiple of 128", (A3, B3), dict(promote_every=64)),
+    ),
+)
+def test_rank_major_operands_that_do_not_fit(error, message, args, options):
+    from tp_invariant.kernels.matmul import matmul_rank_major
+
+    with pytest.raises(error, match=re.escape(message)):
+        matmul_rank_major(*args, **{"b_k_dim": 1, **options})
+    assert matmul_rank_major(A3, B3, b_k_dim=1) is None  # these do: they are not on a Hopper
+    assert matmul_rank_major(A3[:, :0], B3, b_k_dim=1) is None
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The TMA kernel takes all, in the interpreter; no call is remembered from before."""
+    from tp_invariant.kernels import matmul_tma
+
+    if HOPPER:
+        pytest.skip("the interpreter runs on machines without a GPU")
+    monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
+    monkeypatch.setattr(matmul_tma, "_takes", lambda a, n, out_dtype: True)
+    monkeypatch.setattr(matmul_tma, "_prepared", {})
+    matmul_tma._plan.cache_clear()
+    yield matmul_tma
+    matmul_tma._plan.cache_clear()
+
+
+def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
+    """With the limit of 2^31 - 1 lowered to 200."""
+    from tp_invariant.kernels.matmul import matmul
+
+    seen = []
+    original = interpreted.Launch.__call__
+    monkeypatch.setattr(
+        interpreted.Launch, "__call__", lambda self, *args: (seen.append(args[10]), original(self, *args))[1]
+    )
+    monkeypatch.setattr(interpreted, "_MAX_SIDE", 200)
+    a, b = torch.randint(-8, 9, (4, 32)).float(), torch.randint(-8, 9, (32, 20)).float()
+    for stride, launched in ((1, 1), (10, 10), (11, 1)):
+        bias = torch.arange(20.0 * stride)[::stride]
+        assert_bitwise_equal(matmul(a, b, bias=bias), a @ b + bias, f"stride {stride}")
+        assert seen.pop() == launched
+
+
+def test_what_a_call_is_known_by(interpreted):
+    """All that may differ at the same addresses; and what is never remembered."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    a, b = torch.ones(8, 8), torch.ones(8, 8)
+    known = [
+        interpreted.call_key(x, y, bias, out_dtype, every)
+        for x, y in ((a, b), (b, a), (a.t(), b), (a[:4], b), (a.view(torch.int32), b), (a, b.t()))
+        for bias in (None, a[0], b[0], a[:, 0], a[0].view(torch.int32))
+        for out_dtype in (None, torch.float16)
+        for every in (None, 128, 512)
+    ]
+    with FakeTensorMode():
+        there = [torch.empty(8, 8, device=f"cuda:{index}") for index in (0, 1)]
+        known += [interpreted.call_key(*each, None, None) for each in itertools.product(there, repeat=3)]
+    assert None not in known and len(set(known)) == len(known)
+    negated = torch._neg_view(a)
+    for args in ((negated, b), (a, negated), (a, b, negated[0]), (a, b, None, None, 512.0), (a, [1])):
+        assert interpreted.call_key(*args, *[None] * (5 - len(args))) is None
+
+
+def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
+    """Served by what was prepared, with what stands in memory now; a call that only looks alike is not."""
+    from tp_invariant.kernels import matmul as room
+
+    class Remembering(interpreted.Launch):
+        direct = True
+
+    monkeypatch.setattr(interpreted, "Launch", Remembering)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    served = []
+    original = interpreted.repeat_call
+    monkeypatch.setattr(room, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
+    a, b = (torch.randint(-8, 9, shape).float() for shape in ((8, 32), (32, 20)))
+    for call in range(3):
+        a += 1
+        assert_bitwise_equal(room.matmul(a, b, promote_every=512), a @ b)
+        assert (served.pop() is not None) == (call > 0)
+    assert_bitwise_equal(room.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
+    with pytest.raises(TypeError, match=r"promote_every=512\.0 is no int"):
+        room.matmul(a, b, promote_every=512.0)
+    assert served == [None, None]
+
+
+@on_hopper
+def test_repeated_calls(monkeypatch):
+    """At the same addresses: other values, biases, dtypes, promotions, strides and shapes, call by call."""
+    import triton
+
+    from tp_invariant.kernels import launch, matmul_tma
+    from tp_invariant.kernels import matmul as room
+    from tp_invariant.kernels.matmul_configs import MatmulConfig
+
+    generic = MatmulConfig(64, 64, 64, 4, 3)
+    a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
+    bias = wide_randn(1024, generator=torch.Generator().manual_seed(0), spread=2).cuda()
+    bias16 = bias.bfloat16()
+    views = (a.view(512, 64).t(), b), (a[:8], b), (a, b.t()), (a.view(torch.float16), b.view(torch.float16))
+    biases = bias[:512], bias[512:], bias[::2], bias16[:512], bias16.view(torch.float16)[:512]
+    variants = [
+        (a, b, {}),
+        *((x, y, {}) for x, y in views),
+        *((a, b, dict(bias=z)) for z in biases),
+        *((a, b, dict(out_dtype=out_dtype)) for out_dtype in (torch.float16, torch.float32)),
+        *((a, b, dict(promote_every=every)) for every in (128, 256)),
+    ]
+    monkeypatch.setattr(matmul_tma, "_prepared", {})
+    served = []
+    original = matmul_tma.repeat_call
+    monkeypatch.setattr(room, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
+    for _ in range(4):
+        a.mul_(2)  # other values, in the same memory
+        for x, y, options in variants:
+            expected = room.matmul(x, y, config=generic, **options)
+            assert_bitwise_equal(room.matmul(x, y, **options), expected, f"{x.stride()} {y.stride()} {options}")
+    if triton.__version__.startswith(launch._KNOWN_LAUNCHERS):
+        assert sum(c is not None for c in served) >= 2 * len(variants)  # the last two rounds
+    expected = room.matmul(-a, b, config=generic)
+    assert_bitwise_equal(room.matmul(torch._neg_view(a), b), expected, "negated by a bit")
+    assert_bitwise_equal(room.matmul((-a).clone(), b), expected)
+    with pytest.raises(TypeError, match=r"promote_every=256\.0 is no int"):
+        room.matmul(a, b, promote_every=256.0)
+
+
+@on_hopper
+def test_a_repeated_call_goes_to_the_current_stream():
+    from tp_invariant.kernels.matmul import matmul
+
+    a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
+    wanted = a.clone()
+    expected = matmul(wanted, b)
+    assert not torch.equal(expected, matmul(torch.zeros_like(a), b))
+    a.zero_()
+    for _ in range(3):
+        matmul(a, b)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # on another stream the product would be over by now, of zeros
+        a.copy_(wanted)
+        got = matmul(a, b)
+    stream.synchronize()
+    assert_bitwise_equal(got, expected)
+
+
+@on_hopper
+def test_repeated_calls_in_memory_that_was_freed():
+    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.matmul_configs import MatmulConfig
+
+    seen, again = set(), 0
+    for turn in range(12):
+        shape = ((64, 512, 512), (128, 512, 256))[turn % 2]  # a of as many bytes, and sometimes of the same shape
+        a, b = operands(shape, (False, False), torch.bfloat16)
+        a, b = a * (turn + 1), b.clone()
+        again += a.data_ptr() in seen
+        seen.add(a.data_ptr())
+        for _ in range(2):
+            assert_bitwise_equal(matmul(a, b), matmul(a, b, config=MatmulConfig(64, 64, 64, 4, 3)), f"turn {turn}")
+        del a, b
+    assert again, "the allocator gave no memory a second time: the test shows nothing"
+
+
+@on_hopper
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_repeated_calls_on_a_device_that_is_not_the_current_one():
+    from tp_invariant.kernels.matmul import matmul
+
+    a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
+    expected = matmul(a, b)
+    for current in (0, 0, 1, 1, 0):
+        with torch.cuda.device(current):
+            for x, y in ((a, b), (a.to("cuda:1"), b.to("cuda:1"))):
+                got = matmul(x, y)
+                assert got.device == x.device
+                assert_bitwise_equal(got.to("cuda:0"), expected)
 
 
 @on_hopper

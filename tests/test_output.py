@@ -152,6 +152,18 @@ def test_what_is_refused(matmul, kind, text, options):
     assert_bitwise_equal((A, B), (a_before, b_before))
 
 
+@KERNELS
+def test_a_bias_within_out_is_refused(matmul):
+    """A tile would read it after another had overwritten it."""
+    out = torch.zeros(4, 3)
+    for bias in (out[0], out[3], out.view(-1)[5:8]):
+        with pytest.raises(ValueError, match=r"^matmul: out shares memory with bias; allowed: memory of its own$"):
+            matmul(A, B, bias=bias, out=out)
+    memory = torch.zeros(5, 3)
+    matmul(A, B, bias=memory[4].fill_(2), out=memory[:4])  # beside it: nothing is shared
+    assert_bitwise_equal(memory[:4], torch.full((4, 3), 10.0))
+
+
 # --- promotion ------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,9 @@
 """The CPU kernels: against the order that they document, a float64 reference, and slices of every kind."""
 
+import contextlib
+import functools
 import math
+import re
 import warnings
 from fractions import Fraction
 
@@ -11,7 +14,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_invariant.kernels import reference, reference_norm
+from tp_invariant.kernels import (
+    reference,
+    reference_attention,
+    reference_cross_entropy,
+    reference_embedding,
+    reference_norm,
+    reference_softmax,
+    tensor_core,
+)
+from tp_invariant.kernels.attention_spec import AttentionSpec, PackedLengths
 from tp_invariant.kernels.reference import K_BLOCK, chained_matmul, matmul
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
 
@@ -231,11 +243,141 @@ def test_operands_are_left_alone_and_need_no_autograd(gemm_fn):
     assert_bitwise_equal([a.detach(), b.detach(), bias], list(copies))
 
 
-def test_autocast_changes_nothing():
+AROUND = {
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16),
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_autocast_and_inference_mode_change_nothing(around, fresh_check):
+    """Both forms, and into out=, with a self-check made inside."""
     a, b, _ = operands(5, 6, 40, torch.float32)
-    expected = matmul(a, b), chained_matmul(a, b)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_bitwise_equal((matmul(a, b), chained_matmul(a, b)), expected)
+    expected = chained_matmul(a, b)
+    out = torch.zeros(5, 6)
+    with around():
+        assert_bitwise_equal([matmul(a, b), chained_matmul(a, b), matmul(a, b, out=out)], [expected] * 3)
+    assert_bitwise_equal([out, matmul(a, b)], [expected] * 2)
+
+
+def test_an_out_that_requires_grad():
+    """Autograd would give it the gradient of what it held before."""
+    a, b, _ = operands(5, 6, 40, torch.float32)
+    leaf = torch.zeros(5, 6, requires_grad=True)
+    for out in (leaf, leaf * 2):
+        before = out.detach().clone()
+        with pytest.raises(ValueError, match=r"^matmul: out requires grad, .*: pass out.detach\(\)$"):
+            matmul(a, b, out=out)
+        assert_bitwise_equal(out.detach(), before)
+    with torch.no_grad():
+        matmul(a, b, out=leaf)
+    assert_bitwise_equal(leaf.detach(), matmul(a, b))
+
+
+def test_vmap():
+    """The matmul, which writes into what it made, is refused by torch; the op is taken slice by slice."""
+    a, b, bias = operands(6, 7, 300, torch.float32)
+    stacked, op = torch.stack([a, a.flip(0)]), torch.ops.tp_invariant.gemm
+    expected = torch.stack([matmul(one, b, bias=bias) for one in stacked])
+    assert_bitwise_equal(torch.func.vmap(lambda one: op(one, b, bias))(stacked), expected)
+    with pytest.raises(RuntimeError, match="vmap: inplace"):
+        torch.func.vmap(lambda one: matmul(one, b, bias=bias))(stacked)
+
+
+# --- torch's defaults -----------------------------------------------------------------------------------------------
+
+
+def every_kernel():
+    """A call of each CPU kernel, on data that are made here and now."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (wide_randn(70, 48, generator=generator, spread=3) for _ in range(2))
+    w, bias = (wide_randn(48, generator=generator, spread=3) for _ in range(2))
+    a, b, b_bias = operands(70, 33, 300, torch.bfloat16)
+    a[3, 5], a[4, 6] = math.nan, math.inf
+    a32, b32, _ = operands(70, 33, 300, torch.float32)
+    ids, target = torch.randint(0, 9, (70,), generator=generator), torch.arange(70) % 60
+    q, dout = (torch.randn(2, 4, 9, 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(2, 2, 140, 16, generator=generator) for _ in range(2))
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 130, 140], dtype=torch.int32)
+    lengths = PackedLengths(*cu, 6, 130)
+    top, scale = x.amax(1), torch.full((70,), 2.0)
+    stats = {rms: reference_norm.norm_forward(x, w, None, eps=1e-5, rms=rms, zero_centered=False) for rms in (0, 1)}
+
+    def of_norm(rms):
+        y = reference_norm.norm_forward(x, w, bias, eps=1e-5, rms=rms, zero_centered=True)
+        _, mean, rstd = stats[rms]
+        dx = reference_norm.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=True)
+        dw, db = reference_norm.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=32, rms=rms, with_bias=True)
+        return [t for t in (*y, dx, dw, db, *map(reference_norm.fold_leaves, (dw, db))) if t is not None]
+
+    def of_logits():
+        exps, shifts = reference_cross_entropy.row_sums(x, 40, top, exp_bits=40, shift_scale=scale)
+        extremes = reference_cross_entropy.row_extremes(x, 40, with_low=True)
+        factors = (scale, scale * 0.5, scale * 0.25)
+        grad = reference_cross_entropy.logits_grad(x, 40, 3, target, -100, top, scale, factors)
+        return [exps, shifts, *extremes, grad]
+
+    def of_rows():
+        row_sums = reference_softmax.row_sums(x, divisor=48, out_dtype=torch.float16)
+        return [row_sums, *(reference_softmax.softmax(x, log=log, out_dtype=torch.bfloat16) for log in (False, True))]
+
+    def of_attention():
+        spec = AttentionSpec(causal=True, scale=0.25, window=100, softcap=20.0)
+        results = []
+        for some, of_all in ((slice(None), None), (slice(0, 1), lengths)):
+            tensors = [t[some] for t in (q, k, v)]
+            out, lse = reference_attention.forward(*tensors, spec, of_all)
+            results += [out, lse, *reference_attention.backward(dout[some], *tensors, out, lse, spec, of_all)]
+        return results
+
+    def of_embedding():
+        return [reference_embedding.embedding_grad(dy, ids, 8, dtype) for dtype in DTYPES]
+
+    def of_the_tensor_core():
+        fp32 = tensor_core.matmul(a, b, bias=b_bias, out_dtype=torch.float32, promote_every=128)
+        return [fp32, tensor_core.matmul(a.half(), b.half())]
+
+    def of_matmul():
+        products = [
+            matmul(*ab, out_dtype=torch.float32, promote_every=p) for ab in ((a, b), (a32, b32)) for p in (None, 128)
+        ]
+        return [*products, matmul(a32, b32), matmul(a32.t()[:, :64].t(), b32), chained_matmul(a32, b32)]
+
+    norms = [lambda: of_norm(False), lambda: of_norm(True)]
+    return [of_matmul, *norms, of_logits, of_rows, of_attention, of_embedding, of_the_tensor_core]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_torchs_defaults_change_nothing(default, fresh_check):
+    """Nor does the self-check follow them, which would otherwise be kept, wrong, for the rest of the process."""
+    calls = every_kernel()
+    expected = [call() for call in calls]
+    reference._blas_agrees.cache_clear()
+    with warnings.catch_warnings(), DEFAULTS[default]():
+        warnings.simplefilter("error")
+        assert torch.empty(0).dtype != torch.float32 or torch.empty(0).device.type == "meta"
+        inside = [call() for call in calls]
+    assert_bitwise_equal(inside, expected)
+    assert_bitwise_equal([call() for call in calls], expected, "with what the self-check found inside")
 
 
 # --- the self-check -------------------------------------------------------------------------------------------------
@@ -471,6 +613,52 @@ def test_leaves_fold_in_order(count):
     if count > 2:
         with pytest.raises(AssertionError, match="elements differ"):
             assert_bitwise_equal(reference_norm.fold_leaves(leaves.flip(0)), torch.from_numpy(total))
+
+
+def test_sums_of_rows_start_from_plus_zero():
+    """As norm.py says: a sum of nothing but -0.0 is 0.0."""
+    minus = torch.full((3, 4), -0.0)
+    assert_bitwise_equal([reference_norm.fold_leaves(minus[:count]) for count in (1, 3)], [torch.zeros(4)] * 2)
+    leaves = reference_norm.norm_weight_leaves(
+        minus, torch.ones(3, 4), None, torch.ones(3), leaf_rows=2, rms=True, with_bias=True
+    )
+    assert_bitwise_equal(leaves, [torch.zeros(2, 4)] * 2)
+
+
+X, W, STAT = torch.ones(4, 8), torch.ones(8), torch.ones(4)
+forward = functools.partial(reference_norm.norm_forward, eps=1e-6, rms=False, zero_centered=False)
+backward = functools.partial(reference_norm.norm_backward_input, rms=False, zero_centered=False)
+to_leaves = functools.partial(reference_norm.norm_weight_leaves, rms=False, with_bias=True, leaf_rows=4)
+fold = reference_norm.fold_leaves
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    (
+        (TypeError, "norm_forward: x has dtype torch.float64; allowed: torch.bf", lambda: forward(X.double(), W, W)),
+        (TypeError, "norm_forward: weight is a list; allowed: a torch.Tensor", lambda: forward(X, [1.0], None)),
+        (TypeError, "norm_forward: bias has dtype torch.float64", lambda: forward(X, W, W.double())),
+        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", lambda: forward(X, W, W, out_dtype=torch.int8)),
+        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", lambda: forward(W, W, W)),
+        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", lambda: forward(X[:, :0], W[:0], None)),
+        (ValueError, "norm_forward: weight has shape (1,); allowed: (8,)", lambda: forward(X, W[:1], None)),
+        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", lambda: forward(X[:0], W, W[None])),
+        (ValueError, "norm_forward: weight is on meta; allowed: the device", lambda: forward(X, W.to("meta"), None)),
+        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", lambda: forward(X, W, W, eps=-1)),
+        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", lambda: forward(X, W, W, eps=math.nan)),
+        (ValueError, "norm_backward_input: dy has shape (1, 8); allowed: ", lambda: backward(X[:1], X, W, STAT, STAT)),
+        (ValueError, "norm_backward_input: weight has shape (1,);", lambda: backward(X, X, W[:1], STAT, STAT)),
+        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", lambda: backward(X, X, W, None, STAT)),
+        (TypeError, "norm_backward_input: rstd has dtype torch.float16", lambda: backward(X, X, W, STAT, STAT.half())),
+        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", lambda: to_leaves(X, X, STAT, W)),
+        (ValueError, "norm_weight_leaves: leaf_rows is 0;", lambda: to_leaves(X, X, STAT, STAT, leaf_rows=0)),
+        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", lambda: fold(X.half())),
+        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", lambda: fold(W)),
+    ),
+)  # fmt: skip
+def test_norm_errors(error, text, call):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
 
 
 def test_no_leaves_fold_to_zeros():

@@ -123,7 +123,7 @@ ALLOWED = {
     "attention": {"attention_checks", "kernels"},
     "attention_choice": {"attention", "attention_checks", "elementwise", "gemm", "mode"},
     "batch_invariant_ops": {"gemm", "kernels"},
-    "batch_invariant_dispatch": {"batch_invariant_ops", "elementwise"},
+    "batch_invariant_dispatch": {"batch_invariant_ops", "elementwise", "kernels"},
     "batch_invariant": {"attention_choice", "batch_invariant_dispatch", "batch_invariant_ops", "functions", "gemm"},
     "determinism_settings": set(),
     "determinism": {"determinism_settings"},

@@ -136,6 +136,18 @@ def test_strides_change_no_bit(dtype):
         assert_bitwise_equal(matmul(row, col), matmul(row.contiguous(), col.contiguous()), f"expanded {dim}")
 
 
+def test_views_negated_by_a_bit_are_negated():
+    """z.conj().imag is such a view, and may stay one in another dtype; kernels see bytes, which are those of z.imag."""
+    a, b, bias = (rand(*shape, dtype=torch.float32, seed=3) for shape in ((33, 40), (40, 20), (20,)))
+    for dtype in DTYPES:
+        negated = [torch._neg_view(-x.to(dtype)) for x in (a, b, bias)]
+        expected = matmul(a.to(dtype), b.to(dtype), bias=bias.to(dtype))
+        assert_bitwise_equal(matmul(*negated[:2], bias=negated[2]), expected, f"{dtype}")
+    out = torch._neg_view(torch.zeros(33, 20, device=DEVICE))
+    with pytest.raises(ValueError, match=r"out is a view that torch negates"):
+        matmul(a, b, out=out)
+
+
 @pytest.mark.parametrize("k", (40, 64))
 def test_neighbours_in_memory_are_not_read(k):
     m, n = 17, 19

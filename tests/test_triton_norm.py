@@ -140,6 +140,25 @@ def test_rows_have_the_bits_of_the_whole(dtype, h, rms):
 
 
 @both_norms
+def test_views_negated_by_a_bit_are_negated(rms):
+    """As z.conj().imag is, and stays in some other dtypes; of its own bytes, which kernels see, it is the negative."""
+
+    def negated(z: Tensor) -> Tensor:
+        return torch._neg_view(-z)
+
+    x, w, b, dy = case(5, 20)
+    assert_bitwise_equal(everything(*map(negated, (x, w, b, dy)), rms), everything(x, w, b, dy, rms))
+    _, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
+    results = []
+    for view in (lambda z: z, negated):
+        stats = None if rms else view(mean), view(rstd)
+        dx = norm_backward_input(dy, x, w, *stats, rms=rms, zero_centered=False)
+        results.append((dx, *norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=True)))
+    assert_bitwise_equal(*results)
+    assert_bitwise_equal(fold_leaves(negated(dy)), fold_leaves(dy))
+
+
+@both_norms
 def test_nan_stays_in_its_row(rms):
     x, w, b, dy = case(5, 20)
     clean = everything(x, w, b, dy, rms)

@@ -252,6 +252,9 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
                 aten.impl(func, kernel, "CPU", with_keyset=True)
+        from .kernels import reference
+
+        reference.unrouted = unrouted
         _libraries.extend((everything, aten))
         return _above, _below
 

@@ -110,7 +110,13 @@ def _encode(value: Any, groups: list[str]) -> Any:
     if isinstance(value, _group_type):
         groups.append(group_name(value))
         return ("group",)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (int, float)):
+        # torch.compile makes a symbol of a number (an eps) once it has met another value: here it is the value again,
+        # and guarded
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy, so only here
+
+        return guard_scalar(value)
+    if value is None or isinstance(value, str):
         return value
     if isinstance(value, tuple):
         return ("tuple", *[_encode(item, groups) for item in value])

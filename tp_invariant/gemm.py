@@ -175,15 +175,15 @@ def gemm(
 
     Raises:
         RuntimeError: the gemm_fn returned another shape, dtype or device than its contract says.
+        ValueError, TypeError: a or b is no matrix; what the bundled kernels refuse, of empty operands too.
     """
     out_dtype = out_dtype or a.dtype
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"a and b must be matrices; a has shape {tuple(a.shape)} and b {tuple(b.shape)}")
     rows, k = a.shape
     cols = b.shape[1]
-    if rows == 0 or cols == 0:
-        return a.new_empty((rows, cols), dtype=out_dtype)
-    if k == 0:  # an empty sum
-        zeros = a.new_zeros((rows, cols), dtype=out_dtype)
-        return zeros if bias is None else zeros + bias.to(out_dtype)
+    if not (rows and k and cols):
+        return _of_nothing(gemm_fn, a, b, bias, out_dtype)
     fn = resolve_gemm_fn(gemm_fn, a.device)
     if torch.is_autocast_enabled(a.device.type):  # entering the context costs as much as a launch
         with torch.autocast(a.device.type, enabled=False):
@@ -199,6 +199,16 @@ def gemm(
             f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
         )
     return c
+
+
+def _of_nothing(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`gemm` of empty operands: nothing, or an empty sum, zero."""
+    if a.device.type in ("cpu", "cuda") and _as_bundled(gemm_fn, a.device) is not None:
+        from .kernels.reference import check_operands
+
+        check_operands(a, b, bias, out_dtype, nothing=True)
+    c = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    return c + bias.to(out_dtype) if bias is not None and c.numel() else c
 
 
 def gemm_into(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
