@@ -113,6 +113,7 @@ def trained_on_gpus(tp_group, mode, sp):
     """Losses and the full weights' digest after three steps in bfloat16; 640 tokens are more than a chunk of keys."""
     import transformers
 
+    hugging_face.register_attention()
     device = torch.device("cuda", torch.cuda.current_device())
     config = transformers.Qwen3Config(
         vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=8,
