@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launches, interpreting, launch_on
-from .matmul import DTYPES
+from .norm_checks import check, check_backward, check_forward
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
 LOOP_CHUNK = 8192
@@ -215,27 +215,6 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def _check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
-    """Raise unless `tensor` has `shape` (None: any [rows, H]), the device of `like`, and one of `dtypes`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
-    if tensor.dim() != 2 or tensor.shape[1] == 0 if shape is None else tuple(tensor.shape) != shape:
-        allowed = "[rows, H] with H at least 1" if shape is None else shape
-        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
-    if tensor.device != like.device:
-        raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
-
-
-def _check_backward(operation: str, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, rms: bool) -> None:
-    _check(operation, "x", x, None, x)
-    _check(operation, "dy", dy, tuple(x.shape), x)
-    if not rms:
-        _check(operation, "mean", mean, (x.shape[0],), x, (torch.float32,))
-    _check(operation, "rstd", rstd, (x.shape[0],), x, (torch.float32,))
-
-
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool,
     out_dtype: torch.dtype | None = None,
@@ -247,15 +226,8 @@ def norm_forward(
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
-    _check("norm_forward", "x", x, None, x)
+    check_forward("norm_forward", x, weight, bias, eps, out_dtype)
     t, h = x.shape
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if name == "weight" or vector is not None:
-            _check("norm_forward", name, vector, (h,), x)
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"norm_forward: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
-    if not eps >= 0:
-        raise ValueError(f"norm_forward: eps is {eps}; allowed: 0 or more")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     y = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     mean, rstd = (torch.empty(t, device=x.device, dtype=torch.float32) for _ in range(2))
@@ -279,9 +251,9 @@ def norm_backward_input(
     dy, x: [T, H]; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`), rstd: float32 [T],
     from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
     """
-    _check_backward("norm_backward_input", dy, x, mean, rstd, rms)
+    check_backward("norm_backward_input", dy, x, mean, rstd, rms)
     t, h = x.shape
-    _check("norm_backward_input", "weight", weight, (h,), x)
+    check("norm_backward_input", "weight", weight, (h,), x)
     dx = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
     if t > 0:
         (dy, dy_stride), (x_rows, x_stride), (w, _) = _rows(dy), _rows(x), _rows(weight)
@@ -305,7 +277,7 @@ def norm_weight_leaves(
     the product rounded to fp32 before it is added. Arguments and errors as for `norm_backward_input`; a leaf_rows below
     1 raises ValueError.
     """
-    _check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
+    check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
     if leaf_rows < 1:
         raise ValueError(f"norm_weight_leaves: leaf_rows is {leaf_rows}; allowed: 1 or more")
     t, h = x.shape
@@ -331,7 +303,7 @@ def fold_leaves(leaves: Tensor) -> Tensor:
 
     Raises TypeError for another dtype and ValueError for another shape.
     """
-    _check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
     count, h = leaves.shape
     out = torch.empty(h, device=leaves.device, dtype=torch.float32)
     with launch_on(leaves, "fold_leaves"):

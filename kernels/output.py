@@ -44,8 +44,9 @@ def check_output(
 
     Raises:
         TypeError: an out that is no tensor or not of out_dtype, or one to accumulate into that is not float32.
-        ValueError: accumulate without out; an out of another shape or device, without contiguous rows, or that shares
-            memory with an operand or the bias, which other tiles would read after it was overwritten.
+        ValueError: accumulate without out; an out of another shape or device, without contiguous rows, that requires
+            grad while gradients are recorded, or that shares memory with an operand or the bias, which other tiles
+            would read after it was overwritten.
     """
     if out is None:
         if accumulate:
@@ -65,6 +66,8 @@ def check_output(
     (rows, cols), (outer, inner) = shape, out.stride()
     if (cols > 1 and inner != 1) or (rows > 1 and outer < cols):
         raise ValueError(f"matmul: out has strides {out.stride()}; allowed: contiguous rows that do not overlap")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("matmul: out requires grad, which a product written into it would not have: pass out.detach()")
     for name, read in (("a", a), ("b", b), ("bias", bias)):
         if read is not None and _overlap(out, read):
             raise ValueError(f"matmul: out shares memory with {name}; allowed: memory of its own")

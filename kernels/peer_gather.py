@@ -126,10 +126,10 @@ def peer_gather(
     index = x.get_device() if x.is_cuda else None
     launch = _launch(index, size)
     numbers = (rank, words, *places, capacity, tag, limit, size, triton.next_power_of_2(size), BLOCK)
-    arguments: tuple = (_words(x), _words(out), table, states) if not launch.direct else ()
+    tensors = x, out, table, states
     with launch_on(x, "peer_gather"):
-        launch(
-            index, *(arguments or (t.data_ptr() for t in (x, out, table, states))), *numbers,
-            grid=(blocks_of(words), 1, 1),
-        )  # fmt: skip
+        if launch.direct:
+            launch(index, *(t.data_ptr() for t in tensors), *numbers, grid=(blocks_of(words), 1, 1))
+        else:
+            launch(index, _words(x), _words(out), table, states, *numbers, grid=(blocks_of(words), 1, 1))
     return out

@@ -168,8 +168,6 @@ def _matmul(
 ) -> Tensor:
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", a.dtype))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
-    if out is not None and out.requires_grad and torch.is_grad_enabled():
-        raise ValueError("matmul: out requires grad, which a product written into it would not have: pass out.detach()")
     panels = None if check_promotion(promote_every) is None else promote_every // K_BLOCK
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         b_rows = b.t()

@@ -11,33 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import SUPPORTED_DTYPES as DTYPES
-
-# --- what is taken: the same as by norm.py, in the same words --------------------------------------------------------
-
-
-def _check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
-    """Raise unless `tensor` has `shape` (None: any [rows, H]), the device of `like`, and one of `dtypes`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
-    if tensor.dim() != 2 or tensor.shape[1] == 0 if shape is None else tuple(tensor.shape) != shape:
-        allowed = "[rows, H] with H at least 1" if shape is None else shape
-        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
-    if tensor.device != like.device:
-        raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
-
-
-def _check_backward(operation: str, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, rms: bool) -> None:
-    _check(operation, "x", x, None, x)
-    _check(operation, "dy", dy, tuple(x.shape), x)
-    statistics = {"rstd": rstd} if rms else {"mean": mean, "rstd": rstd}
-    for name, statistic in statistics.items():
-        _check(operation, name, statistic, (x.shape[0],), x, (torch.float32,))
-
-
-# --- the kernels ----------------------------------------------------------------------------------------------------
+from .norm_checks import check, check_backward, check_forward
 
 
 def _row_mean(x: Tensor) -> Tensor:
@@ -82,14 +56,7 @@ def norm_forward(
         TypeError: a dtype that is not supported.
         ValueError: a shape, a device or an eps that does not fit.
     """
-    _check("norm_forward", "x", x, None, x)
-    _check("norm_forward", "weight", weight, (x.shape[1],), x)
-    if bias is not None:
-        _check("norm_forward", "bias", bias, (x.shape[1],), x)
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"norm_forward: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
-    if not eps >= 0:
-        raise ValueError(f"norm_forward: eps is {eps}; allowed: 0 or more")
+    check_forward("norm_forward", x, weight, bias, eps, out_dtype)
     if x.shape[0] == 0:
         empty = x.new_empty(0, dtype=torch.float32)
         return x.new_empty(x.shape, dtype=out_dtype or x.dtype), None if rms else empty, empty
@@ -107,8 +74,8 @@ def norm_backward_input(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
 ) -> Tensor:
     """dx [T, H] in x.dtype, from dy [T, H] and what forward returned. Raises as `norm_forward`."""
-    _check_backward("norm_backward_input", dy, x, mean, rstd, rms)
-    _check("norm_backward_input", "weight", weight, (x.shape[1],), x)
+    check_backward("norm_backward_input", dy, x, mean, rstd, rms)
+    check("norm_backward_input", "weight", weight, (x.shape[1],), x)
     if x.shape[0] == 0:
         return torch.empty_like(x)
     xhat = _normalized(x, mean, rstd)
@@ -130,7 +97,7 @@ def norm_weight_leaves(
     Raises:
         TypeError, ValueError: as `norm_forward`; ValueError for a leaf_rows below 1, too.
     """
-    _check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
+    check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
     if leaf_rows < 1:
         raise ValueError(f"norm_weight_leaves: leaf_rows is {leaf_rows}; allowed: 1 or more")
     dy32 = dy.float()
@@ -149,7 +116,7 @@ def fold_leaves(leaves: Tensor) -> Tensor:
         TypeError: another dtype.
         ValueError: another shape.
     """
-    _check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
     total = leaves.new_zeros(leaves.shape[1])
     for leaf in leaves:
         total += leaf

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_peer_copies import ON_GPUS, Corrupt, SimMachine, Stuck, World, program
+from test_peer_copies import ON_GPUS, Corrupt, SimMachine, Stuck, World, program, read, write
 
 import tp_invariant as tpi
 from tp_invariant import owners, peer_copies, testing
@@ -87,7 +87,7 @@ def replays(world, machine, copies, graphs, order):
                 machine.on = machine.computes[stream]
                 source = [None] * max(begin + count for begin, count in sent)
                 values = [(graph, replay, n, machine.rank, i) for i in range(len(source))]
-                machine.put(machine.on, _write(source, values))
+                machine.put(machine.on, write(source, values))
                 started[n] = copies.start(source, sent, early), sent, source
                 continue
             stream, _, releases_on = rest
@@ -97,25 +97,11 @@ def replays(world, machine, copies, graphs, order):
             lease.wait()
             begin, count = sent[machine.rank]
             want = [(graph, replay, n, rank, begin + i) for rank in range(machine.size) for i in range(count)]
-            machine.put(machine.on, _read(world, machine.rank, lease.index, want))
-            machine.put(machine.on, _write(source, ["another"] * len(source)))
+            machine.put(machine.on, read(world, machine.rank, lease.index, want))
+            machine.put(machine.on, write(source, ["another"] * len(source)))
             machine.on = machine.computes[releases_on]
             lease.release()
         machine.join()
-
-
-def _write(source, values):
-    for i, value in enumerate(values):
-        source[i] = value
-        yield "stepped"
-
-
-def _read(world, rank, buffer, want):
-    for _ in range(2):
-        for i, value in enumerate(want):
-            if world.memory[rank][buffer].get(i) != value:
-                raise Corrupt(f"rank {rank}: cell {i} of buffer {buffer}")
-            yield "stepped"
 
 
 def simulate(size, seed, orders, without=()):

@@ -153,6 +153,19 @@ def test_what_is_refused(matmul, kind, text, options):
 
 
 @KERNELS
+def test_an_out_that_requires_grad_is_refused(matmul):
+    """Autograd would give it the gradient of what it held before."""
+    leaf = torch.zeros(4, 3, requires_grad=True)
+    for out in (leaf, leaf * 2):
+        with pytest.raises(ValueError, match=r"^matmul: out requires grad, .*: pass out.detach\(\)$"):
+            matmul(A, B, out=out)
+        assert not out.detach().any()
+    with torch.no_grad():
+        matmul(A, B, out=leaf)
+    assert_bitwise_equal(leaf.detach(), matmul(A, B))
+
+
+@KERNELS
 def test_a_bias_within_out_is_refused(matmul):
     """A tile would read it after another had overwritten it."""
     out = torch.zeros(4, 3)

@@ -336,6 +336,44 @@ def test_one_started_early_is_taken(starts):
     assert len(starts) == 1
 
 
+class Counted(Pending):
+    waits = releases = 0
+
+    def wait(self):
+        self.waits += 1
+        return super().wait()
+
+    def release(self):
+        self.releases += 1
+
+
+def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
+    started = []
+
+    def start(x, dim, group):
+        started.append(Counted(torch.cat([x, x]), None))
+        return started[-1]
+
+    monkeypatch.setattr(token_gathers, "start_gather_tokens", start)
+    monkeypatch.setattr(token_gathers, "is_capturing", lambda: True)
+    gathers, (user,) = TokenGathers(), users(1)
+    monkeypatch.setattr(gathers, "_key", lambda x, dim, group: None)  # as in a capture
+    x, other = torch.randn(2, 3), torch.randn(2, 3)
+    gathers.start(x, 0, TWO, in_graphs=False)
+    assert not started
+    gathers.start(x, 0, TWO, in_graphs=True)
+    assert gathers.take(x, 0, TWO, user) is started[0]
+    assert started[0].for_taker and (started[0].waits, started[0].releases) == (0, 0), "whoever took it does that"
+    gathers.start(x, 0, TWO, in_graphs=True)
+    assert gathers.take(other, 0, TWO, user) is started[2]
+    gathers.start(x, 0, TWO, in_graphs=True)
+    gathers.start(other, 0, TWO, in_graphs=True)
+    assert [(p.waits, p.releases) for p in started] == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
+    monkeypatch.setattr(token_gathers, "is_capturing", lambda: False)  # that capture is over, or has failed
+    assert gathers.take(other, 0, TWO, user) is started[5]
+    assert (started[4].waits, started[4].releases) == (0, 0)
+
+
 # --- on GPUs --------------------------------------------------------------------------------------------------------
 
 GPUS = torch.cuda.device_count()

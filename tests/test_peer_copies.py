@@ -394,7 +394,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
     machines = [HostMachine(rank, memory) for rank in range(size)]
     groups = [Group(None, rank, size) for rank in range(size)]
     pools = {group.rank: PeerCopies(machine, 2**40) for group, machine in zip(groups, machines, strict=True)}
-    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, needed: pools[group.rank])
+    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, sent: pools[group.rank])
     xs = [torch.randint(0, 256, (7, 5), dtype=torch.uint8) for _ in range(size)]
     sizes = [0, 3, 4][-size:] if size == 3 else [6, 1]
     for _ in range(3):  # the second and third time in buffers that were used

@@ -261,20 +261,6 @@ def test_autocast_and_inference_mode_change_nothing(around, fresh_check):
     assert_bitwise_equal([out, matmul(a, b)], [expected] * 2)
 
 
-def test_an_out_that_requires_grad():
-    """Autograd would give it the gradient of what it held before."""
-    a, b, _ = operands(5, 6, 40, torch.float32)
-    leaf = torch.zeros(5, 6, requires_grad=True)
-    for out in (leaf, leaf * 2):
-        before = out.detach().clone()
-        with pytest.raises(ValueError, match=r"^matmul: out requires grad, .*: pass out.detach\(\)$"):
-            matmul(a, b, out=out)
-        assert_bitwise_equal(out.detach(), before)
-    with torch.no_grad():
-        matmul(a, b, out=leaf)
-    assert_bitwise_equal(leaf.detach(), matmul(a, b))
-
-
 def test_vmap():
     """The matmul, which writes into what it made, is refused by torch; the op is taken slice by slice."""
     a, b, bias = operands(6, 7, 300, torch.float32)

@@ -93,8 +93,7 @@ def prepare_for_graphs(group: Group, device: torch.device) -> None:
         copies.prepare_for_graphs(lambda: GraphMachine(group, device))
 
 
-def _copies_for(x: Tensor, group: Group, needed: int) -> PeerCopies | None:
-    """needed: bytes of the buffer."""
+def _copies_for(x: Tensor, group: Group, sent: Sequence[tuple[int, int]]) -> PeerCopies | None:
     choice = transport()
     if choice == "nccl" or group.size == 1 or x.numel() == 0:
         return None
@@ -106,6 +105,7 @@ def _copies_for(x: Tensor, group: Group, needed: int) -> PeerCopies | None:
     if choice == "auto" and x.nbytes < MIN_BYTES:
         captured = _captured(group, x.device)
         if captured is not None:  # a graph would
+            needed = group.size * max(count for _, count in sent)
             captured.provide(needed, PER_CLASS - 1)  # none of them is a weight that is gathered ahead
         return None
     copies = copies_of(group, x.device)
@@ -147,7 +147,7 @@ class PeerPending(Pending):
 def _start(
     x: Tensor, sent: Sequence[tuple[int, int]], shape: Sequence[int], group: Group, early: bool
 ) -> Pending | None:
-    copies = _copies_for(x, group, group.size * max(count for _, count in sent))
+    copies = _copies_for(x, group, sent)
     if copies is None:
         return None
     lease = copies.start(x, sent, early)

@@ -54,6 +54,7 @@ class TokenGathers:
         self._release()
         if is_capturing():
             if in_graphs and self.reuse and not x.is_inference():
+                self._drop_captured()
                 self._captured = _name(x, dim, group), start_gather_tokens(x, dim, group)
             return
         key = self._key(x, dim, group)
@@ -70,10 +71,10 @@ class TokenGathers:
         key = self._key(x, dim, group)
         if group.size == 1 or not self.reuse or key is None or user.is_inference():
             self._let_go_of_held()  # as a rank has done where its x is dead
-            captured, self._captured = self._captured, None
-            if captured is not None and is_capturing() and captured[0] == _name(x, dim, group):
-                alone = captured[1]
+            if self._captured is not None and is_capturing() and self._captured[0] == _name(x, dim, group):
+                alone, self._captured = self._captured[1], None
             else:
+                self._drop_captured()
                 alone = start_gather_tokens(x, dim, group)
             alone.for_taker = True
             return alone
@@ -111,6 +112,13 @@ class TokenGathers:
         if self._held is not None and not is_capturing():
             self._forget(self._held.key[0])
             self._release()
+
+    def _drop_captured(self) -> None:
+        """What nobody took ends within its graph, whose replays would wait for its buffer; of a dead one, nothing."""
+        captured, self._captured = self._captured, None
+        if captured is not None and is_capturing():
+            captured[1].wait()
+            captured[1].release()
 
     def _drop(self) -> None:
         held, self._held = self._held, None
