@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, Launches, interpreting, launch_on
-from .norm import _check, _rows, row_chunk
+from .norm import _rows, row_chunk
+from .norm_checks import check
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
     x: bfloat16, float16 or float32, any strides; T may be 0. NaN for a row with a NaN or inf, or of -inf alone, as
     torch has it. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
     """
-    _check("softmax", "x", x, None, x)
+    check("softmax", "x", x, None, x)
     y = torch.empty(x.shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     if x.shape[0] > 0:
         rows, stride = _rows(x)
@@ -81,7 +82,7 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
 
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
-    _check("row_sums", "x", x, None, x)
+    check("row_sums", "x", x, None, x)
     key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out_dtype, divisor, x.get_device()
     before = _sums_before.get(key)
     if before is not None and key[-1] == torch.cuda.current_device():
