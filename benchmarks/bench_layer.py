@@ -9,8 +9,9 @@ in turn, round after round, after a barrier, several layers in a row; times and 
 (beyond weights, x and dy, without the buffers that copy engines fill) is that of all of them, and a time is the slowest
 rank's. `bits`: whether all results of all ranks are byte for byte what TP=1 computes in the same run, alone and beside
 a second stream that keeps the GPU busy.
-Decoding: a forward of few tokens without gradients, eagerly and in a CUDA graph, gathered weights kept; with --graph
-forward and backward are captured as one graph, too (bits are then the replay's, memory the eager call's).
+Decoding: a forward of few tokens without gradients, eagerly and in a CUDA graph, gathered weights kept. With --graph
+forward and backward are captured as one graph, too, and each layer's as graphs of its own by graphs.graph_layers (bits
+are then the replay's, memory the eager call's).
 Writes OUT.csv, OUT.md, OUT.png where matplotlib is there, and with --profile OUT.profile.txt.
 """
 
@@ -60,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--transport", choices=peer_copies.TRANSPORTS, default="auto", help="of tp_invariant")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner", type=int, default=2, help="calls in a row for one time")
-    parser.add_argument("--graph", action="store_true", help="training captured in a CUDA graph, too")
+    parser.add_argument("--graph", action="store_true", help="training captured in CUDA graphs, too")
     parser.add_argument("--profile", action="store_true", help="where the time goes: one table for each contender")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
@@ -100,7 +101,8 @@ class Bench:
         return Stack(list(made))
 
     def measure(self, name: str, part: str, tokens: int, sp: bool, what: str, same_attention: bool = False) -> None:
-        """One row for each contender: `what` is forward, training or decode, the last two maybe with ", graph"."""
+        """One row for each contender: `what` is forward, training or decode, the last two maybe with ", graph"; or
+        "training, graphed layers"."""
         x, dy = self.data(tokens)
         alone, keep = Group(None, 0, 1), 100 if what.startswith("decode") else 0
 
@@ -121,6 +123,9 @@ class Bench:
             if what.endswith("graph"):
                 with as_contender(contender, keep):
                     call = runs.in_graph(call)
+            elif what.endswith("layers"):
+                with as_contender(contender):
+                    call = runs.graph_layers(built, call)
             bits = {}
             if not same_attention:  # the fastest attention has bits of its own, ours or not
                 busy = self.device.type == "cuda"
@@ -166,7 +171,7 @@ class Bench:
         o = self.options
         named = [(part, part, False) for part in o.parts]
         named += [("layer, same attention", "layer", True)] if "layer" in o.parts else []
-        passes = ("forward", "training", "training, graph") if o.graph else ("forward", "training")
+        passes = ["forward", "training", *(["training, graph", "training, graphed layers"] if o.graph else [])]
         for tokens, sp, (name, part, same), what in itertools.product(o.tokens, o.sp, named, passes):
             self.measure(name, part, tokens, bool(sp), what, same)
         whats = ("decode", "decode, graph") if self.device.type == "cuda" else ("decode",)

@@ -94,6 +94,7 @@ class Part(nn.Module):
         self.sp, self.attention = sp and group.size > 1, attention
         names = USED[part] or tuple(weights)
         self.local = {name: nn.Parameter(part_of_rank(name, weights[name], group)) for name in names}
+        self.trained = nn.ParameterList(self.local.values())
         if contender != "stock":
             self.layers = {name: self._layer(name) for name in names}
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
-from tp_invariant import owners, peer_copies, small_gathers, token_gathers, wire
+from tp_invariant import graphs, owners, peer_copies, small_gathers, token_gathers, wire
 from tp_invariant.collectives import Group
 
 Call = Callable[[], Any]
@@ -205,6 +205,12 @@ def in_graph(call: Call) -> Call:
         return result
 
     return replay
+
+
+def graph_layers(stack: Stack, call: Call) -> Call:
+    """The call with each layer's forward and backward a CUDA graph."""
+    graphs.graph_layers(stack.parts, call)
+    return call
 
 
 def forget() -> None:

@@ -21,6 +21,7 @@ alone, and safe:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,11 +177,23 @@ class WeightCache:
                 self._drop(next(iter(self._entries)))
         return entry.pending
 
+    def enter(self, place: Hashable) -> None:
+        """Where a CUDA graph of one layer begins, in forward or backward: what comes before is not in it.
+
+        `place` stands among the uses from here on, so that nothing is started ahead past it; what came after it the
+        time before starts now.
+        """
+        task = _backward_task()
+        phase = Phase.BACKWARD if task != -1 else Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
+        for group, schedule in self._schedules.items():
+            schedule.note(place, phase, task)
+            self.run_ahead(group)
+
     def run_ahead(self, group: Group) -> None:
         """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
         schedule = self._schedules.get(group)
         use: Any = schedule.expected() if schedule is not None and self.ahead else None
-        if use is None:
+        if not isinstance(use, _Use):  # unknown, or where a graph begins
             return
         weight, layout = use.weight(), use.layout
         # FSDP frees the storage of what is not in use

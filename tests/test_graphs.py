@@ -1,0 +1,473 @@
+"""Layers as CUDA graphs: the bits of the layers as they are, and what is refused. Without a GPU, by an emulation."""
+
+import contextlib
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_models import build
+from test_peer_copies import ON_GPUS
+
+import tp_invariant as tpi
+from tp_invariant import graphs, owners, peer_copies
+from tp_invariant.collectives import Group, resolve_group
+from tp_invariant.peer_copies import copies_of
+from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks
+
+HIDDEN, FFN, TOKENS = 64, 192, 32
+
+
+# --- an emulation ---------------------------------------------------------------------------------------------------
+
+
+class Captured:
+    """What the emulation would capture: for each layer's forward, then backward, what the cache does; and what it
+    leaves over, which would make the capture fail."""
+
+    passes: list[list[str]] = []
+    left_over = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def one(cls):
+        start, cls.passes = owners.WeightLayout.start, [*cls.passes, []]
+
+        def noting(layout, weight, *, early):
+            cls.passes[-1].append("ahead" if early else "when needed")
+            return start(layout, weight, early=early)
+
+        with mock.patch.object(owners.WeightLayout, "start", noting):
+            yield
+        cls.left_over += len(owners.weight_cache._early)
+
+
+def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False):
+    """torch.cuda.make_graphed_callables without graphs: results are the same tensors each time, written over."""
+
+    def grads_of(outputs, inputs, grads):
+        outputs, grads = zip(*((o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad), strict=True)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=allow_unused_input))
+        return [next(found) if x.requires_grad else None for x in inputs]
+
+    def replay_of(function, static):
+        places = {}
+
+        def into_place(name, values):
+            known = places.setdefault(name, [None if v is None else v.detach().clone() for v in values])
+            for place, value in zip(known, values, strict=True):
+                if value is not None:
+                    place.copy_(value.detach())
+            return tuple(None if place is None else place.detach() for place in known)
+
+        class Graphed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *inputs):
+                for mine, given in zip(static, inputs, strict=True):
+                    if mine.data_ptr() != given.data_ptr():
+                        mine.detach().copy_(given)
+                with torch.enable_grad():
+                    places["made"] = function(*static)
+                return into_place("outputs", places["made"])
+
+            @staticmethod
+            def backward(ctx, *grads):
+                return into_place("grads", grads_of(places["made"], static, grads))
+
+        return Graphed.apply
+
+    for function, static in zip(callables, sample_args, strict=True):
+        for _ in range(num_warmup_iters):
+            outputs = function(*static)
+            grads_of(outputs, static, [torch.empty_like(o) for o in outputs])
+    made = []
+    for function, static in zip(callables, sample_args, strict=True):
+        with Captured.one():
+            made.append(function(*static))
+    for outputs, static in zip(reversed(made), reversed(sample_args), strict=True):
+        with Captured.one():
+            grads_of(outputs, static, [torch.empty_like(o) for o in outputs])
+    return tuple(replay_of(f, static) for f, static in zip(callables, sample_args, strict=True))
+
+
+@contextlib.contextmanager
+def emulating():
+    if torch.cuda.is_available():
+        yield
+    else:
+        with (
+            mock.patch.object(torch.cuda, "make_graphed_callables", emulated),
+            mock.patch.object(graphs, "_on_gpu", lambda parameter: True),
+        ):
+            yield
+
+
+# --- a model --------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """x [S, B, hidden] -> x plus a product and a gated MLP of it; besides, its mean and how often it was called."""
+
+    def __init__(self, hidden, ffn, device, dtype, **options):
+        super().__init__()
+        place = dict(device=device, dtype=dtype, bias=False, **options)
+        norm = dict(normalization="RMSNorm", parallel_mode="column")
+        self.qkv = tpi.LayerNormLinear(hidden, hidden, **norm, **place)
+        self.o = tpi.Linear(hidden, hidden, parallel_mode="row", **place)
+        self.fc1 = tpi.LayerNormLinear(hidden, 2 * ffn, partition_stride=2, **norm, **place)
+        self.fc2 = tpi.Linear(ffn, hidden, parallel_mode="row", **place)
+        self.called = 0
+
+    def forward(self, x, scale=None, *, mix=None, residual=True):
+        self.called += 1
+        y = self.o(torch.tanh(self.qkv(x)))
+        x = x + y if scale is None else x + y * scale
+        gate, up = self.fc1(x).chunk(2, dim=-1)
+        y = self.fc2(F.silu(gate) * up)
+        if mix is not None:
+            y = y * mix["by"][0]
+        return (x + y if residual else y), {"mean": x.detach().mean(), "kind": "block"}
+
+
+def model_of(tp_group, hidden=HIDDEN, ffn=FFN, layers=2, dtype=torch.float32):
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    options = dict(tp_group=tp_group, sequence_parallel=tp_group is not None, device=device, dtype=dtype)
+    return torch.nn.ModuleList(Block(hidden, ffn, **options) for _ in range(layers)).train()
+
+
+def x_of(group, tokens=TOKENS, hidden=HIDDEN, step=0, dtype=torch.float32):
+    full = torch.randn(tokens, 1, hidden, generator=torch.Generator().manual_seed(step)) * torch.logspace(-2, 2, hidden)
+    mine = full.chunk(group.size)[group.rank]
+    return mine.to("cuda" if torch.cuda.is_available() else "cpu", dtype).clone().requires_grad_()
+
+
+def through(model, x, **options):
+    for block in model:
+        x, about = block(x, **options)
+    return x
+
+
+def _whole(t, group):
+    return owners.start_gather_major(t, group).wait().flatten(0, 1) if group.size > 1 else t
+
+
+def train(tp_group, graphed, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
+    """Outputs, gradients of the input, and the parameters after three steps of two micro-batches each; all whole."""
+    group, model = resolve_group(tp_group), model_of(tp_group, hidden, ffn, dtype=dtype)
+    if graphed:
+        handle = graphs.graph_layers(model, lambda: through(model, x_of(group, tokens, hidden, 0, dtype)))
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    called = [block.called for block in model]
+    for step in range(3):
+        for micro in range(2):
+            x = x_of(group, tokens, hidden, 10 * step + micro, dtype)
+            y = through(model, x)
+            (y.square().sum() * 2.0**-12).backward()  # the same gradient of y whatever a rank holds
+            results += [_whole(y.detach(), group), _whole(x.grad, group)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if graphed and torch.cuda.is_available():
+        assert [block.called for block in model] == called, "no graph ran"
+    if graphed:
+        handle.remove()
+    return [t.cpu() for t in [*results, *tpi.testing.full_parameters(model).values()]]
+
+
+def trained(tp_group, graphed, mode=True, transport="auto", min_bytes=2**18, **sizes):
+    with (
+        emulating(),
+        mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=transport),
+        mock.patch.object(peer_copies, "MIN_BYTES", min_bytes),
+        tpi.set_tp_invariant_mode(mode),
+    ):
+        results = train(tp_group, graphed, **sizes)
+        copies = 0
+        if torch.cuda.is_available() and tp_group.size() > 1 and transport == "auto" and graphed:
+            captured = copies_of(resolve_group(tp_group), torch.device("cuda", torch.cuda.current_device())).captured
+            copies = 0 if captured is None else captured.started
+        owners.weight_cache.clear()
+    return digest(results), results[0], copies
+
+
+def test_the_bits_of_the_layers_as_they_are():
+    want, whole, _ = run_ranks(trained, 1, False, device="cpu")[0]
+    for ranks in (1, 2):
+        for graphed in (True, False):
+            assert {found[0] for found in run_ranks(trained, ranks, graphed, device="cpu")} == {want}, (ranks, graphed)
+    off = [run_ranks(trained, ranks, True, False, device="cpu")[0][0] for ranks in (1, 2)]
+    assert off[0] != off[1], "the control: without the mode the degree shows"
+    # and right
+    model, x = model_of(None).double(), x_of(Group(None, 0, 1)).double()
+    for block in model:
+        h = F.rms_norm(x, (HIDDEN,), block.qkv.layer_norm_weight, block.qkv.eps)
+        x = x + torch.tanh(h @ block.qkv.weight.t()) @ block.o.weight.t()
+        h = F.rms_norm(x, (HIDDEN,), block.fc1.layer_norm_weight, block.fc1.eps)
+        gate, up = (h @ block.fc1.weight.t()).chunk(2, dim=-1)
+        x = x + (F.silu(gate) * up) @ block.fc2.weight.t()
+    torch.testing.assert_close(whole.double(), x.detach(), rtol=1e-4, atol=1e-4)
+
+
+def captured_passes(tp_group):
+    Captured.passes, Captured.left_over = [], 0
+    with emulating(), tpi.set_tp_invariant_mode(True):
+        model = model_of(tp_group)
+        graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group))))
+    return Captured.passes, Captured.left_over
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the emulation; on a GPU the capture itself would fail")
+def test_weights_are_gathered_ahead_within_a_graph_and_never_past_it():
+    for passes, left_over in run_ranks(captured_passes, 2, device="cpu"):
+        assert passes == [["ahead", "ahead"]] * 4, "two weights in each forward and in each backward of two layers"
+        assert left_over == 0
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captured():
+    with emulating(), tpi.set_tp_invariant_mode(True):
+        model = model_of(None)
+        alone = Group(None, 0, 1)
+        scale = torch.ones(HIDDEN, device=x_of(alone).device)
+        graphs.graph_layers(model, lambda: through(model, x_of(alone), scale=scale, mix={"by": (0.5, None)}))
+        yield model, x_of(alone), dict(scale=scale, mix={"by": (0.5, None)})
+        owners.weight_cache.clear()
+
+
+def test_arguments_by_position_and_name_and_results_in_their_places(captured):
+    model, x, options = captured
+    y, about = model[0](x, **options)
+    assert about["kind"] == "block"
+    assert y.requires_grad and not about["mean"].requires_grad
+    want, told = model_of(None)[0](x, **options)
+    assert_bitwise_equal([y, about["mean"]], [want, told["mean"]])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x, o: (x[:-1], o), "tensor 0 of the arguments is"),
+        (lambda x, o: (x.bfloat16(), o), "bfloat16"),
+        (lambda x, o: (x.detach(), o), "requires_grad=False, and was .* requires_grad=True"),
+        (lambda x, o: (x, {**o, "scale": o["scale"][None]}), r"tensor 1 of the arguments .*\(1, 64\)"),
+        (lambda x, o: (x, {**o, "mix": {"by": (0.25, None)}}), "0.25"),
+        (lambda x, o: (x, {**o, "residual": False}), "residual"),
+        (lambda x, o: (x, {"scale": o["scale"]}), "mix"),
+    ],
+)
+def test_other_arguments_are_refused(captured, change, problem):
+    model, x, options = captured
+    x, options = change(x, options)
+    with pytest.raises(ValueError, match=rf"layers\[0\] \(Block\).*{problem}.*remove\(\)"):
+        model[0](x, **options)
+
+
+def test_an_object_as_an_argument_is_refused(captured):
+    model, x, options = captured
+    with pytest.raises(TypeError, match=r"an argument of layers\[0\] \(Block\): a object cannot be part of a CUDA"):
+        model[0](x, **options, residual=object())
+
+
+def test_another_mode_or_autocast_is_refused(captured):
+    model, x, options = captured
+    with tpi.set_tp_invariant_mode(False), pytest.raises(ValueError, match="TP-invariant mode is False, and was True"):
+        model[0](x, **options)
+    with mock.patch.object(torch, "is_autocast_enabled", lambda device: True):  # where there is no GPU none can be on
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        with pytest.raises(ValueError, match="autocast is torch.bfloat16, and was None"):
+            model[0](x, **options)
+
+
+def test_another_parameter_is_refused(captured):
+    model, x, options = captured
+    old = model[0].o.weight
+    model[0].o.weight = torch.nn.Parameter(old.detach().clone())
+    with pytest.raises(ValueError, match="the parameter weight is another"):
+        model[0](x, **options)
+    model[0].o.weight = old
+    old.requires_grad_(False)
+    with pytest.raises(ValueError, match="another requires_grad"):
+        model[0](x, **options)
+    old.requires_grad_(True)
+    model[0](x, **options)
+    old.data = old.data.clone()  # moved
+    with pytest.raises(ValueError, match="lies elsewhere"):
+        model[0](x, **options)
+
+
+def test_a_backward_whose_activations_are_gone_is_refused(captured):
+    model, x, options = captured
+    first = model[0](x, **options)[0].sum()
+    second = model[0](x, **options)[0].sum()
+    with pytest.raises(RuntimeError, match=r"layers\[0\] \(Block\).*activations of this backward are gone"):
+        first.backward()
+    second.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="gone"):
+        second.backward()
+    later = through(model, x, **options).sum()
+    with torch.no_grad():
+        model[0](x.detach(), **options)
+    with pytest.raises(RuntimeError, match=r"layers\[1\]"):  # its forward's memory was written by the one before it
+        later.backward()
+
+
+def test_no_replay_overwrites_what_was_returned(captured):
+    model, x, options = captured
+    results = []
+    for step in range(3):
+        given = x_of(Group(None, 0, 1), step=step)
+        y = through(model, given, **options)
+        grads = torch.autograd.grad(y.square().sum(), [given, *model.parameters()])
+        results.append([y.detach(), *grads])
+    kept = [[t.clone() for t in result] for result in results]
+    for _ in range(2):
+        through(model, x, **options).sum().backward()
+    assert_bitwise_equal(results, kept)
+    assert not torch.equal(results[0][2], results[1][2])
+
+
+def test_eval_and_remove_give_the_layer_as_it_was(captured):
+    model, x, options = captured
+    graphed = model[0].forward
+    called = model[0].called
+    model.eval()
+    model[0](x[:-1], residual=False)  # arguments of a layer's own
+    assert model[0].called == called + 1
+    model.train()
+    assert model[0].forward is graphed
+    handle = graphs.GraphedLayers(model)
+    handle.remove()
+    model[0](x[:-1], residual=False)
+    assert "forward" not in vars(model[0])
+    again = weakref.ref(graphed)
+    del graphed
+    assert again() is None or again().__class__ is not type(model[0].forward)
+
+
+def _with(model, change):
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m.eval(), r"layers\[0\] \(Block\) is in eval"),
+        (lambda m: m.append(m[0]), "stands in `layers` twice"),
+        (lambda m: m[1].fc1.register_forward_hook(lambda *_: None), r"fc1 in layers\[1\] \(Block\) has the hook"),
+        (lambda m: m[1].register_full_backward_hook(lambda *_: None), "has the hook"),
+        (lambda m: m[0].o.weight.register_hook(lambda g: g), r"o.weight of layers\[0\] \(Block\) has a hook"),
+        (lambda m: setattr(m[0].o, "fuse_wgrad_accumulation", True), "fuse_wgrad_accumulation"),
+        (lambda m: m.requires_grad_(False), "no parameter to train"),
+    ],
+)
+def test_layers_that_cannot_be_captured(change, problem):
+    model = model_of(None)
+    change(model)
+    with emulating(), pytest.raises(ValueError, match=problem):
+        graphs.graph_layers(model, lambda: through(model, x_of(Group(None, 0, 1))))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_no_gpu():
+    with pytest.raises(ValueError, match="is on cpu: CUDA graphs need a GPU"):
+        graphs.graph_layers(model_of(None), lambda: None)
+
+
+def test_forward_calls_them_in_order(captured):
+    model, x = model_of(None), x_of(Group(None, 0, 1))
+    with pytest.raises(ValueError, match=r"in order: it called layers\[1\] \(Block\), layers\[0\] \(Block\)"):
+        graphs.graph_layers(model, lambda: through([model[1], model[0]], x))
+    with pytest.raises(ValueError, match="none of them"):
+        graphs.graph_layers(model, lambda: None)
+    with pytest.raises(ValueError, match="num_warmup_iters=1: at least 2"):
+        graphs.graph_layers(model, lambda: through(model, x), num_warmup_iters=1)
+    with pytest.raises(ValueError, match="captured already"):
+        graphs.graph_layers(captured[0], lambda: through(captured[0], x))
+
+
+def one_rank_refuses(tp_group):
+    with emulating(), tpi.set_tp_invariant_mode(True):
+        model = model_of(tp_group)
+        if tp_group.rank() == 1:
+            model.eval()
+        try:
+            graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group))))
+        except ValueError as error:
+            return str(error)
+
+
+def test_all_ranks_say_what_one_cannot():
+    texts = run_ranks(one_rank_refuses, 2, device="cpu")
+    assert texts[0] == texts[1] and "rank 1: layers[0] (Block) is in eval()" in texts[0]
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+ALONE = pytest.param(1, marks=[pytest.mark.gpu, pytest.mark.skipif(gpu_ranks() < 1, reason="needs a GPU")])
+LARGE = dict(hidden=1024, ffn=3072, tokens=1536, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+def test_on_gpus(ranks, transport):
+    if transport == "nccl" and torch.cuda.device_count() < gpu_ranks():
+        pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
+    if ranks not in (1, 2, 4):
+        pytest.skip("the tokens do not divide")
+    want = _trained_on_gpus(1, False, "nccl")[0]
+    found = _trained_on_gpus(ranks, True, transport)
+    assert {found[0]} == {want}
+    if transport == "auto" and ranks > 1:
+        assert found[2] > 0, "no copy engine was used in a graph"
+        off = [_trained_on_gpus(r, True, "nccl", mode=False)[0] for r in (1, ranks)]
+        assert off[0] != off[1]
+
+
+def _trained_on_gpus(ranks, graphed, transport, mode=True):
+    found = run_ranks(_large, ranks, graphed, mode, transport, device="cuda")
+    assert len({rank[0] for rank in found}) == 1
+    return found[0][0], found[0][1], min(rank[2] for rank in found)
+
+
+def _large(tp_group, graphed, mode, transport):
+    return trained(tp_group, graphed, mode, transport, **LARGE)
+
+
+def hf_steps(tp_group, graphed):
+    """Losses and parameters of a Qwen3's steps, its decoder layers graphs or not."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with tpi.set_tp_invariant_mode(True):
+        model = build("qwen3", torch.bfloat16, hidden_size=128, intermediate_size=256).to(device)
+        model = tpi.parallelize(model, tp_group, sequence_parallel=True)
+
+        def batch(step):
+            ids = torch.randint(3, 96, (2, 64), generator=torch.Generator().manual_seed(step)).to(device)
+            return dict(input_ids=ids, labels=ids, use_cache=False)
+
+        if graphed:
+            graphs.graph_layers(model.model.layers, lambda: model(**batch(0)))
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(4):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        owners.weight_cache.clear()
+        return digest([losses, tpi.testing.full_parameters(model)])
+
+
+@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+def test_a_hugging_face_model(ranks):
+    pytest.importorskip("transformers")
+    if ranks not in (1, 2, 4):
+        pytest.skip("the heads do not divide")
+    want = run_ranks(hf_steps, 1, False, device="cuda")
+    assert set(run_ranks(hf_steps, ranks, True, device="cuda")) == set(want)
