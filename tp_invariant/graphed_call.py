@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torc
 _CONTAINERS = (tuple, list, dict)
 
 
-class Leaves:
-    """Tensors among constants: `tensors` stand where `constants` has `Leaves`."""
+class Places:
+    """Where tensors stand among constants, without holding any."""
 
     def __init__(self, leaves: Sequence[Any], what: str) -> None:
         for leaf in leaves:
@@ -28,50 +28,47 @@ class Leaves:
                     "strings, dtypes, devices and None, in tuples, lists and dicts (for a cache of keys and values: "
                     "use_cache=False)"
                 )
-        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.constants = [Leaves if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.constants = [Places if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def filled(self, tensors: Sequence[Any]) -> list[Any]:
         rest = iter(tensors)
-        return [next(rest) if constant is Leaves else constant for constant in self.constants]
+        return [next(rest) if constant is Places else constant for constant in self.constants]
 
 
-def flatten(tree: Any, what: str) -> tuple[Leaves, tuple[TreeSpec, Leaves]]:
-    """The tensors in nested tuples, lists and dicts, and what `unflatten` takes to put others in their places.
+class Tree(NamedTuple):
+    """Nested tuples, lists and dicts with tensors and constants in them, less the tensors."""
+
+    spec: TreeSpec
+    places: Places
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        return tree_unflatten(self.places.filled(tensors), self.spec)
+
+
+def flatten(tree: Any, what: str) -> tuple[list[Tensor], Tree]:
+    """The tensors in `tree`, and the rest of it.
 
     Raises:
         TypeError: something else than tensors and constants in there.
     """
     leaves, spec = tree_flatten(tree, is_leaf=lambda x: type(x) not in _CONTAINERS)
-    found = Leaves(leaves, what)
-    return found, (spec, found)
-
-
-def unflatten(tensors: Sequence[Tensor], spec: tuple[TreeSpec, Leaves]) -> Any:
-    return tree_unflatten(spec[1].filled(tensors), spec[0])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Tree(spec, Places(leaves, what))
 
 
 class Call:
     """The arguments of a call, with tensors of its own: where a graph reads them."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        found, (self.spec, leaves) = flatten((args, kwargs), "an argument of a layer")
-        self.constants = leaves.constants
-        self.tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in found.tensors]
-        self._filled = leaves.filled
+        tensors, self.tree = flatten((args, kwargs), "an argument of a layer")
+        # the recorded ones would keep their autograd graph alive, which belongs to a stream that is not captured
+        self.tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        return tree_unflatten(self._filled(tensors), self.spec)
-
-    def difference(self, spec: TreeSpec, leaves: Leaves, grad: bool) -> str:
+    def difference(self, tensors: Sequence[Tensor], tree: Tree, grad: bool) -> str:
         """What another call's arguments do not share with these, "" if nothing. `grad`: whether gradients are on."""
-        if spec != self.spec or leaves.constants != self.constants:
-            theirs, ours = (
-                tree_unflatten(["a tensor" if c is Leaves else c for c in constants], of)
-                for constants, of in ((leaves.constants, spec), (self.constants, self.spec))
-            )
+        if tree.spec != self.tree.spec or tree.places.constants != self.tree.places.constants:
+            theirs, ours = (t.filled(["a tensor"] * len(t.places.constants)) for t in (tree, self.tree))
             return f"the arguments are {theirs}, and were {ours}"
-        for i, (x, sample) in enumerate(zip(leaves.tensors, self.tensors, strict=True)):
+        for i, (x, sample) in enumerate(zip(tensors, self.tensors, strict=True)):
             if _facts(x) != _facts(sample) or (grad and x.requires_grad != sample.requires_grad):
                 return f"tensor {i} of the arguments is {_said(x)}, and was {_said(sample)}"
         return ""
@@ -173,13 +170,13 @@ class GraphedForward:
         turns: Turns,
         call: Call,
         replay: Callable[..., Any],
-        output_spec: tuple[TreeSpec, Leaves],
+        output_tree: Tree,
         differentiable: Sequence[bool],
     ) -> None:
         self._layer, self._forward, self._patched = layer, layer.forward, layer.__dict__.get("forward")
         self._name, self._index, self._turns = name, index, turns
         self._call, self._replay = call, replay
-        self._output_spec, self._differentiable = output_spec, differentiable
+        self._output_tree, self._differentiable = output_tree, differentiable
         self._conditions = _conditions()
         self._places = [(module, key) for module in layer.modules() for key in module._parameters]
         self._parameters = self._parameters_now()
@@ -189,14 +186,14 @@ class GraphedForward:
         if self._patched is None:
             del layer.forward
         else:
-            layer.forward = self._patched  # type: ignore[method-assign]
+            layer.forward = self._patched
 
     def _parameters_now(self) -> list[tuple]:
         """Of each place its parameter as a graph knows it."""
         held = (module._parameters[key] for module, key in self._places)
         return [() if p is None else (id(p), p.data_ptr(), p.requires_grad) for p in held]
 
-    def _difference(self, spec: TreeSpec, leaves: Leaves, grad: bool) -> str:
+    def _difference(self, tensors: Sequence[Tensor], tree: Tree, grad: bool) -> str:
         for name, now in _conditions().items():
             if now != self._conditions[name]:
                 return f"{name} is {now}, and was {self._conditions[name]}"
@@ -204,29 +201,29 @@ class GraphedForward:
         if parameters != self._parameters:
             of = [mine != now for mine, now in zip(self._parameters, parameters, strict=True)].index(True)
             return f"the parameter {self._places[of][1]} is another, lies elsewhere, or has another requires_grad"
-        return self._call.difference(spec, leaves, grad)
+        return self._call.difference(tensors, tree, grad)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._layer.training or is_capturing():
             return self._forward(*args, **kwargs)
-        leaves, (spec, _) = flatten((args, kwargs), f"an argument of {self._name}")
+        tensors, tree = flatten((args, kwargs), f"an argument of {self._name}")
         grad = torch.is_grad_enabled()
-        problem = self._difference(spec, leaves, grad)
+        problem = self._difference(tensors, tree, grad)
         if problem:
             rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
             raise ValueError(
                 f"{self._name}{rank} is a CUDA graph of another call: {problem}. Call it as it was captured, or "
                 "remove() what graph_layers returned and capture anew"
             )
-        tensors, trained = leaves.tensors, self._trained
+        trained = self._trained
         number = self._turns.forward(self._index, grad)
         if not grad:
             outputs = [out.clone() for out in self._replay(*tensors, *trained)]
-            return unflatten(outputs, self._output_spec)
+            return self._output_tree.filled(outputs)
         wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
         entered = _Enter.apply(*(tensors[i] for i in wanted), *trained)
         for i, x in zip(wanted, entered, strict=False):
             tensors[i] = x
         outputs = self._replay(*tensors, *entered[len(wanted) :])
         copies = _Leave.apply(self._turns, self._index, number, self._differentiable, *outputs)
-        return unflatten(copies, self._output_spec)
+        return self._output_tree.filled(copies)

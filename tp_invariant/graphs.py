@@ -84,9 +84,8 @@ def graph_layers(
     recorded = _record(layers, forward)
     _agree(_order_problem(recorded, layers, names), groups, "graph_layers: forward must call each layer once, in order")
     calls = [recorded[i][1] for i in range(len(layers))]
-    parameters = [tuple(p for p in layer.parameters() if p.requires_grad) for layer in layers]
     steps = [_Step(layer, call) for layer, call in zip(layers, calls, strict=True)]
-    with _ahead_in_graphs():
+    with _ahead_in_graphs(), _stand_ins(layers) as parameters:
         replays = torch.cuda.make_graphed_callables(
             tuple(steps),
             tuple((*call.tensors, *mine) for call, mine in zip(calls, parameters, strict=True)),
@@ -95,8 +94,8 @@ def graph_layers(
         )
     turns = Turns(names)
     for index, (layer, step) in enumerate(zip(layers, steps, strict=True)):
-        layer.forward = GraphedForward(  # type: ignore[method-assign]
-            layer, names[index], index, turns, calls[index], replays[index], step.output_spec, step.differentiable
+        layer.forward = GraphedForward(
+            layer, names[index], index, turns, calls[index], replays[index], step.output_tree, step.differentiable
         )
     return GraphedLayers(layers)
 
@@ -106,19 +105,16 @@ class _Step:
 
     def __init__(self, layer: nn.Module, call: Call) -> None:
         self._forward, self._call = layer.forward, call
-        self.output_spec: Any = None
+        self.output_tree: Any = None
         self.differentiable: list[bool] = []  # which of the tensors that it returns
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = self._call.arguments(tensors[: len(self._call.tensors)])
+        args, kwargs = self._call.tree.filled(tensors[: len(self._call.tensors)])
         weight_cache.enter((id(self), "forward"))
-        outputs, self.output_spec = flatten(self._forward(*args, **kwargs), "what a layer returns")
-        self.differentiable = [out.requires_grad for out in outputs.tensors]
-        wanted = [i for i, out in enumerate(outputs.tensors) if out.requires_grad]
-        if wanted:
-            for i, out in zip(wanted, _Begin.apply(id(self), *(outputs.tensors[i] for i in wanted)), strict=True):
-                outputs.tensors[i] = out
-        return tuple(outputs.tensors)
+        outputs, self.output_tree = flatten(self._forward(*args, **kwargs), "what a layer returns")
+        self.differentiable = [out.requires_grad for out in outputs]
+        begun = iter(_Begin.apply(id(self), *(out for out in outputs if out.requires_grad)))
+        return tuple(next(begun) if out.requires_grad else out for out in outputs)
 
 
 class _Begin(torch.autograd.Function):
@@ -146,6 +142,26 @@ def _ahead_in_graphs() -> Iterator[None]:
     finally:
         weight_cache.clear()
         weight_cache.keep, weight_cache.ahead_in_graphs = before
+
+
+@contextmanager
+def _stand_ins(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """For each parameter to train another with the same memory: autograd ties a leaf to the stream of a graph that may
+    be alive, a loss of the step before, and that stream is not captured."""
+    found: dict[int, nn.Parameter] = {}
+    modules = [module for layer in layers for module in layer.modules()]
+    places = [(module, key, p) for module in modules for key, p in module._parameters.items()]
+    for module, key, p in places:
+        if p is not None and p.requires_grad:
+            if id(p) not in found:
+                found[id(p)] = nn.Parameter(p.detach())
+                found[id(p)].__dict__.update(p.__dict__)
+            module._parameters[key] = found[id(p)]
+    try:
+        yield [tuple(p for p in layer.parameters() if p.requires_grad) for layer in layers]
+    finally:
+        for module, key, p in places:
+            module._parameters[key] = p
 
 
 # --- what is captured -----------------------------------------------------------------------------------------------
