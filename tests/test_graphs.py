@@ -17,6 +17,7 @@ from tp_invariant.peer_copies import copies_of
 from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks
 
 HIDDEN, FFN, TOKENS = 64, 192, 32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # --- an emulation ---------------------------------------------------------------------------------------------------
@@ -103,8 +104,8 @@ def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=Fals
 
 
 @contextlib.contextmanager
-def emulating():
-    if torch.cuda.is_available():
+def emulating(device=DEVICE):
+    if device == "cuda":
         yield
     else:
         with (
@@ -141,17 +142,16 @@ class Block(torch.nn.Module):
         return (x + y if residual else y), {"mean": x.detach().mean(), "kind": "block"}
 
 
-def model_of(tp_group, hidden=HIDDEN, ffn=FFN, layers=2, dtype=torch.float32):
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def model_of(tp_group, hidden=HIDDEN, ffn=FFN, layers=2, dtype=torch.float32, device=DEVICE):
     torch.manual_seed(0)
     options = dict(tp_group=tp_group, sequence_parallel=tp_group is not None, device=device, dtype=dtype)
     return torch.nn.ModuleList(Block(hidden, ffn, **options) for _ in range(layers)).train()
 
 
-def x_of(group, tokens=TOKENS, hidden=HIDDEN, step=0, dtype=torch.float32):
+def x_of(group, tokens=TOKENS, hidden=HIDDEN, step=0, dtype=torch.float32, device=DEVICE):
     full = torch.randn(tokens, 1, hidden, generator=torch.Generator().manual_seed(step)) * torch.logspace(-2, 2, hidden)
     mine = full.chunk(group.size)[group.rank]
-    return mine.to("cuda" if torch.cuda.is_available() else "cpu", dtype).clone().requires_grad_()
+    return mine.to(device, dtype).clone().requires_grad_()
 
 
 def through(model, x, **options):
@@ -164,39 +164,39 @@ def _whole(t, group):
     return owners.start_gather_major(t, group).wait().flatten(0, 1) if group.size > 1 else t
 
 
-def train(tp_group, graphed, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
+def train(tp_group, graphed, device, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
     """Outputs, gradients of the input, and the parameters after three steps of two micro-batches each; all whole."""
-    group, model = resolve_group(tp_group), model_of(tp_group, hidden, ffn, dtype=dtype)
+    group, model = resolve_group(tp_group), model_of(tp_group, hidden, ffn, dtype=dtype, device=device)
     if graphed:
-        handle = graphs.graph_layers(model, lambda: through(model, x_of(group, tokens, hidden, 0, dtype)))
+        handle = graphs.graph_layers(model, lambda: through(model, x_of(group, tokens, hidden, 0, dtype, device)))
     optimizer, results = torch.optim.SGD(model.parameters(), lr=1e-3), []
     called = [block.called for block in model]
     for step in range(3):
         for micro in range(2):
-            x = x_of(group, tokens, hidden, 10 * step + micro, dtype)
+            x = x_of(group, tokens, hidden, 10 * step + micro, dtype, device)
             y = through(model, x)
             (y.square().sum() * 2.0**-12).backward()  # the same gradient of y whatever a rank holds
             results += [_whole(y.detach(), group), _whole(x.grad, group)]
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-    if graphed and torch.cuda.is_available():
+    if graphed and device == "cuda":
         assert [block.called for block in model] == called, "no graph ran"
     if graphed:
         handle.remove()
     return [t.cpu() for t in [*results, *tpi.testing.full_parameters(model).values()]]
 
 
-def trained(tp_group, graphed, mode=True, transport="auto", min_bytes=2**18, **sizes):
+def trained(tp_group, graphed, mode=True, device="cpu", transport="auto", **sizes):
     with (
-        emulating(),
+        emulating(device),
         mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=transport),
-        mock.patch.object(peer_copies, "MIN_BYTES", min_bytes),
+        mock.patch.object(peer_copies, "MIN_BYTES", 2**18),
         tpi.set_tp_invariant_mode(mode),
     ):
-        results = train(tp_group, graphed, **sizes)
+        results = train(tp_group, graphed, device, **sizes)
         copies = 0
-        if torch.cuda.is_available() and tp_group.size() > 1 and transport == "auto" and graphed:
-            captured = copies_of(resolve_group(tp_group), torch.device("cuda", torch.cuda.current_device())).captured
+        if device == "cuda" and tp_group.size() > 1 and transport == "auto" and graphed:
+            captured = copies_of(resolve_group(tp_group), torch.device(device, torch.cuda.current_device())).captured
             copies = 0 if captured is None else captured.started
         owners.weight_cache.clear()
     return digest(results), results[0], copies
@@ -210,7 +210,7 @@ def test_the_bits_of_the_layers_as_they_are():
     off = [run_ranks(trained, ranks, True, False, device="cpu")[0][0] for ranks in (1, 2)]
     assert off[0] != off[1], "the control: without the mode the degree shows"
     # and right
-    model, x = model_of(None).double(), x_of(Group(None, 0, 1)).double()
+    model, x = model_of(None, device="cpu").double(), x_of(Group(None, 0, 1), device="cpu").double()
     for block in model:
         h = F.rms_norm(x, (HIDDEN,), block.qkv.layer_norm_weight, block.qkv.eps)
         x = x + torch.tanh(h @ block.qkv.weight.t()) @ block.o.weight.t()
@@ -222,13 +222,12 @@ def test_the_bits_of_the_layers_as_they_are():
 
 def captured_passes(tp_group):
     Captured.passes, Captured.left_over = [], 0
-    with emulating(), tpi.set_tp_invariant_mode(True):
-        model = model_of(tp_group)
-        graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group))))
+    with emulating("cpu"), tpi.set_tp_invariant_mode(True):
+        model = model_of(tp_group, device="cpu")
+        graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group), device="cpu")))
     return Captured.passes, Captured.left_over
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the emulation; on a GPU the capture itself would fail")
 def test_weights_are_gathered_ahead_within_a_graph_and_never_past_it():
     for passes, left_over in run_ranks(captured_passes, 2, device="cpu"):
         assert passes == [["ahead", "ahead"]] * 4, "two weights in each forward and in each backward of two layers"
@@ -250,6 +249,37 @@ def test_a_loss_of_the_step_before_does_not_matter():
         model.zero_grad()
         before.backward()
         assert_bitwise_equal(grads, [p.grad for p in own])
+
+
+def hf_steps(tp_group, graphed, device, sizes):
+    """Losses and parameters of a Qwen3's steps, its decoder layers graphs or not."""
+    with emulating(device), tpi.set_tp_invariant_mode(True):
+        model = build("qwen3", torch.bfloat16 if device == "cuda" else torch.float32, **sizes).to(device)
+        model = tpi.parallelize(model, tp_group, sequence_parallel=True)
+
+        def batch(step):
+            ids = torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(step)).to(device)
+            return dict(input_ids=ids, labels=ids, use_cache=False)
+
+        if graphed:
+            graphs.graph_layers(model.model.layers, lambda: model(**batch(0)))
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(4):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        owners.weight_cache.clear()
+        return digest([losses, tpi.testing.full_parameters(model)])
+
+
+def test_a_hugging_face_model():
+    """Its layers take a mask that is no tensor, cosines and sines, by name."""
+    pytest.importorskip("transformers")
+    want = run_ranks(hf_steps, 1, False, "cpu", {}, device="cpu")
+    assert set(run_ranks(hf_steps, 2, True, "cpu", {}, device="cpu")) == set(want)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -392,10 +422,9 @@ def test_layers_that_cannot_be_captured(change, problem):
         graphs.graph_layers(model, lambda: through(model, x_of(Group(None, 0, 1))))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_no_gpu():
     with pytest.raises(ValueError, match="is on cpu: CUDA graphs need a GPU"):
-        graphs.graph_layers(model_of(None), lambda: None)
+        graphs.graph_layers(model_of(None, device="cpu"), lambda: None)
 
 
 def test_forward_calls_them_in_order(captured):
@@ -411,12 +440,12 @@ def test_forward_calls_them_in_order(captured):
 
 
 def one_rank_refuses(tp_group):
-    with emulating(), tpi.set_tp_invariant_mode(True):
-        model = model_of(tp_group)
+    with emulating("cpu"), tpi.set_tp_invariant_mode(True):
+        model = model_of(tp_group, device="cpu")
         if tp_group.rank() == 1:
             model.eval()
         try:
-            graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group))))
+            graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group), device="cpu")))
         except ValueError as error:
             return str(error)
 
@@ -455,38 +484,14 @@ def _trained_on_gpus(ranks, graphed, transport, mode=True):
 
 
 def _large(tp_group, graphed, mode, transport):
-    return trained(tp_group, graphed, mode, transport, **LARGE)
-
-
-def hf_steps(tp_group, graphed):
-    """Losses and parameters of a Qwen3's steps, its decoder layers graphs or not."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    with tpi.set_tp_invariant_mode(True):
-        model = build("qwen3", torch.bfloat16, hidden_size=128, intermediate_size=256).to(device)
-        model = tpi.parallelize(model, tp_group, sequence_parallel=True)
-
-        def batch(step):
-            ids = torch.randint(3, 96, (2, 64), generator=torch.Generator().manual_seed(step)).to(device)
-            return dict(input_ids=ids, labels=ids, use_cache=False)
-
-        if graphed:
-            graphs.graph_layers(model.model.layers, lambda: model(**batch(0)))
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for step in range(4):
-            loss = model(**batch(step)).loss
-            loss.backward()
-            tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().cpu())
-        owners.weight_cache.clear()
-        return digest([losses, tpi.testing.full_parameters(model)])
+    return trained(tp_group, graphed, mode, "cuda", transport, **LARGE)
 
 
 @pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
-def test_a_hugging_face_model(ranks):
+def test_a_hugging_face_model_on_gpus(ranks):
     pytest.importorskip("transformers")
     if ranks not in (1, 2, 4):
         pytest.skip("the heads do not divide")
-    want = run_ranks(hf_steps, 1, False, device="cuda")
-    assert set(run_ranks(hf_steps, ranks, True, device="cuda")) == set(want)
+    sizes = dict(hidden_size=128, intermediate_size=256)
+    want = run_ranks(hf_steps, 1, False, "cuda", sizes, device="cuda")
+    assert set(run_ranks(hf_steps, ranks, True, "cuda", sizes, device="cuda")) == set(want)

@@ -2,57 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .collectives import is_capturing
 from .mode import is_tp_invariant_mode_enabled
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-_CONTAINERS = (tuple, list, dict)
 
 
-class Places:
-    """Where tensors stand among constants, without holding any."""
+class Node(NamedTuple):
+    """A tuple, list, dict or dataclass, less its tensors."""
 
-    def __init__(self, leaves: Sequence[Any], what: str) -> None:
-        for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
-                raise TypeError(
-                    f"{what}: a {type(leaf).__name__} cannot be part of a CUDA graph; allowed: tensors, numbers, "
-                    "strings, dtypes, devices and None, in tuples, lists and dicts (for a cache of keys and values: "
-                    "use_cache=False)"
-                )
-        self.constants = [Places if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def filled(self, tensors: Sequence[Any]) -> list[Any]:
-        rest = iter(tensors)
-        return [next(rest) if constant is Places else constant for constant in self.constants]
+    kind: type
+    keys: tuple
+    values: tuple
 
 
-class Tree(NamedTuple):
-    """Nested tuples, lists and dicts with tensors and constants in them, less the tensors."""
-
-    spec: TreeSpec
-    places: Places
-
-    def filled(self, tensors: Sequence[Any]) -> Any:
-        return tree_unflatten(self.places.filled(tensors), self.spec)
+class Constant(NamedTuple):
+    kind: type  # True, 1 and 1.0 are equal
+    value: Any
 
 
-def flatten(tree: Any, what: str) -> tuple[list[Tensor], Tree]:
-    """The tensors in `tree`, and the rest of it.
+def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
+    """The tensors in nested tuples, lists, dicts and frozen dataclasses, and the rest, which `fill` fills again.
 
     Raises:
         TypeError: something else than tensors and constants in there.
     """
-    leaves, spec = tree_flatten(tree, is_leaf=lambda x: type(x) not in _CONTAINERS)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Tree(spec, Places(leaves, what))
+    tensors: list[Tensor] = []
+
+    def walk(x: Any) -> Any:
+        kind = type(x)
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            return None
+        if kind is tuple or kind is list:
+            return Node(kind, (), tuple(map(walk, x)))
+        if kind is dict:
+            keys = tuple(sorted(x, key=repr))
+            return Node(kind, keys, tuple(walk(x[key]) for key in keys))
+        if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            keys = tuple(field.name for field in dataclasses.fields(kind))
+            return Node(kind, keys, tuple(walk(getattr(x, key)) for key in keys))
+        if isinstance(x, _CONSTANTS):
+            return Constant(kind, x)
+        raise TypeError(
+            f"{what}: a {kind.__name__} cannot be part of a CUDA graph; allowed: tensors, numbers, strings, dtypes, "
+            "devices and None, in tuples, lists, dicts and frozen dataclasses (for a cache of keys and values: "
+            "use_cache=False)"
+        )
+
+    node = walk(tree)
+    return tensors, node
+
+
+def fill(node: Node, tensors: Iterable[Any]) -> Any:
+    rest = iter(tensors)
+
+    def build(part: Any) -> Any:
+        if part is None:
+            return next(rest)
+        if isinstance(part, Constant):
+            return part.value
+        values = tuple(map(build, part.values))
+        if part.kind is tuple or part.kind is list:
+            return part.kind(values)
+        named = dict(zip(part.keys, values, strict=True))
+        return named if part.kind is dict else part.kind(**named)
+
+    return build(node)
 
 
 class Call:
@@ -63,10 +88,10 @@ class Call:
         # the recorded ones would keep their autograd graph alive, which belongs to a stream that is not captured
         self.tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
-    def difference(self, tensors: Sequence[Tensor], tree: Tree, grad: bool) -> str:
+    def difference(self, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
         """What another call's arguments do not share with these, "" if nothing. `grad`: whether gradients are on."""
-        if tree.spec != self.tree.spec or tree.places.constants != self.tree.places.constants:
-            theirs, ours = (t.filled(["a tensor"] * len(t.places.constants)) for t in (tree, self.tree))
+        if tree != self.tree:
+            theirs, ours = (fill(t, itertools.repeat("a tensor")) for t in (tree, self.tree))
             return f"the arguments are {theirs}, and were {ours}"
         for i, (x, sample) in enumerate(zip(tensors, self.tensors, strict=True)):
             if _facts(x) != _facts(sample) or (grad and x.requires_grad != sample.requires_grad):
@@ -170,7 +195,7 @@ class GraphedForward:
         turns: Turns,
         call: Call,
         replay: Callable[..., Any],
-        output_tree: Tree,
+        output_tree: Node,
         differentiable: Sequence[bool],
     ) -> None:
         self._layer, self._forward, self._patched = layer, layer.forward, layer.__dict__.get("forward")
@@ -193,7 +218,7 @@ class GraphedForward:
         held = (module._parameters[key] for module, key in self._places)
         return [() if p is None else (id(p), p.data_ptr(), p.requires_grad) for p in held]
 
-    def _difference(self, tensors: Sequence[Tensor], tree: Tree, grad: bool) -> str:
+    def _difference(self, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
         for name, now in _conditions().items():
             if now != self._conditions[name]:
                 return f"{name} is {now}, and was {self._conditions[name]}"
@@ -219,11 +244,11 @@ class GraphedForward:
         number = self._turns.forward(self._index, grad)
         if not grad:
             outputs = [out.clone() for out in self._replay(*tensors, *trained)]
-            return self._output_tree.filled(outputs)
+            return fill(self._output_tree, outputs)
         wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
         entered = _Enter.apply(*(tensors[i] for i in wanted), *trained)
         for i, x in zip(wanted, entered, strict=False):
             tensors[i] = x
         outputs = self._replay(*tensors, *entered[len(wanted) :])
         copies = _Leave.apply(self._turns, self._index, number, self._differentiable, *outputs)
-        return self._output_tree.filled(copies)
+        return fill(self._output_tree, copies)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .collectives import Group
-from .graphed_call import Call, GraphedForward, Turns, flatten
+from .graphed_call import Call, GraphedForward, Turns, fill, flatten
 from .weight_cache import weight_cache
 from .wire import gather_objects
 
@@ -60,7 +60,8 @@ def graph_layers(
     Args:
         layers: in the order in which forward calls them, each once; in train(), their parameters on a GPU.
         forward: runs the model once as training does (the same shapes, mode, autocast; with gradients); its results are
-            dropped. Arguments of a layer are tensors, numbers, strings, None, and tuples, lists and dicts of them.
+            dropped. Arguments of a layer are tensors, numbers, strings and None, and tuples, lists, dicts
+            and frozen dataclasses of them.
         num_warmup_iters: passes of each layer before its capture; at least 2.
         allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
 
@@ -109,7 +110,7 @@ class _Step:
         self.differentiable: list[bool] = []  # which of the tensors that it returns
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = self._call.tree.filled(tensors[: len(self._call.tensors)])
+        args, kwargs = fill(self._call.tree, tensors[: len(self._call.tensors)])
         weight_cache.enter((id(self), "forward"))
         outputs, self.output_tree = flatten(self._forward(*args, **kwargs), "what a layer returns")
         self.differentiable = [out.requires_grad for out in outputs]
