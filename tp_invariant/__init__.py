@@ -1,6 +1,6 @@
 """Tensor-parallel layers whose bits do not depend on the tensor-parallel degree."""
 
-from . import checkpoint, data_parallel, determinism, hugging_face, testing
+from . import checkpoint, data_parallel, determinism, graphs, hugging_face, testing
 from .attention import attention
 from .batch_invariant import batch_invariant
 from .convert import parallelize
@@ -34,6 +34,7 @@ __all__ = [
     "determinism",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "graphs",
     "hugging_face",
     "is_tp_invariant_mode_enabled",
     "load_full_optimizer_state_dict",
