@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launches, interpreting, launch_on
-from .norm_checks import check, check_backward, check_forward
+from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
 LOOP_CHUNK = 8192
@@ -138,8 +138,9 @@ def _backward_kernel(
 @triton.jit
 def _leaves_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, stride_dy, stride_x, T, H, leaf_rows,
-    BLOCK: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    # HEADS equal parts of a row have a mean and an rstd each.
     leaf = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
@@ -149,9 +150,10 @@ def _leaves_kernel(
     for row in tl.range(leaf * leaf_rows, tl.minimum(leaf * leaf_rows + leaf_rows, T), loop_unroll_factor=4):
         dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+        part = row if HEADS == 1 else row * HEADS + tl.minimum(cols // (H // HEADS), HEADS - 1)
         if not RMS:
-            x = x - tl.load(mean_ptr + row)
-        dw += dy * (x * tl.load(rstd_ptr + row))  # product and sum round separately: see the top of this file
+            x = x - tl.load(mean_ptr + part)
+        dw += dy * (x * tl.load(rstd_ptr + part))  # product and sum round separately: see the top of this file
         if HAS_BIAS:
             db += dy
     tl.store(dw_ptr + leaf * H + cols, dw, mask=inside)
@@ -165,7 +167,7 @@ def _fold_kernel(leaves_ptr, out_ptr, L, H, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for leaf in tl.range(0, L, loop_unroll_factor=16):
         total += tl.load(leaves_ptr + tl.cast(leaf, tl.int64) * H + cols, mask=cols < H, other=0.0)
-    tl.store(out_ptr + cols, total, mask=cols < H)
+    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
 # Every operation rounds on its own: see the top of this file.
@@ -203,6 +205,8 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     if interpreting():
         tensor = tensor.float()  # the interpreter gets bfloat16 subnormals wrong: let it see fp32 only
     h = tensor.shape[-1]
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor, h
     # The stride of a dimension of one is arbitrary in torch, so it must not reach the kernel.
     stride = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else h
     usable = (tensor.stride(-1) == 1 or h == 1) and tensor.data_ptr() % 16 == 0
@@ -275,11 +279,11 @@ def norm_weight_leaves(
 
     Leaf l starts from +0.0 and adds, in row order, dy * xhat (or dy) of rows l * leaf_rows to (l + 1) * leaf_rows - 1,
     the product rounded to fp32 before it is added. Arguments and errors as for `norm_backward_input`; a leaf_rows below
-    1 raises ValueError.
+    1 raises ValueError. mean and rstd may be [T, heads], where each of as many equal parts of a row is normalised by
+    itself: a token's heads side by side.
     """
-    check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
-    if leaf_rows < 1:
-        raise ValueError(f"norm_weight_leaves: leaf_rows is {leaf_rows}; allowed: 1 or more")
+    heads = check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
+    check_leaves("norm_weight_leaves", leaf_rows)
     t, h = x.shape
     count = triton.cdiv(t, leaf_rows)
     dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
@@ -293,19 +297,21 @@ def norm_weight_leaves(
                     dy, x_rows, rstd if rms else _contiguous(mean), rstd, dw, dw if db is None else db,
                     dy_stride, x_stride, t, h, leaf_rows,
                 ),
-                (COLUMN_BLOCK, rms, with_bias),
+                (COLUMN_BLOCK, rms, with_bias, heads),
             )  # fmt: skip
     return dw, db
 
 
-def fold_leaves(leaves: Tensor) -> Tensor:
-    """Sum of float32 leaves [L, H] as float32 [H]: from +0.0, adds leaf 0, then leaf 1, and so on; zeros if L is 0.
+def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Sum of float32 leaves [L, H] as [H] of out_dtype, or float32: from +0.0, adds leaf 0, then leaf 1, and so on,
+    and rounds once; zeros if L is 0.
 
     Raises TypeError for another dtype and ValueError for another shape.
     """
-    check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    check_fold(leaves, out_dtype)
     count, h = leaves.shape
-    out = torch.empty(h, device=leaves.device, dtype=torch.float32)
+    out_dtype = out_dtype or torch.float32
+    out = torch.empty(h, device=leaves.device, dtype=torch.float32 if interpreting() else out_dtype)
     with launch_on(leaves, "fold_leaves"):
         _fold(leaves.device.index, (triton.cdiv(h, FOLD_BLOCK),), (_contiguous(leaves), out, count, h), (FOLD_BLOCK,))
-    return out
+    return out.to(out_dtype)

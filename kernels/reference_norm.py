@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .norm_checks import check, check_backward, check_forward
+from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
 
 
 def _row_mean(x: Tensor) -> Tensor:
@@ -29,8 +29,12 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    centered = x.float() if mean is None else x.float() - mean.unsqueeze(1)
-    return centered * rstd.unsqueeze(1)
+    """mean and rstd [T], or [T, heads] of equal parts of a row."""
+    if not x.numel():
+        return x.float()
+    parts = x.float().reshape(x.shape[0], *rstd.shape[1:], -1)
+    centered = parts if mean is None else parts - mean.unsqueeze(-1)
+    return (centered * rstd.unsqueeze(-1)).view(x.shape)
 
 
 def norm_forward(
@@ -91,15 +95,16 @@ def norm_weight_leaves(
 ) -> tuple[Tensor, Tensor | None]:
     """Sums of dy * xhat (and of dy) over blocks of `leaf_rows` consecutive rows, in row order, one add after another.
 
+    mean and rstd may be [T, heads], where each of as many equal parts of a row is normalised by itself.
+
     Returns:
         fp32 [ceil(T / leaf_rows), H] for the weight, and for the bias if `with_bias`; the last leaf may be short.
 
     Raises:
         TypeError, ValueError: as `norm_forward`; ValueError for a leaf_rows below 1, too.
     """
-    check_backward("norm_weight_leaves", dy, x, mean, rstd, rms)
-    if leaf_rows < 1:
-        raise ValueError(f"norm_weight_leaves: leaf_rows is {leaf_rows}; allowed: 1 or more")
+    check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
+    check_leaves("norm_weight_leaves", leaf_rows)
     dy32 = dy.float()
     products = dy32 * _normalized(x, mean, rstd)
     return _sum_blocks(products, leaf_rows), _sum_blocks(dy32, leaf_rows) if with_bias else None
@@ -109,15 +114,16 @@ def _sum_blocks(values: Tensor, leaf_rows: int) -> Tensor:
     return torch.stack([fold_leaves(block) for block in values.split(leaf_rows)]) if len(values) else values
 
 
-def fold_leaves(leaves: Tensor) -> Tensor:
-    """Leaves [L, H] fp32 added in order, one after another, from +0.0, -> [H]; zeros if there are none.
+def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Leaves [L, H] fp32 added in order, one after another, from +0.0, -> [H] of out_dtype, or fp32; zeros if there are
+    none.
 
     Raises:
         TypeError: another dtype.
         ValueError: another shape.
     """
-    check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    check_fold(leaves, out_dtype)
     total = leaves.new_zeros(leaves.shape[1])
     for leaf in leaves:
         total += leaf
-    return total
+    return total.to(out_dtype or torch.float32)

@@ -587,6 +587,27 @@ def test_leaves_are_sequential_sums(rms, rows, leaf_rows):
     assert_bitwise_equal(bias_leaves, torch.from_numpy(np.stack(bias_expected)))
 
 
+@pytest.mark.parametrize("rms", [True, False])
+def test_leaves_of_heads_side_by_side(rms):
+    rows, heads, size = 33, 3, 20
+    x, dy = (wide_randn(rows, heads * size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    mean, rstd = None if rms else torch.randn(rows, heads), torch.rand(rows, heads)
+    leaves = reference_norm.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=32, rms=rms, with_bias=True)
+    for head in range(heads):
+        cols = slice(head * size, head * size + size)
+        stats = (None if rms else mean[:, head], rstd[:, head])
+        alone = reference_norm.norm_weight_leaves(
+            dy[:, cols], x[:, cols], *stats, leaf_rows=32, rms=rms, with_bias=True
+        )
+        assert_bitwise_equal([part[:, cols].contiguous() for part in leaves], list(alone), f"head {head}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_leaves_fold_to_a_dtype(dtype):
+    leaves = wide_randn(7, 9, generator=torch.Generator().manual_seed(0))
+    assert_bitwise_equal(reference_norm.fold_leaves(leaves, dtype), reference_norm.fold_leaves(leaves).to(dtype))
+
+
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
 def test_leaves_fold_in_order(count):
     leaves = wide_randn(count, 9, generator=torch.Generator().manual_seed(count))

@@ -202,6 +202,28 @@ def test_leaves_are_sums_in_row_order(t, h, leaf_rows, dtype, rms):
         assert_bitwise_equal(part, dw[:, cols].clone(memory_format=torch.contiguous_format), f"columns {cols}")
 
 
+@both_norms
+def test_leaves_of_heads_side_by_side(rms):
+    """Each head's columns are what a norm of that head alone gives; with one rstd for all they would not be."""
+    t, heads, size = 9, 3, 20
+    x, dy = rand(t, heads * size, wide=True), rand(t, heads * size, seed=1, wide=True)
+    mean, rstd = None if rms else rand(t, heads, seed=2), rand(t, heads, seed=3).abs()
+    leaves = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
+    for head in range(heads):
+        cols = slice(head * size, head * size + size)
+        stats = (None if rms else mean[:, head], rstd[:, head])
+        alone = norm_weight_leaves(dy[:, cols], x[:, cols], *stats, leaf_rows=4, rms=rms, with_bias=True)
+        assert_bitwise_equal([part[:, cols].contiguous() for part in leaves], list(alone), f"head {head}")
+    stats = (None if rms else mean[:, 0].contiguous(), rstd[:, 0].contiguous())
+    assert (norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=False)[0] != leaves[0]).any()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_fold_rounds_once(dtype):
+    leaves = rand(5, 300, wide=True)
+    assert_bitwise_equal(fold_leaves(leaves, dtype), sequential_leaves(leaves, 5)[0].to(dtype))
+
+
 def test_order_of_rows_shows():
     """The test above can fail: on such data another order of the same rows gives other bits."""
     rows = rand(9, 300, wide=True)
@@ -227,7 +249,7 @@ def test_no_rows(rms):
     assert_bitwise_equal(fold_leaves(dw), torch.zeros(5, device=DEVICE))
 
 
-X, W, STAT = torch.ones(4, 8), torch.ones(8), torch.ones(4)
+X, W, STAT, R3 = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 3)
 NAMES = "torch.bfloat16, torch.float16, torch.float32"
 forward = functools.partial(norm_forward, eps=EPS, rms=False, zero_centered=False)
 backward = functools.partial(norm_backward_input, rms=False, zero_centered=False)
@@ -252,6 +274,8 @@ to_leaves = functools.partial(norm_weight_leaves, rms=False, with_bias=True, lea
         (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", lambda: backward(X, X, W, None, STAT)),
         (TypeError, "norm_backward_input: rstd has dtype torch.float16", lambda: backward(X, X, W, STAT, STAT.half())),
         (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", lambda: to_leaves(X, X, STAT, W)),
+        (ValueError, "norm_weight_leaves: rstd has shape (4, 3); allowed: (4,)", lambda: to_leaves(X, X, STAT, R3)),
+        (TypeError, "fold_leaves: out_dtype is torch.int8; allowed:", lambda: fold_leaves(X, torch.int8)),
         (ValueError, "norm_weight_leaves: leaf_rows is 0;", lambda: to_leaves(X, X, STAT, STAT, leaf_rows=0)),
         (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", lambda: fold_leaves(X.half())),
         (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", lambda: fold_leaves(W)),

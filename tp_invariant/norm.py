@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -87,6 +86,7 @@ class Norm(torch.autograd.Function):
         kernels = _kernels(x.device)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dweight = dbias = leaves = None
+        dy = dy.contiguous()  # once for all that reads it
         if need_weight or need_bias:  # before dx, behind which they travel
             start = _start_leaves if call.heads_dim is None else _start_head_leaves
             leaves = start(kernels, call, dy, x, mean, rstd, need_bias)
@@ -103,9 +103,9 @@ class Norm(torch.autograd.Function):
         if leaves is not None:
             weight_leaves, bias_leaves = leaves()
             if need_weight:
-                dweight = kernels.fold_leaves(weight_leaves).to(weight.dtype)
+                dweight = kernels.fold_leaves(weight_leaves, weight.dtype)
             if bias_leaves is not None:
-                dbias = kernels.fold_leaves(bias_leaves).to(ctx.bias_dtype)
+                dbias = kernels.fold_leaves(bias_leaves, ctx.bias_dtype)
         return dx, dweight, dbias, None
 
 
@@ -146,20 +146,18 @@ def _start_head_leaves(
     kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
 ) -> Callable[[], _Leaves]:
     """One leaf for each head of all ranks, in head order: the sum over its tokens, taken by blocks of LEAF_ROWS."""
-    dim, lead = call.heads_dim, x.shape[:-1]
+    dim, last = call.heads_dim, x.dim() - 2
     assert dim is not None
-    heads = x.shape[dim]
-    padding = -(lead.numel() // max(heads, 1)) % LEAF_ROWS  # rows of zeros, so that no block crosses into a next head
 
-    def by_head(t: Tensor) -> Tensor:
-        rows = t.reshape(*lead, -1).movedim(dim, 0).flatten(1, -2)
-        return (F.pad(rows, (0, 0, 0, padding)) if padding else rows).flatten(0, 1)
+    def heads_last(t: Tensor) -> Tensor:
+        """[.., heads, ..] of what a head has -> [T, heads, ..]."""
+        t = t if dim == last else t.movedim(dim, last)
+        return t.reshape(-1, *t.shape[last:])
 
+    statistics = (None if t is None else heads_last(t.view(x.shape[:-1])) for t in (mean, rstd))
     leaves = kernels.norm_weight_leaves(
-        by_head(dy),
-        by_head(x),
-        None if mean is None else by_head(mean).squeeze(1),
-        by_head(rstd).squeeze(1),
+        *(heads_last(t).flatten(1) for t in (dy, x)),
+        *statistics,
         leaf_rows=LEAF_ROWS,
         rms=call.rms,
         with_bias=with_bias,
@@ -168,8 +166,7 @@ def _start_head_leaves(
     def start(blocks: Tensor | None) -> Pending | None:
         if blocks is None:
             return None
-        folded = kernels.fold_leaves(rearrange(blocks, "(head block) d -> block (head d)", head=heads))
-        return start_gather_major(folded.view(heads, -1), call.group)
+        return start_gather_major(kernels.fold_leaves(blocks).view(-1, x.shape[-1]), call.group)
 
     pending = [start(blocks) for blocks in leaves]
 
