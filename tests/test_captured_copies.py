@@ -65,11 +65,12 @@ class SimGraphMachine(SimMachine):
     def join(self):
         """What is launched from now on, on any stream, comes after all before: a graph after the one before it."""
         streams = [*self.computes, *self.lanes]
-        marks = [self.mark(stream) for stream in streams]
+        for i, stream in enumerate(streams):
+            self.mark(("join", i), stream)
         for stream in streams:
-            for mark in marks:
-                if mark["of"] != stream:
-                    self.after(stream, mark)
+            for i, other in enumerate(streams):
+                if other != stream:
+                    self.after(stream, ("join", i))
 
 
 def replays(world, machine, copies, graphs, order):

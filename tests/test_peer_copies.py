@@ -94,6 +94,7 @@ class SimMachine:
         world.streams += dict.fromkeys(self.hardware.values())
         self.on = first
         self.buffers = 0
+        self.marks = {}
         self.copied = 0
 
     def put(self, stream, operation):
@@ -105,17 +106,21 @@ class SimMachine:
     def lane(self, early):
         return self.lanes[early]
 
-    def mark(self, stream):
-        mark = {"passed": False, "of": stream}
+    def mark(self, buffer, stream):
+        mark = self.marks[buffer] = {"passed": False, "of": stream}
 
         def pass_it():
             mark["passed"] = True
             yield "stepped"
 
         self.put(stream, pass_it())
-        return mark
 
-    def after(self, stream, mark):
+    def follow(self, stream, other):
+        self.mark("now", other)
+        self.after(stream, "now")
+
+    def after(self, stream, buffer):
+        mark = self.marks[buffer]  # as it is at the launch: what is marked later is nothing to this wait
         if f"{stream.name[0]} after {mark['of'].name[0]}" in self.without:
             return
 
@@ -361,6 +366,7 @@ class HostMachine(peer_memory.CudaMachine):
     def __init__(self, rank, memory):
         self.rank, self.size, self._memory = rank, len(memory), memory
         self._words, self._buffers, self._operations = self._shared(0), [], {}
+        self._driver = peer_memory.driver()
 
     def _shared(self, index):
         shared = object.__new__(peer_memory.Shared)
@@ -374,10 +380,13 @@ class HostMachine(peer_memory.CudaMachine):
     def lane(self, early):
         return mock.Mock(cuda_stream=1)
 
-    def mark(self, stream):
-        return None
+    def mark(self, buffer, stream):
+        pass
 
-    def after(self, stream, mark):
+    def after(self, stream, buffer):
+        pass
+
+    def follow(self, stream, other):
         pass
 
     def new_buffer(self, nbytes):

@@ -54,9 +54,16 @@ class Machine(Protocol):
         """The stream that copies: one for what is needed soon, another for what is gathered ahead."""
         ...
 
-    def mark(self, stream: Any) -> Any: ...
-    def after(self, stream: Any, mark: Any) -> None:
-        """What `stream` gets from now on runs after what was in the marked stream."""
+    def mark(self, buffer: int, stream: Any) -> None:
+        """The end of `stream` as it is now; there is one such place for each buffer."""
+        ...
+
+    def after(self, stream: Any, buffer: int) -> None:
+        """What `stream` gets from now on runs after the place that was marked for `buffer`."""
+        ...
+
+    def follow(self, stream: Any, other: Any) -> None:
+        """What `stream` gets from now on runs after what is in `other` now."""
         ...
 
     def new_buffer(self, nbytes: int) -> bool:
@@ -83,8 +90,8 @@ class _Buffer:
 class Lease:
     """A buffer while it is filled and read: `wait` on every stream that reads it, then `release` on any."""
 
-    def __init__(self, machine: Machine, buffer: _Buffer, started_on: Any, sent: Any) -> None:
-        self._machine, self._buffer, self._started_on, self._sent = machine, buffer, started_on, sent
+    def __init__(self, machine: Machine, buffer: _Buffer, started_on: Any) -> None:
+        self._machine, self._buffer, self._started_on = machine, buffer, started_on
         self._read_on: list[Any] = []
         self._released = False
 
@@ -98,9 +105,9 @@ class Lease:
         if stream in self._read_on:
             return
         self._read_on.append(stream)
-        self._machine.after(stream, self._sent)
+        self._machine.after(stream, self._buffer.index)
         if stream != self._started_on:  # which copied my own block
-            self._machine.after(stream, self._machine.mark(self._started_on))
+            self._machine.follow(stream, self._started_on)
         self._machine.flags(stream, self._buffer.index, self._buffer.number, until=Flag.ARRIVED)
 
     def release(self) -> None:
@@ -111,7 +118,7 @@ class Lease:
         stream = self._machine.current()
         for other in self._read_on:
             if other != stream:
-                self._machine.after(stream, self._machine.mark(other))
+                self._machine.follow(stream, other)
         self._machine.flags(stream, self._buffer.index, self._buffer.number, tell=Flag.FREE)
         self._released, self._buffer.lent, self._buffer.released_on = True, False, stream
 
@@ -137,6 +144,7 @@ class PeerCopies:
         self.captured: CapturedCopies | None = None
         self._provided = 0  # of the buffers, those that `captured` has the like of
         self._buffers: list[_Buffer] = []
+        self._fitting: dict[int, tuple[int, list[_Buffer]]] = {}  # by bytes: the size for them, buffers that would do
         self._number = 0
 
     @property
@@ -144,11 +152,20 @@ class PeerCopies:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def _take(self, nbytes: int) -> _Buffer | None:
+        size, fitting = self._fitting.get(nbytes) or self._find_fitting(nbytes)
+        best: _Buffer | None = None
+        for b in fitting:  # of the smallest, the one that peers have freed longest ago
+            if not b.lent and (best is None or (b.nbytes == best.nbytes and b.number < best.number)):
+                best = b
+        return self._new(size) if best is None else best
+
+    def _find_fitting(self, nbytes: int) -> tuple[int, list[_Buffer]]:
         size = size_class(nbytes)
-        fits = [b for b in self._buffers if not b.lent and nbytes <= b.nbytes <= 2 * size]
-        if fits:  # of the smallest, the one that peers have freed longest ago
-            return min(fits, key=lambda b: (b.nbytes, b.number))
-        return self._new(size)
+        fitting = [b for b in self._buffers if nbytes <= b.nbytes <= 2 * size]
+        if len(self._fitting) >= 1024:  # sizes that change all the time
+            self._fitting.clear()
+        self._fitting[nbytes] = size, sorted(fitting, key=lambda b: b.nbytes)
+        return self._fitting[nbytes]
 
     def _new(self, size: int) -> _Buffer | None:
         alike = sum(b.nbytes == size for b in self._buffers)
@@ -158,6 +175,7 @@ class PeerCopies:
             self.limit = self.allocated  # a rank has no memory left: do not ask all of them each time
             return None
         self._buffers.append(_Buffer(len(self._buffers), size))
+        self._fitting.clear()
         return self._buffers[-1]
 
     def start(self, source: Any, sent: Sequence[tuple[int, int]], early: bool) -> Lease | None:
@@ -176,8 +194,8 @@ class PeerCopies:
         self.started += 1
         stream, lane = m.current(), m.lane(early)
         if buffer.released_on not in (None, stream):
-            m.after(stream, m.mark(buffer.released_on))
-        m.after(lane, m.mark(stream))
+            m.follow(stream, buffer.released_on)
+        m.follow(lane, stream)
         m.flags(lane, buffer.index, buffer.number, until=Flag.FREE)
         self._number = self._number % 0xFFFFFFFF + 1  # 0 is what flags hold at first
         buffer.number, buffer.lent = self._number, True
@@ -193,7 +211,8 @@ class PeerCopies:
         m.flags(lane, buffer.index, buffer.number, tell=Flag.ARRIVED)
         if early:  # needed after the GEMM that is launched next, where SMs come free
             send(lane, m.rank)
-        return Lease(m, buffer, stream, m.mark(lane))
+        m.mark(buffer.index, lane)
+        return Lease(m, buffer, stream)
 
     def prepare_for_graphs(self, machine: Callable[[], GraphMachine]) -> None:
         """Collective: as many buffers for CUDA graphs as there are outside them."""

@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from .collectives import Group, Pending, gather_dim, start_gather_dim
 from .compiled import opaque, setting
-from .gemm import GemmFn, column_sums, gemm, gemm_into
-from .layout import fresh_view
+from .gemm import GemmFn, column_sums, gemm, gemm_into, uses_bundled
+from .layout import fresh_view, own_shape
 from .main_grad import MainGrad
 from .owners import ShardedWeight, start_product
 from .token_gathers import start_gather_tokens, token_gathers
@@ -83,7 +83,7 @@ class LinearCall:
         )
 
         def finish() -> Tensor:
-            c = fresh_view(product(), [*lead, weight.shape[1 - k_dim]])
+            c = _shaped(self, product(), (*lead, weight.shape[1 - k_dim]))
             return c.movedim(0, self.sequence_dim).contiguous() if scatter and self.sequence_dim else c
 
         return finish
@@ -99,7 +99,11 @@ def flatten_tokens(x: Tensor) -> Tensor:
 
 def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a [.., K] @ b [K, N] (+ bias), nothing sharded along K."""
-    return fresh_view(gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), [*a.shape[:-1], b.shape[1]])
+    return _shaped(call, gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), (*a.shape[:-1], b.shape[1]))
+
+
+def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return own_shape(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c, shape)  # theirs may be kept by them
 
 
 def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

@@ -190,8 +190,8 @@ def gemm(
             c = fn(a, b, bias=bias, out_dtype=out_dtype)
     else:
         c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    if gemm_fn is None and _default is None:
-        return c  # the bundled ones keep to the contract
+    if uses_bundled(gemm_fn):
+        return c  # these keep to the contract
     if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
         got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
         raise RuntimeError(
@@ -199,6 +199,11 @@ def gemm(
             f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
         )
     return c
+
+
+def uses_bundled(gemm_fn: GemmFn | None) -> bool:
+    """Whether the one that applies is the device's own."""
+    return gemm_fn is None and _default is None
 
 
 def _of_nothing(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
 TRANSPORTS = ("auto", "nccl", "copy_engine")
 _KEY = os.environ.encodekey(TRANSPORT_VARIABLE)
+_CHOICES = {os.fsencode(choice): choice for choice in TRANSPORTS}
 MIN_BYTES = 2**23  # of what a rank sends: for less, a dozen driver calls keep the host longer than they save the GPU
 MIN_BYTES_IN_GRAPHS = 2**20  # there is no host in these
 
@@ -42,8 +43,9 @@ def transport() -> str:
         ValueError: the variable holds anything else.
     """
     text = os.environ._data.get(_KEY, b"auto")  # type: ignore[attr-defined]  # a third of what os.environ.get takes
-    choice = os.fsdecode(text)
-    if choice not in TRANSPORTS:
+    choice = _CHOICES.get(text)
+    if choice is None:
+        choice = os.fsdecode(text)
         raise ValueError(
             f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(TRANSPORTS)}, the same on "
             "all ranks, or unset it (auto)"

@@ -152,7 +152,9 @@ class CudaMachine:
         self._lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._buffers: list[Shared] = []
-        self._operations: dict[tuple, tuple[ctypes.Array, int]] = {}
+        self._operations: dict[int, tuple[ctypes.Array, int]] = {}
+        self._now, self._marks = torch.cuda.Event(), dict[int, torch.cuda.Event]()
+        self._driver = driver()
         self._words = Shared(_allocate(4 * 4 * MOST_BUFFERS * self.size, device), self._name)
         self._words.own.zero_()
         torch.cuda.current_stream(device).synchronize()
@@ -169,11 +171,21 @@ class CudaMachine:
     def lane(self, early: bool) -> torch.cuda.Stream:
         return self._lanes[early]
 
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        return stream.record_event()
+    # A wait is for what an event has last recorded when it is launched. So events serve again and again: to make one
+    # for each mark takes the host as long as a copy.
 
-    def after(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
-        stream.wait_event(mark)
+    def mark(self, buffer: int, stream: torch.cuda.Stream) -> None:
+        event = self._marks.get(buffer)
+        if event is None:
+            event = self._marks[buffer] = torch.cuda.Event()
+        event.record(stream)
+
+    def after(self, stream: torch.cuda.Stream, buffer: int) -> None:
+        self._marks[buffer].wait(stream)
+
+    def follow(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        self._now.record(other)
+        self._now.wait(stream)
 
     # buffers
 
@@ -210,7 +222,7 @@ class CudaMachine:
 
     def _copy(self, stream: torch.cuda.Stream, to: int, source: Tensor, begin: int, nbytes: int) -> None:
         if nbytes:
-            driver().copy(stream.cuda_stream, to, source.data_ptr() + begin, nbytes)
+            self._driver.copy(stream.cuda_stream, to, source.data_ptr() + begin, nbytes)
 
     # flags
 
@@ -221,25 +233,30 @@ class CudaMachine:
     def flags(
         self, stream: torch.cuda.Stream, buffer: int, number: int, *, tell: int | None = None, until: int | None = None
     ) -> None:
-        key = buffer, tell, until
-        if key not in self._operations:
-            peers = [rank for rank in range(self.size) if rank != self.rank]
-            words: list[int] = []  # operation, address, value, flags and two of the driver's own
-            if tell is not None:
-                for peer in peers:
-                    words += [_WRITE_VALUE_32, self._word(peer, tell, buffer, self.rank), 0, 0, 0, 0]
-            if until is not None:
-                for peer in peers:
-                    words += [_WAIT_VALUE_32, self._word(self.rank, until, buffer, peer), 0, _WAIT_EQUAL, 0, 0]
-            self._operations[key] = (ctypes.c_uint64 * len(words))(*words), len(words) // _WORDS
-        operations, count = self._operations[key]
-        operations[2::_WORDS] = [number] * count
-        driver().flags(stream.cuda_stream, operations, count)
+        key = 8 * buffer + (4 + until if tell is None else tell)  # type: ignore[operator]
+        known = self._operations.get(key)
+        if known is None:
+            known = self._operations[key] = self._operations_of(buffer, tell, until)
+        operations, count = known
+        for i in range(2, _WORDS * count, _WORDS):
+            operations[i] = number
+        self._driver.flags(stream.cuda_stream, operations, count)
+
+    def _operations_of(self, buffer: int, tell: int | None, until: int | None) -> tuple[ctypes.Array, int]:
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        words: list[int] = []  # operation, address, value, flags and two of the driver's own
+        if tell is not None:
+            for peer in peers:
+                words += [_WRITE_VALUE_32, self._word(peer, tell, buffer, self.rank), 0, 0, 0, 0]
+        if until is not None:
+            for peer in peers:
+                words += [_WAIT_VALUE_32, self._word(self.rank, until, buffer, peer), 0, _WAIT_EQUAL, 0, 0]
+        return (ctypes.c_uint64 * len(words))(*words), len(words) // _WORDS
 
     def check(self) -> str | None:
         """Collective: whether what this rank's peers write arrives; else what does not. Comes before any wait."""
         lane, value = self.lane(True), torch.full((1,), _CHECK_VALUE, dtype=torch.int32, device=self._device)
-        self.after(lane, self.mark(self.current()))
+        self.follow(lane, self.current())
         for peer in range(self.size):
             if peer != self.rank:
                 self._copy(lane, self._word(peer, _COPIED, 0, self.rank), value, 0, 4)
@@ -254,7 +271,7 @@ class CudaMachine:
                 return f"{'flags' if seen[_COPIED].all() else 'copies'} from peers did not arrive"
             time.sleep(0.001)
         self.flags(lane, 0, _CHECK_VALUE, until=_TOLD)
-        self.mark(lane).synchronize()
+        lane.synchronize()
         return None
 
 
