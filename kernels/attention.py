@@ -49,7 +49,7 @@ from .attention_tiles import (
     tile_of,
     unit_strides,
 )
-from .launch import Launch, launch_on
+from .launch import Launch, cdiv, launch_on
 
 __all__ = ["backward", "forward"]
 
@@ -238,10 +238,10 @@ def _plan(
     causal, window, _, packed = p.flags
     groups = heads // p.kv_heads
     tile = forward_tile(head_dim, dtype)
-    tiles = triton.cdiv(p.longest_q, tile.queries)
-    chunks = triton.cdiv(p.longest_k, chunk)
+    tiles = cdiv(p.longest_q, tile.queries)
+    chunks = cdiv(p.longest_k, chunk)
     # Splitting changes no bits: it is for calls that would leave most of the chip idle.
-    shared_tiles = triton.cdiv(p.longest_q * groups, tile.queries)
+    shared_tiles = cdiv(p.longest_q * groups, tile.queries)
     idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
     scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
     cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)

@@ -35,7 +35,7 @@ from .attention_tiles import (
     tile_of,
     unit_strides,
 )
-from .launch import launch_on
+from .launch import cdiv, launch_on
 
 _DELTA_TILE = Tile(32, 0, 4, 1)
 _SUM_TILE = Tile(1024, 0, 4, 1)  # elements that a program of the sum over query heads takes
@@ -346,7 +346,7 @@ def _backward(
     constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
     launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)(
         index, out, dout, delta, rows, heads, tokens, *unit_strides(dout), *constants,
-        grid=(triton.cdiv(rows, _DELTA_TILE.queries), 1, 1),
+        grid=(cdiv(rows, _DELTA_TILE.queries), 1, 1),
     )  # fmt: skip
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
 
@@ -356,7 +356,7 @@ def _backward(
     if groups > 1:
         parts = torch.empty((2, batch, heads, tokens_k, head_dim), dtype=torch.float32, device=q.device).unbind(0)
     constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
-    tiles = triton.cdiv(p.longest_k, tile.keys)
+    tiles = cdiv(p.longest_k, tile.keys)
     run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype), tile, constants)
     block = tile.queries, head_dim
     run(
@@ -370,12 +370,12 @@ def _backward(
         size = tokens_k * head_dim
         run = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, (_SUM_TILE.queries,))
         for part, total in zip(parts, (dk, dv), strict=True):
-            grid = (triton.cdiv(size, _SUM_TILE.queries) * batch * kv_heads, 1, 1)
+            grid = (cdiv(size, _SUM_TILE.queries) * batch * kv_heads, 1, 1)
             run(index, part, total, size, groups, _SUM_TILE.queries, grid=grid)
 
     tile = backward_query_tile(head_dim, q.dtype)
     (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
-    tiles = triton.cdiv(p.longest_q, tile.queries)
+    tiles = cdiv(p.longest_q, tile.queries)
     constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
     run = launch(_dq_kernel, index, (q.dtype,), tile, constants)
     block = tile.keys, head_dim

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launches, interpreting, launch_on
+from .launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .matmul import DTYPES
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only
@@ -97,7 +97,7 @@ def _rows(logits: Tensor) -> tuple[Tensor, int]:
 
 def _block(columns: int) -> tuple[int, int]:
     """Columns at a time, and warps."""
-    block = min(MAX_BLOCK, max(16, triton.next_power_of_2(columns)))
+    block = min(MAX_BLOCK, max(16, next_power_of_2(columns)))
     return block, max(1, min(8, block // 512))
 
 
@@ -177,7 +177,7 @@ def logits_grad(
         block, warps = _block(n)
         with launch_on(logits, "logits_grad"):
             _grad(
-                logits.device.index, (t, triton.cdiv(n, block)),
+                logits.device.index, (t, cdiv(n, block)),
                 (x, target, top, log_sum, *factors, dx, stride, n, columns, first, ignore_index),
                 (block,), num_warps=warps,
             )  # fmt: skip

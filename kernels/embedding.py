@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launches, interpreting, launch_on
+from .launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .matmul import DTYPES
 
 LEAF_OCCURRENCES = 32  # part of the order of summation
@@ -83,8 +83,8 @@ def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Te
         slot = in_many.cumsum(0) - 1
         # an id with more than one leaf has at most two for each LEAF_OCCURRENCES of its tokens
         leaves = torch.empty((2 * t // LEAF_OCCURRENCES, d), device=dy.device, dtype=torch.float32)
-        block = min(MAX_BLOCK, triton.next_power_of_2(d))
-        grid = (t, triton.cdiv(d, block))
+        block = min(MAX_BLOCK, next_power_of_2(d))
+        grid = (t, cdiv(d, block))
         index, sizes = dy.device.index, (LEAF_OCCURRENCES, block)
         with launch_on(dy, "embedding_grad"):
             _leaves(index, grid, (dy, ids, order, first, last, slot, leaves, grad, dy.stride(0), d, rows), sizes)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import interpreting, launch_on
+from .launch import cdiv, interpreting, launch_on
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
 from .output import check_output, check_promotion, written
@@ -254,11 +254,11 @@ def matmul(
         c_dtype = torch.float32 if interpreting() else out_dtype
         in_place = out is not None and out.dtype == c_dtype
         c = out if in_place else torch.empty((m, n), device=a.device, dtype=c_dtype)
-        grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
+        grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
         block_k = promoted_block_k(config.block_k, promote_every)
         _matmul_kernel[grid](
             a, b, c, c if bias is None else bias,
-            m, n, k, triton.cdiv(k, block_k), (promote_every or 0) // block_k,
+            m, n, k, cdiv(k, block_k), (promote_every or 0) // block_k,
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), 0 if bias is None else bias.stride(0),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
             EVEN_K=k % block_k == 0, HAS_BIAS=bias is not None, ACCUMULATE=accumulate, PROMOTE=bool(promote_every),

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, cdiv
 from .matmul_configs import MatmulConfig, choose_tma_config, promoted_block_k
 from .output import written
 
@@ -266,7 +266,7 @@ def _plan(
     block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
-    programs = min(multiprocessors, triton.cdiv(m, block_m) * triton.cdiv(n, block_n))
+    programs = min(multiprocessors, cdiv(m, block_m) * cdiv(n, block_n))
     wide = block_n - config.narrow
 
     def b_block(cols: int) -> tuple[int, int]:
@@ -280,7 +280,7 @@ def _plan(
         b_block=b_block(wide),
         narrow_block=b_block(config.narrow) if config.narrow else None,
         c_block=(block_m, wide // 2 if config.halves else wide),
-        steps=triton.cdiv(k, block_k),
+        steps=cdiv(k, block_k),
         promoted_steps=(promote_every or 0) // block_k,
         constants=(
             block_m, block_n, block_k, config.group_m, a_transposed, b_transposed, ranks > 1,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launches, interpreting, launch_on
+from .launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
@@ -179,7 +179,7 @@ _fold = Launches(_fold_kernel, enable_fp_fusion=False, num_warps=2)
 
 def row_chunk(h: int) -> tuple[int, int]:
     """Chunk and warps, both functions of the row length alone."""
-    chunk = max(16, triton.next_power_of_2(h)) if h <= MAX_SINGLE_CHUNK else LOOP_CHUNK
+    chunk = max(16, next_power_of_2(h)) if h <= MAX_SINGLE_CHUNK else LOOP_CHUNK
     return chunk, min(16, max(1, chunk // 512))
 
 
@@ -285,14 +285,14 @@ def norm_weight_leaves(
     heads = check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
     check_leaves("norm_weight_leaves", leaf_rows)
     t, h = x.shape
-    count = triton.cdiv(t, leaf_rows)
+    count = cdiv(t, leaf_rows)
     dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
     db = torch.empty_like(dw) if with_bias else None
     if t > 0:
         (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
         with launch_on(x, "norm_weight_leaves"):
             _leaves(
-                x.device.index, (count, triton.cdiv(h, COLUMN_BLOCK)),
+                x.device.index, (count, cdiv(h, COLUMN_BLOCK)),
                 (
                     dy, x_rows, rstd if rms else _contiguous(mean), rstd, dw, dw if db is None else db,
                     dy_stride, x_stride, t, h, leaf_rows,
@@ -313,5 +313,5 @@ def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     out_dtype = out_dtype or torch.float32
     out = torch.empty(h, device=leaves.device, dtype=torch.float32 if interpreting() else out_dtype)
     with launch_on(leaves, "fold_leaves"):
-        _fold(leaves.device.index, (triton.cdiv(h, FOLD_BLOCK),), (_contiguous(leaves), out, count, h), (FOLD_BLOCK,))
+        _fold(leaves.device.index, (cdiv(h, FOLD_BLOCK),), (_contiguous(leaves), out, count, h), (FOLD_BLOCK,))
     return out.to(out_dtype)

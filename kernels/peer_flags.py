@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, launch_on
+from .launch import Launch, launch_on, next_power_of_2
 from .peer_gather import EPOCHS, TAGS
 
 FREE, ARRIVED = 0, 1  # kinds
@@ -120,7 +120,7 @@ def peer_flags(
         limit: after how many looks (about a microsecond each) a wait fails an assertion.
     """
     index, size = words.get_device() if words.is_cuda else None, table.shape[0]
-    numbers = (buffer, counts.shape[0], rank, tag, limit, size, triton.next_power_of_2(size))
+    numbers = (buffer, counts.shape[0], rank, tag, limit, size, next_power_of_2(size))
     launch = _launch(operation, index, size)
     tensors = words, table, counts, locks
     with launch_on(words, "peer_flags"):

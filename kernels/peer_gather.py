@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, launch_on
+from .launch import Launch, launch_on, next_power_of_2
 
 BLOCK = 512  # words of a block
 TAGS = 2**12
@@ -125,7 +125,7 @@ def peer_gather(
         places = words, 0, words
     index = x.get_device() if x.is_cuda else None
     launch = _launch(index, size)
-    numbers = (rank, words, *places, capacity, tag, limit, size, triton.next_power_of_2(size), BLOCK)
+    numbers = (rank, words, *places, capacity, tag, limit, size, next_power_of_2(size), BLOCK)
     tensors = x, out, table, states
     with launch_on(x, "peer_gather"):
         if launch.direct:

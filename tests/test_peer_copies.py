@@ -672,7 +672,8 @@ def without_arrival(tp_group):
         flags = machine.flags
 
         def deaf(stream, buffer, number, *, tell=None, until=None):
-            flags(stream, buffer, number, tell=tell, until=None if until == Flag.ARRIVED else until)
+            if until != Flag.ARRIVED:
+                flags(stream, buffer, number, tell=tell, until=until)
 
         x += 10.0
         torch.cuda.synchronize()

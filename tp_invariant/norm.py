@@ -87,19 +87,15 @@ class Norm(torch.autograd.Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dweight = dbias = leaves = None
         dy = dy.contiguous()  # once for all that reads it
+        dy_rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
         if need_weight or need_bias:  # before dx, behind which they travel
             start = _start_leaves if call.heads_dim is None else _start_head_leaves
-            leaves = start(kernels, call, dy, x, mean, rstd, need_bias)
+            leaves = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
         if need_x:
             dx = kernels.norm_backward_input(
-                flatten_tokens(dy),
-                flatten_tokens(x),
-                weight,
-                mean,
-                rstd,
-                rms=call.rms,
-                zero_centered=call.zero_centered,
-            ).view(x.shape)
+                dy_rows, x_rows, weight, mean, rstd, rms=call.rms, zero_centered=call.zero_centered
+            )
+            dx = own_shape(dx, x.shape)
         if leaves is not None:
             weight_leaves, bias_leaves = leaves()
             if need_weight:
@@ -113,18 +109,27 @@ _Leaves = tuple[Tensor, Tensor | None]  # of gamma and of beta
 
 
 def _start_leaves(
-    kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
+    kernels: ModuleType,
+    call: NormCall,
+    dy: Tensor,
+    x: Tensor,
+    shape: torch.Size,
+    mean: Tensor | None,
+    rstd: Tensor,
+    with_bias: bool,
 ) -> Callable[[], _Leaves]:
-    """The leaves of the full activation, in token order, on every rank: on their way, and there when called."""
-    fits = call.sharding.leaves_fit(x.shape, LEAF_ROWS)
+    """The leaves of the full activation, in token order, on every rank: on their way, and there when called.
+
+    dy, x: [T, H], this rank's, of an activation of this shape.
+    """
+    fits = call.sharding.leaves_fit(shape, LEAF_ROWS)
     if not fits:
-        rows = x.shape[:-1]
         dim, group = call.sharding.sequence_dim, call.group
-        dy, x = gather_dim(dy, dim, group), gather_dim(x, dim, group)
-        rstd = gather_dim(rstd.view(rows), dim, group).reshape(-1)
-        mean = None if mean is None else gather_dim(mean.view(rows), dim, group).reshape(-1)
+        dy, x = (flatten_tokens(gather_dim(t.view(shape), dim, group)) for t in (dy, x))
+        rstd = gather_dim(rstd.view(shape[:-1]), dim, group).reshape(-1)
+        mean = None if mean is None else gather_dim(mean.view(shape[:-1]), dim, group).reshape(-1)
     leaves, bias_leaves = kernels.norm_weight_leaves(
-        flatten_tokens(dy), flatten_tokens(x), mean, rstd, leaf_rows=LEAF_ROWS, rms=call.rms, with_bias=with_bias
+        dy, x, mean, rstd, leaf_rows=LEAF_ROWS, rms=call.rms, with_bias=with_bias
     )
     if call.sharding.world == 1 or not fits:
         return lambda: (leaves, bias_leaves)
@@ -133,31 +138,43 @@ def _start_leaves(
     pending = start_gather_major(local, call.group)
 
     def finish() -> _Leaves:
-        ordered = call.sharding.order_leaves(pending.wait(), x.shape)
+        ordered = call.sharding.order_leaves(pending.wait(), shape)
         if bias_leaves is None:
             return ordered, None
-        weight_part, bias_part = ordered.split(x.shape[-1], dim=1)
+        weight_part, bias_part = ordered.split(shape[-1], dim=1)
         return weight_part, bias_part
 
     return finish
 
 
 def _start_head_leaves(
-    kernels: ModuleType, call: NormCall, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, with_bias: bool
+    kernels: ModuleType,
+    call: NormCall,
+    dy: Tensor,
+    x: Tensor,
+    shape: torch.Size,
+    mean: Tensor | None,
+    rstd: Tensor,
+    with_bias: bool,
 ) -> Callable[[], _Leaves]:
-    """One leaf for each head of all ranks, in head order: the sum over its tokens, taken by blocks of LEAF_ROWS."""
-    dim, last = call.heads_dim, x.dim() - 2
+    """One leaf for each head of all ranks, in head order: the sum over its tokens, taken by blocks of LEAF_ROWS.
+
+    dy, x: [T * heads, D], of an activation of this shape.
+    """
+    dim, last = call.heads_dim, len(shape) - 2
     assert dim is not None
+    heads = shape[dim]
 
-    def heads_last(t: Tensor) -> Tensor:
-        """[.., heads, ..] of what a head has -> [T, heads, ..]."""
-        t = t if dim == last else t.movedim(dim, last)
-        return t.reshape(-1, *t.shape[last:])
+    def heads_last(t: Tensor, *sizes: int) -> Tensor:
+        if dim != last:
+            t = t.view(*shape[:-1], *t.shape[1:]).movedim(dim, last)
+        return t.reshape(-1, *sizes)
 
-    statistics = (None if t is None else heads_last(t.view(x.shape[:-1])) for t in (mean, rstd))
     leaves = kernels.norm_weight_leaves(
-        *(heads_last(t).flatten(1) for t in (dy, x)),
-        *statistics,
+        heads_last(dy, heads * shape[-1]),
+        heads_last(x, heads * shape[-1]),
+        None if mean is None else heads_last(mean, heads),
+        heads_last(rstd, heads),
         leaf_rows=LEAF_ROWS,
         rms=call.rms,
         with_bias=with_bias,
@@ -166,7 +183,7 @@ def _start_head_leaves(
     def start(blocks: Tensor | None) -> Pending | None:
         if blocks is None:
             return None
-        return start_gather_major(kernels.fold_leaves(blocks).view(-1, x.shape[-1]), call.group)
+        return start_gather_major(kernels.fold_leaves(blocks).view(heads, shape[-1]), call.group)
 
     pending = [start(blocks) for blocks in leaves]
 
