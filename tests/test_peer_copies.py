@@ -614,7 +614,7 @@ def rounds_of_copies(tp_group):
                 lent = peer_copies.start_exchange_rows(x, sizes, group, early=early)
             assert lent is not None
             flying.append((lent, want, x))
-            while len(flying) > choose.randrange(3):
+            while len(flying) > (choose.randrange(3) if n < 119 else 0):
                 lent, want, x = flying.pop(choose.randrange(len(flying)))
                 got = lent.wait()
                 x.fill_(0)  # its memory is ours again
@@ -631,7 +631,7 @@ def rounds_of_copies(tp_group):
 @pytest.mark.parametrize("ranks", ON_GPUS)
 def test_bytes_are_those_of_nccl(ranks):
     for checks, started, refused, bounded in run_ranks(rounds_of_copies, ranks, device="cuda"):
-        assert checks > 110
+        assert checks == 120
         assert started >= 120
         assert refused == 0
         assert bounded
