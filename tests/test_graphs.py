@@ -1,6 +1,8 @@
 """Layers as CUDA graphs: the bits of the layers as they are, and what is refused. Without a GPU, by an emulation."""
 
 import contextlib
+import copy
+import pickle
 from typing import ClassVar
 from unittest import mock
 
@@ -11,7 +13,7 @@ from hf_models import build
 from test_peer_copies import ON_GPUS
 
 import tp_invariant as tpi
-from tp_invariant import graphs, owners, peer_copies
+from tp_invariant import attention_choice, graph_checks, graphs, owners, peer_copies
 from tp_invariant.collectives import Group, resolve_group
 from tp_invariant.peer_copies import copies_of
 from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks
@@ -110,7 +112,8 @@ def emulating(device=DEVICE):
     else:
         with (
             mock.patch.object(torch.cuda, "make_graphed_callables", emulated),
-            mock.patch.object(graphs, "_on_gpu", lambda parameter: True),
+            mock.patch.object(graphs, "on_gpu", lambda x: True),
+            mock.patch.object(graph_checks, "on_gpu", lambda x: True),
         ):
             yield
 
@@ -344,7 +347,7 @@ def test_another_parameter_is_refused(captured):
     model, x, options = captured
     old = model[0].o.weight
     model[0].o.weight = torch.nn.Parameter(old.detach().clone())
-    with pytest.raises(ValueError, match="the parameter weight is another"):
+    with pytest.raises(ValueError, match="in o a module, parameter or buffer is another"):
         model[0](x, **options)
     model[0].o.weight = old
     old.requires_grad_(False)
@@ -397,9 +400,9 @@ def test_eval_and_remove_give_the_layer_as_it_was(captured):
     assert model[0].called == called + 1
     model.train()
     assert model[0].forward is graphed
-    handle = graphs.GraphedLayers(model)
-    handle.remove()
+    graphed.remove()
     model[0](x[:-1], residual=False)
+    graphed(x[:-1], residual=False)  # what had wrapped it meanwhile calls it
     assert "forward" not in vars(model[0])
 
 
@@ -410,7 +413,7 @@ def test_eval_and_remove_give_the_layer_as_it_was(captured):
         (lambda m: m.append(m[0]), "stands in `layers` twice"),
         (lambda m: m[1].fc1.register_forward_hook(lambda *_: None), r"fc1 in layers\[1\] \(Block\) has the hook"),
         (lambda m: m[1].register_full_backward_hook(lambda *_: None), "has the hook"),
-        (lambda m: m[0].o.weight.register_hook(lambda g: g), r"o.weight of layers\[0\] \(Block\) has a hook"),
+        (lambda m: m.append(m[0].fc2), "inside another"),
         (lambda m: setattr(m[0].o, "fuse_wgrad_accumulation", True), "fuse_wgrad_accumulation"),
         (lambda m: m.requires_grad_(False), "no parameter to train"),
     ],
@@ -423,13 +426,13 @@ def test_layers_that_cannot_be_captured(change, problem):
 
 
 def test_no_gpu():
-    with pytest.raises(ValueError, match="is on cpu: CUDA graphs need a GPU"):
+    with pytest.raises(ValueError, match="is on cpu: CUDA graphs need all of it on the current GPU"):
         graphs.graph_layers(model_of(None, device="cpu"), lambda: None)
 
 
 def test_forward_calls_them_in_order(captured):
     model, x = model_of(None), x_of(Group(None, 0, 1))
-    with pytest.raises(ValueError, match=r"in order: it called layers\[1\] \(Block\), layers\[0\] \(Block\)"):
+    with pytest.raises(ValueError, match=r"in order.*: it called layers\[1\] \(Block\), layers\[0\] \(Block\)"):
         graphs.graph_layers(model, lambda: through([model[1], model[0]], x))
     with pytest.raises(ValueError, match="none of them"):
         graphs.graph_layers(model, lambda: None)
@@ -453,6 +456,207 @@ def one_rank_refuses(tp_group):
 def test_all_ranks_say_what_one_cannot():
     texts = run_ranks(one_rank_refuses, 2, device="cpu")
     assert texts[0] == texts[1] and "rank 1: layers[0] (Block) is in eval()" in texts[0]
+
+
+class Odd(torch.nn.Module):
+    """x -> what `does` makes of the layer and x."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4, 4), 0.5))
+        self.register_buffer("steps", torch.zeros(()))
+        self.inner = torch.nn.Dropout(0.0)
+        self.does = does
+
+    def forward(self, *xs, **named):
+        return self.does(self, *xs, **named)
+
+
+def odd(does, *xs, **named):
+    """The layer, captured with these arguments."""
+    layer = Odd(does).to(DEVICE)
+    graphs.graph_layers([layer], lambda: layer(*xs, **named))
+    return layer
+
+
+def there(*size, grad=True):
+    return torch.randn(*size, device=DEVICE).requires_grad_(grad)
+
+
+elsewhere = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("does", "problem"),
+    [
+        (lambda m, x: x @ m.weight @ elsewhere, r"computes with a tensor of shape \(4, 4\) that wants a gradient"),
+        (lambda m, x: x * 2, "makes no use of weight, which want a gradient"),
+        (lambda m, x: (x @ m.weight).detach(), "nothing that .* returns wants a gradient"),
+        (lambda m, x: x @ m.weight * torch.rand(()).item(), "draws random numbers on the CPU"),
+    ],
+)
+def test_layers_that_a_graph_would_get_wrong(does, problem):
+    with emulating(), pytest.raises(ValueError, match=rf"layers\[0\] \(Odd\).*{problem}|{problem}"):
+        odd(does, there(2, 4))
+
+
+def test_an_argument_that_is_written_to_is_refused():
+    with emulating(), pytest.raises(ValueError, match=r"layers\[0\] \(Odd\) writes to tensor 1 of its arguments"):
+        odd(lambda m, x, total: x @ m.weight + total.add_(1.0), there(2, 4), there(2, 4, grad=False))
+
+
+def test_conditions_that_forward_changes_are_refused():
+    x = there(2, 4)
+    with emulating():
+        layer = Odd(lambda m, x: x @ m.weight).to(DEVICE)
+
+        class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                return func(*args, **(kwargs or {}))
+
+        def under(context):
+            with context():
+                layer(x)
+
+        for context, problem in (
+            (lambda: tpi.set_tp_invariant_mode(True), "TP-invariant mode is True, and was False"),
+            (torch.no_grad, "gradients are off"),
+            (Watching, "TorchDispatchMode"),
+        ):
+            with pytest.raises(ValueError, match=problem):
+                graphs.graph_layers([layer], lambda context=context: under(context))
+        with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
+            graphs.graph_layers([layer], lambda: layer(x))
+        with mock.patch.dict("os.environ", TP_INVARIANT_CHECK="1"), pytest.raises(ValueError, match="compares every"):
+            graphs.graph_layers([layer], lambda: layer(x))
+        assert layer(x).shape == x.shape and "forward" not in vars(layer)
+
+
+def test_an_unused_parameter_gets_no_gradient():
+    with emulating():
+        layer = Odd(lambda m, x: x * 2).to(DEVICE)
+        x = there(2, 4)
+        graphs.graph_layers([layer], lambda: layer(x), allow_unused_input=True)
+        layer(x).sum().backward()
+        assert layer.weight.grad is None and x.grad is not None
+
+
+def test_a_result_that_takes_no_part_in_backward_is_refused():
+    with emulating():
+        x = there(2, 4)
+        layer = odd(lambda m, x: (x @ m.weight, {"b": (x - x).abs().sum().sqrt(), "a": x.detach().sum()}), x)
+        y, others = layer(x)
+        assert list(others) == ["b", "a"], "in the order in which they stand"
+        with pytest.raises(RuntimeError, match="tensor 1 of what it returns takes no part in this backward"):
+            y.sum().backward()
+
+
+def test_a_changed_module_is_refused():
+    with emulating():
+        x = there(2, 4)
+        layer = odd(lambda m, x: m.inner(x @ m.weight) + m.steps, x)
+        layer(x)
+        layer.inner.eval()
+        with pytest.raises(ValueError, match=r"in inner a module, parameter or buffer is another.*or training"):
+            layer(x)
+        layer.inner = torch.nn.Dropout(0.0)
+        with pytest.raises(ValueError, match=r"in layers\[0\] \(Odd\) a module, parameter or buffer is another"):
+            layer(x)
+
+
+def test_a_parameter_that_is_written_between_forward_and_backward_is_refused():
+    with emulating():
+        x = there(2, 4)
+        layer = odd(lambda m, x: x @ m.weight, x)
+        y = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_the_same_tensor_twice_is_one_tensor():
+    with emulating():
+        x = there(2, 4)
+        layer = odd(lambda m, q, k: q @ m.weight if q is k else k @ m.weight - q, x, x)
+        y = layer(x, x)
+        y.sum().backward()
+        assert_bitwise_equal([y.detach(), x.grad], [(x @ layer.weight).detach(), torch.full_like(x, 2.0)])
+        with pytest.raises(ValueError, match=r"\(tensor 0, tensor 1\)|'tensor 0', 'tensor 1'"):
+            layer(x, there(2, 4))
+
+
+def test_constants_that_python_calls_equal():
+    with emulating():
+        x = there(2, 4)
+        layer = odd(lambda m, x, a, b: x @ m.weight * a, x, 0.0, float("nan"))
+        layer(x, 0.0, float("nan"))
+        for other in (-0.0, 0, False):
+            with pytest.raises(ValueError, match="the arguments are"):
+                layer(x, other, float("nan"))
+
+
+def test_what_a_capture_leaves_behind():
+    """Generators and buffers are what they were."""
+    with emulating():
+        x, generator = there(2, 4), torch.cuda.get_rng_state if DEVICE == "cuda" else lambda: torch.zeros(1)
+        layer, before = Odd(lambda m, x: x @ m.weight + m.steps.add_(1.0).detach()).to(DEVICE), generator()
+        graphs.graph_layers([layer], lambda: layer(x + torch.rand_like(x)))
+        assert layer.steps == 0
+        assert_bitwise_equal(generator(), before)
+
+
+def test_a_copy_is_not_captured_and_no_graph_is_pickled():
+    with emulating():
+        x = there(2, 4)
+        layer = odd(lambda m, x: x @ m.weight, x)
+        copied = copy.deepcopy(layer)
+        with torch.no_grad():
+            copied.weight.zero_()
+        assert not copied(x[:1]).any() and layer(x).any()
+        with pytest.raises(TypeError, match="save its state_dict"):
+            pickle.dumps(layer.forward)
+
+
+class Calling(torch.nn.Module):
+    """A layer that calls SDPA itself, so that what makes that safe is a hook on the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_the_hooks_of_the_layer_hold_in_its_graph():
+    with emulating(), tpi.set_tp_invariant_mode(True):
+        layer, x, calls = Calling().to(DEVICE), there(2, 8, 64), []
+        attention_choice.SafeSdpa(layer)
+        safe = attention_choice._safe_sdpa
+        with mock.patch.object(attention_choice, "_safe_sdpa", lambda *a, **k: calls.append(1) or safe(*a, **k)):
+            graphs.graph_layers([layer], lambda: layer(x))
+        assert len(calls) > 3, "the recorded call, those that warm up, and the capture"
+
+
+def differing(tp_group, what):
+    with emulating("cpu"), tpi.set_tp_invariant_mode(True):
+        model, group = model_of(tp_group, device="cpu"), resolve_group(tp_group)
+        options = dict(num_warmup_iters=2 + (what == "warmup" and group.rank))
+        layers = model[: 1 + (group.rank == 0)] if what == "layers" else model
+        try:
+            graphs.graph_layers(layers, lambda: through(model, x_of(group, device="cpu")), **options)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    "what, problem", [("warmup", "num_warmup_iters: rank 0: 2; rank 1: 3"), ("layers", "layers: ")]
+)
+def test_ranks_that_differ(what, problem):
+    texts = run_ranks(differing, 2, what, device="cpu")
+    assert texts[0] == texts[1] and f"graph_layers: ranks differ in {problem}" in texts[0]
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

@@ -6,40 +6,39 @@ backward by torch.cuda.make_graphed_callables, for which torch and Transformer E
     arguments   any of tensors, numbers, strings and None, by position or name, as one forward of the model passes them
     weights     a gather that a layer's graph starts ahead ends in it: `weight_cache.enter` says where a graph begins
     refusals    a graph repeats what was captured, to the same addresses. So what it would get wrong silently is an
-                error here (graphed_call.py): other shapes, modes, autocast, parameters, or a backward whose activations
-                another forward has overwritten
+                error, here or in graphed_call.py
     copies      what is returned, and all gradients, are copies, which no later replay overwrites
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .collectives import Group
-from .graphed_call import Call, GraphedForward, Turns, fill, flatten
+from .graph_arguments import Call, fill, flatten, reached_leaves
+from .graph_checks import agree, groups_of, on_gpu, problem_with, same
+from .graphed_call import Captured, GraphedForward, Turns, conditions, cpu_randomness, other_conditions
+from .token_gathers import token_gathers
 from .weight_cache import weight_cache
-from .wire import gather_objects
 
 
 class GraphedLayers:
     """The layers that `graph_layers` has captured. `remove()` makes them as they were."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = [weakref.ref(layer) for layer in layers]
+    def __init__(self, forwards: Sequence[GraphedForward]) -> None:
+        self._forwards = list(forwards)
 
     def remove(self) -> None:
         """Frees the graphs and their memory, once nothing that they returned awaits its backward."""
-        for layer in filter(None, (ref() for ref in self._layers)):
-            if isinstance(layer.__dict__.get("forward"), GraphedForward):
-                layer.__dict__["forward"].restore(layer)
-        self._layers.clear()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
 
 
 def graph_layers(
@@ -53,69 +52,145 @@ def graph_layers(
 
         graphs.graph_layers(model.model.layers, lambda: model(**batch, use_cache=False))    # then train as before
 
-    Collective over the layers' tensor-parallel groups; before DistributedDataParallel wraps the model. Later calls need
-    the shapes of these. In eval(), and while another graph is captured, a layer runs as it was. What is set after the
-    capture does not reach it: a layer's gemm_fn or owner_map, the default gemm_fn, hooks on modules inside a layer.
+    Collective over the layers' tensor-parallel groups; before DistributedDataParallel wraps the model. Call it under
+    the mode and autocast of training (autocast with cache_enabled=False), and the layers on one stream. Later calls
+    need the shapes of these. In eval(), and while another graph is captured, a layer runs as it was. Python inside a
+    layer no longer runs: what is set later does not reach it (a layer's gemm_fn or owner_map, the default gemm_fn,
+    hooks on modules inside it). Where a tensor or parameter is used by several layers, or in a layer and outside, its
+    gradient is summed layer by layer first: the same at every degree, but it may differ from the uncaptured layers'.
 
     Args:
-        layers: in the order in which forward calls them, each once; in train(), their parameters on a GPU.
-        forward: runs the model once as training does (the same shapes, mode, autocast; with gradients); its results are
-            dropped. Arguments of a layer are tensors, numbers, strings and None, and tuples, lists, dicts
-            and frozen dataclasses of them.
+        layers: in the order in which forward calls them, each once; in train(), all on the current GPU.
+        forward: runs the model once as training does, with the same shapes; its results are dropped. Arguments of a
+            layer are tensors, numbers, strings and None, and tuples, lists, dicts and frozen dataclasses of them.
         num_warmup_iters: passes of each layer before its capture; at least 2.
         allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
 
     Memory: the activations of all layers, as in any forward of them, and besides for each layer its arguments and its
-    gradients.
+    gradients. Random generators and buffers are left as they were.
 
     Raises:
-        ValueError: layers that cannot be captured, or that forward calls otherwise; says which, and why. On all ranks.
+        ValueError: layers that cannot be captured, or that forward calls otherwise, or ranks that differ; says which,
+            and why.
         TypeError: an argument that is none of the above.
         RuntimeError: from the capture, as where a layer waits for the GPU (`.item()`).
     """
     layers = list(layers)
     names = [f"layers[{i}] ({type(layer).__name__})" for i, layer in enumerate(layers)]
-    groups = _groups(layers)
-    problems = [_problem(layer, name) for layer, name in zip(layers, names, strict=True)]
-    if len(set(map(id, layers))) < len(layers):
-        problems.append("a layer stands in `layers` twice: each has one graph, and its activations one place")
+    groups = groups_of(layers)
+    problems = [problem_with(layer, name) for layer, name in zip(layers, names, strict=True)]
+    inside = [id(module) for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+    if any(inside.count(id(layer)) > 1 for layer in layers):
+        problems.append("a layer stands in `layers` twice, or inside another: each has one graph")
     if num_warmup_iters < 2:
         problems.append(f"num_warmup_iters={num_warmup_iters}: at least 2, in which the order of weights is learnt")
-    _agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
-    recorded = _record(layers, forward)
-    _agree(_order_problem(recorded, layers, names), groups, "graph_layers: forward must call each layer once, in order")
-    calls = [recorded[i][1] for i in range(len(layers))]
-    steps = [_Step(layer, call) for layer, call in zip(layers, calls, strict=True)]
-    with _ahead_in_graphs(), _stand_ins(layers) as parameters:
-        replays = torch.cuda.make_graphed_callables(
-            tuple(steps),
-            tuple((*call.tensors, *mine) for call, mine in zip(calls, parameters, strict=True)),
-            num_warmup_iters=num_warmup_iters,
-            allow_unused_input=allow_unused_input,
-        )
-    turns = Turns(names)
+    if not torch.is_grad_enabled():
+        problems.append("gradients are off: torch.cuda.graph captures a forward alone")
+    if conditions()["TP_INVARIANT_CHECK"]:
+        problems.append("TP_INVARIANT_CHECK=1 compares every call, which a replay cannot: unset it")
+    agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+    options = {"layers": names, "num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
+    same(options, groups)
+    with _as_before(layers):
+        recorded, problem = _record(layers, names, forward)
+        agree(problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called")
+        same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
+        steps = [_Step(call, allow_unused_input) for call in recorded]
+        drawn = cpu_randomness()
+        with _ahead_in_graphs(), _stand_ins(layers) as parameters:
+            versions = [[t._version for t in step.call.tensors] for step in steps]
+            replays = torch.cuda.make_graphed_callables(
+                tuple(steps),
+                tuple((*step.call.tensors, *mine) for step, mine in zip(steps, parameters, strict=True)),
+                num_warmup_iters=num_warmup_iters,
+                allow_unused_input=allow_unused_input,
+            )
+        problems = [step.written(before) for step, before in zip(steps, versions, strict=True)]
+        if drawn != cpu_randomness():
+            problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
+        agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+    turns, forwards = Turns(names), []
     for index, (layer, step) in enumerate(zip(layers, steps, strict=True)):
-        layer.forward = GraphedForward(
-            layer, names[index], index, turns, calls[index], replays[index], step.output_tree, step.differentiable
-        )
-    return GraphedLayers(layers)
+        captured = Captured(step.call, replays[index], step.output_tree, step.differentiable)
+        forwards.append(GraphedForward(layer, names[index], index, turns, captured))
+    for layer, graphed in zip(layers, forwards, strict=True):
+        layer.forward = graphed
+    return GraphedLayers(forwards)
+
+
+# --- one layer ------------------------------------------------------------------------------------------------------
+
+
+class _Recorded:
+    """A call that forward made of a layer: its arguments as the layer's own hooks leave them, and what it ran under."""
+
+    def __init__(
+        self, layer: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], outside: dict[str, Any]
+    ) -> None:
+        self.layer, self.name = layer, name
+        self.call = Call(args, kwargs, f"an argument of {name}")
+        self.modes = _get_current_function_mode_stack()  # as the hooks of attention_choice enter, on any module above
+        problems = [other_conditions(conditions(), outside)]
+        problems += [f"it gets a tensor on {x.device}" for x in self.call.tensors if not on_gpu(x)]
+        if not torch.is_grad_enabled():
+            problems.append("gradients are off")
+        if _get_current_dispatch_mode_stack():
+            problems.append("it runs under a TorchDispatchMode, which sees no replay")
+        self.problem = "; ".join(f"{name}: {text}" for text in problems if text)
 
 
 class _Step:
     """A layer as a function of tensors alone: its arguments', then its parameters, which are those it has anyway."""
 
-    def __init__(self, layer: nn.Module, call: Call) -> None:
-        self._forward, self._call = layer.forward, call
+    def __init__(self, recorded: _Recorded, allow_unused: bool) -> None:
+        self._forward, self._name, self._modes = recorded.layer.forward, recorded.name, recorded.modes
+        self._parameters = [key for key, p in recorded.layer.named_parameters() if p.requires_grad]
+        self._allow_unused, self._checked = allow_unused, False
+        self.call = recorded.call
         self.output_tree: Any = None
         self.differentiable: list[bool] = []  # which of the tensors that it returns
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = fill(self._call.tree, tensors[: len(self._call.tensors)])
+        args, kwargs = fill(self.call.tree, tensors[: len(self.call.tensors)])
         weight_cache.enter((id(self), "forward"))
-        outputs, self.output_tree = flatten(self._forward(*args, **kwargs), "what a layer returns")
+        with ExitStack() as modes:
+            active = list(map(id, _get_current_function_mode_stack()))
+            for mode in self._modes:
+                if id(mode) not in active:
+                    modes.enter_context(mode)
+            returned = self._forward(*args, **kwargs)
+        outputs, self.output_tree = flatten(returned, f"what {self._name} returns")
         self.differentiable = [out.requires_grad for out in outputs]
+        if not self._checked:
+            self._check(tensors, outputs)
+            self._checked = True
         begun = iter(_Begin.apply(id(self), *(out for out in outputs if out.requires_grad)))
         return tuple(next(begun) if out.requires_grad else out for out in outputs)
+
+    def _check(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if not any(out.requires_grad for out in outputs):
+            raise ValueError(f"graph_layers: nothing that {self._name} returns wants a gradient")
+        reached, known = {id(x): x for x in reached_leaves(outputs)}, set(map(id, tensors))
+        for key, x in reached.items():
+            if key not in known:
+                raise ValueError(
+                    f"graph_layers: {self._name} computes with a tensor of shape {tuple(x.shape)} that wants a "
+                    "gradient and is neither its argument nor its parameter, so it would get none: make it one of them"
+                )
+        names = [f"tensor {i} of the arguments" for i in range(len(self.call.tensors))] + self._parameters
+        unused = [name for name, x in zip(names, tensors, strict=True) if x.requires_grad and id(x) not in reached]
+        if unused and not self._allow_unused:
+            raise ValueError(
+                f"graph_layers: {self._name} makes no use of {', '.join(unused)}, which want a gradient: turn that off "
+                "for them, or pass allow_unused_input=True"
+            )
+
+    def written(self, before: Sequence[int]) -> str:
+        """Which argument the layer writes to, "" if none: a graph would write to its own copy."""
+        for i, (x, version) in enumerate(zip(self.call.tensors, before, strict=True)):
+            if x._version != version:
+                return f"{self._name} writes to tensor {i} of its arguments"
+        return ""
 
 
 class _Begin(torch.autograd.Function):
@@ -132,11 +207,38 @@ class _Begin(torch.autograd.Function):
         return None, *grads
 
 
+def _record(
+    layers: Sequence[nn.Module], names: Sequence[str], forward: Callable[[], Any]
+) -> tuple[list[_Recorded], str]:
+    """The calls of layers that forward makes, in order, and what is wrong with them."""
+    seen: list[_Recorded] = []
+    outside = conditions()
+    by_id = {id(layer): name for layer, name in zip(layers, names, strict=True)}
+
+    def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.append(_Recorded(layer, by_id[id(layer)], args, kwargs, outside))
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    called = [call.name for call in seen]
+    if called != list(names):
+        return seen, f"it called {', '.join(called) or 'none of them'}"
+    return seen, "; ".join(call.problem for call in seen if call.problem)
+
+
+# --- around the capture ---------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def _ahead_in_graphs() -> Iterator[None]:
     """Weights are gathered inside the graphs: a kept one would stay what it was when it was captured."""
     before = weight_cache.keep, weight_cache.ahead_in_graphs
     weight_cache.clear()
+    token_gathers.clear()
     weight_cache.keep, weight_cache.ahead_in_graphs = 0, weight_cache.ahead
     try:
         yield
@@ -165,77 +267,16 @@ def _stand_ins(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]
             module._parameters[key] = p
 
 
-# --- what is captured -----------------------------------------------------------------------------------------------
-
-
-def _record(layers: Sequence[nn.Module], forward: Callable[[], Any]) -> list[tuple[nn.Module, Call]]:
-    """The calls of layers that forward makes, in order, their arguments as the layers' own hooks leave them."""
-    seen: list[tuple[nn.Module, Call]] = []
-
-    def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        with torch.no_grad():
-            seen.append((layer, Call(args, kwargs)))
-
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _order_problem(recorded: list[tuple[nn.Module, Call]], layers: Sequence[nn.Module], names: Sequence[str]) -> str:
-    if [id(layer) for layer, _ in recorded] == [id(layer) for layer in layers]:
-        return ""
-    by_id = {id(layer): name for layer, name in zip(layers, names, strict=True)}
-    return f"it called {', '.join(by_id[id(layer)] for layer, _ in recorded) or 'none of them'}"
-
-
-def _problem(layer: nn.Module, name: str) -> str:
-    """Why a layer cannot be captured, "" if it can."""
-    if not isinstance(layer, nn.Module):
-        return f"{name} is no nn.Module"
-    if isinstance(layer.__dict__.get("forward"), GraphedForward):
-        return f"{name} is captured already: call remove() of what captured it first"
-    if not layer.training:
-        return f"{name} is in eval(): call train() first"
-    for key, parameter in layer.named_parameters():
-        if not _on_gpu(parameter):
-            return f"{key} of {name} is on {parameter.device}: CUDA graphs need a GPU"
-        if parameter.requires_grad and parameter._backward_hooks:
-            return f"{key} of {name} has a hook, which the capture would call: register it afterwards"
-    if not any(parameter.requires_grad for parameter in layer.parameters()):
-        return f"{name} has no parameter to train: torch.cuda.graph captures a forward"
-    for key, module in layer.named_modules():
-        if getattr(module, "fuse_wgrad_accumulation", False):
-            return f"{key or name} has fuse_wgrad_accumulation=True: a graph cannot see when main_grad changes"
-        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if module is not layer:  # those of the layer itself stand outside its graph
-            hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(f"{__package__}.")]
-        if foreign:
-            return f"{key or name} in {name} has the hook {foreign[0]}, which a replay would not call: remove it"
-    return ""
-
-
-def _on_gpu(parameter: Tensor) -> bool:
-    return parameter.is_cuda
-
-
-def _groups(layers: Sequence[Any]) -> list[Group]:
-    """The tensor-parallel groups of the modules in there, each once."""
-    modules = (module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules())
-    groups = (getattr(module, "group", None) for module in modules)
-    return list(dict.fromkeys(group for group in groups if isinstance(group, Group) and group.size > 1))
-
-
-def _agree(problem: str, groups: Sequence[Group], what: str) -> None:
-    """Raises on every rank of the groups where one has a problem."""
-    found = {f"rank {dist.get_rank()}": problem} if groups else {"": problem}
-    for group in groups:
-        everyone = gather_objects((dist.get_rank(), problem), group)
-        found |= {f"rank {rank}": text for rank, text in everyone}
-    found = {who: text for who, text in found.items() if text}
-    if found:
-        raise ValueError(f"{what}: " + "; ".join(f"{who}: {text}" if who else text for who, text in found.items()))
+@contextmanager
+def _as_before(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Random generators and buffers are afterwards what they were."""
+    buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)

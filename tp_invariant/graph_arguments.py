@@ -1,0 +1,143 @@
+"""What a layer is called with, as a CUDA graph can take it: tensors at fixed addresses, among constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+class Node(NamedTuple):
+    """A tuple, list, dict or dataclass, less its tensors."""
+
+    kind: type
+    keys: tuple
+    values: tuple
+
+
+class Slot(NamedTuple):
+    """The place of a tensor: its number, which is that of all places where the same tensor stands."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    kind: type  # True, 1 and 1.0 are equal
+    said: Any  # 0.0 and -0.0 are equal, and a NaN is not
+    value: Any = dataclasses.field(compare=False)
+
+
+def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
+    """The tensors in nested tuples, lists, dicts and frozen dataclasses, each once, and the rest, for `fill`.
+
+    Raises:
+        TypeError: something else than tensors and constants in there.
+    """
+    tensors: list[Tensor] = []
+    numbers: dict[int, int] = {}
+
+    def walk(x: Any) -> Any:
+        kind = type(x)
+        if isinstance(x, Tensor):
+            number = numbers.setdefault(id(x), len(tensors))
+            if number == len(tensors):
+                tensors.append(x)
+            return Slot(number)
+        if kind is tuple or kind is list:
+            return Node(kind, (), tuple(map(walk, x)))
+        if kind is dict:
+            return Node(kind, tuple(x), tuple(map(walk, x.values())))
+        if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            keys = tuple(field.name for field in dataclasses.fields(kind))
+            return Node(kind, keys, tuple(walk(getattr(x, key)) for key in keys))
+        if isinstance(x, _CONSTANTS):
+            return Constant(kind, x.hex() if isinstance(x, float) else x, x)
+        raise TypeError(
+            f"{what}: a {kind.__name__} cannot be part of a CUDA graph; allowed: tensors, numbers, strings, dtypes, "
+            "devices and None, in tuples, lists, dicts and frozen dataclasses (for a cache of keys and values: "
+            "use_cache=False)"
+        )
+
+    node = walk(tree)
+    return tensors, node
+
+
+def fill(node: Node, tensors: Sequence[Any] | dict[int, Any]) -> Any:
+    """`node` with these tensors in its slots."""
+
+    def build(part: Any) -> Any:
+        if isinstance(part, Slot):
+            return tensors[part.number]
+        if isinstance(part, Constant):
+            return part.value
+        values = tuple(map(build, part.values))
+        if part.kind is tuple or part.kind is list:
+            return part.kind(values)
+        if part.kind is dict:
+            return dict(zip(part.keys, values, strict=True))
+        made = object.__new__(part.kind)  # its fields as they were, whatever its __init__ makes of them
+        for key, value in zip(part.keys, values, strict=True):
+            object.__setattr__(made, key, value)
+        return made
+
+    return build(node)
+
+
+def flatten_call(args: tuple, kwargs: dict[str, Any], what: str) -> tuple[list[Tensor], Node]:
+    return flatten((args, dict(sorted(kwargs.items()))), what)  # their order means nothing
+
+
+class Call:
+    """The arguments of a call, with tensors of its own: where a graph reads them."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], what: str) -> None:
+        tensors, self.tree = flatten_call(args, kwargs, what)
+        # the recorded ones would keep their autograd graph alive, which belongs to a stream that is not captured
+        self.tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+    def difference(self, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
+        """What another call's arguments do not share with these, "" if nothing. `grad`: whether gradients are on."""
+        if tree != self.tree:
+            theirs, ours = (fill(t, _Named()) for t in (tree, self.tree))
+            return f"the arguments are {theirs}, and were {ours}"
+        for i, (x, sample) in enumerate(zip(tensors, self.tensors, strict=True)):
+            same = x.shape == sample.shape and x.dtype == sample.dtype and x.device == sample.device
+            if not same or (grad and x.requires_grad != sample.requires_grad):
+                return f"tensor {i} of the arguments is {said(x)}, and was {said(sample)}"
+        return ""
+
+    def facts(self) -> list[tuple]:
+        """What ranks have in common of the tensors."""
+        return [(str(x.dtype), tuple(x.shape), x.requires_grad) for x in self.tensors]
+
+
+class _Named(dict):
+    """Tensors by their numbers, for messages."""
+
+    def __missing__(self, number: int) -> str:
+        return f"tensor {number}"
+
+
+def said(x: Tensor) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device} with requires_grad={x.requires_grad}"
+
+
+def reached_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors into which backward from these adds."""
+    nodes = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    leaves = [out for out in outputs if out.grad_fn is None and out.requires_grad]
+    seen: set[Any] = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        nodes += following
+    return leaves
