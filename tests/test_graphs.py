@@ -15,6 +15,7 @@ from test_peer_copies import ON_GPUS
 import tp_invariant as tpi
 from tp_invariant import attention_choice, graph_checks, graphs, owners, peer_copies
 from tp_invariant.collectives import Group, resolve_group
+from tp_invariant.graphed_call import GraphedForward
 from tp_invariant.peer_copies import copies_of
 from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks
 
@@ -182,6 +183,8 @@ def train(tp_group, graphed, device, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtyp
             results += [_whole(y.detach(), group), _whole(x.grad, group)]
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if graphed:
+        assert all(isinstance(block.forward, GraphedForward) for block in model)
     if graphed and device == "cuda":
         assert [block.called for block in model] == called, "no graph ran"
     if graphed:
