@@ -93,10 +93,9 @@ class Part(nn.Module):
         self.part, self.contender, self.sizes, self.group = part, contender, sizes, group
         self.sp, self.attention = sp and group.size > 1, attention
         names = USED[part] or tuple(weights)
-        self.local = {name: nn.Parameter(part_of_rank(name, weights[name], group)) for name in names}
-        self.trained = nn.ParameterList(self.local.values())
+        self.local = nn.ParameterDict({name: part_of_rank(name, weights[name], group) for name in names})
         if contender != "stock":
-            self.layers = {name: self._layer(name) for name in names}
+            self.layers = nn.ModuleDict({name: self._layer(name) for name in names})
 
     def _layer(self, name: str) -> nn.Module:
         weight, options = self.local[name], dict(tp_group=self.group, sequence_parallel=self.sp, device="meta")
