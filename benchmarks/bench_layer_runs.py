@@ -207,14 +207,19 @@ def in_graph(call: Call) -> Call:
     return replay
 
 
+_graphed: list[graphs.GraphedLayers] = []
+
+
 def graph_layers(stack: Stack, call: Call) -> Call:
-    """The call with each layer's forward and backward a CUDA graph."""
-    graphs.graph_layers(stack.parts, call)
+    """The call with each layer's forward and backward a CUDA graph, until `forget`."""
+    _graphed.append(graphs.graph_layers(stack.parts, call))
     return call
 
 
 def forget() -> None:
-    """Drops what the library keeps between calls."""
+    """Drops what the library keeps between calls, and graphs: NCCL's communicators end after those that hold them."""
+    while _graphed:
+        _graphed.pop().remove()
     owners.weight_cache.clear()
     token_gathers.token_gathers.clear()
     gc.collect()

@@ -12,6 +12,7 @@ backward by torch.cuda.make_graphed_callables, for which torch and Transformer E
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,10 +36,14 @@ class GraphedLayers:
         self._forwards = list(forwards)
 
     def remove(self) -> None:
-        """Frees the graphs and their memory, once nothing that they returned awaits its backward."""
+        """Frees the graphs and their memory, once nothing that they returned awaits its backward.
+
+        Call it before torch.distributed.destroy_process_group, which NCCL makes wait for graphs that hold its kernels.
+        """
         for forward in self._forwards:
             forward.remove()
         self._forwards.clear()
+        gc.collect()  # torch keeps each graph in a class made for it, and classes refer to themselves
 
 
 def graph_layers(
