@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 from typing import ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,7 +59,8 @@ def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=Fals
         return [next(found) if x.requires_grad else None for x in inputs]
 
     def replay_of(function, static):
-        places, modules = {}, list(function._forward.__self__.modules())
+        layer = getattr(function._forward, "__self__", None)
+        places, modules = {}, [] if layer is None else list(layer.modules())
         parameters = [dict(module._parameters) for module in modules]
 
         @contextlib.contextmanager
@@ -350,7 +353,7 @@ def test_another_parameter_is_refused(captured):
     model, x, options = captured
     old = model[0].o.weight
     model[0].o.weight = torch.nn.Parameter(old.detach().clone())
-    with pytest.raises(ValueError, match="in o a module, parameter or buffer is another"):
+    with pytest.raises(ValueError, match="in o a module, parameter, buffer or other tensor is another"):
         model[0](x, **options)
     model[0].o.weight = old
     old.requires_grad_(False)
@@ -439,6 +442,13 @@ def test_forward_calls_them_in_order(captured):
         graphs.graph_layers(model, lambda: through([model[1], model[0]], x))
     with pytest.raises(ValueError, match="none of them"):
         graphs.graph_layers(model, lambda: None)
+    with pytest.raises(ValueError, match="there are no layers"):
+        graphs.graph_layers([], lambda: None)
+    with pytest.raises(TypeError, match="layers is a Block: it must be a sequence"):
+        graphs.graph_layers(model[0], lambda: None)
+    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with everywhere, pytest.raises(ValueError, match="global module hooks"):
+        graphs.graph_layers(model, lambda: None)
     with pytest.raises(ValueError, match="num_warmup_iters=1: at least 2"):
         graphs.graph_layers(model, lambda: through(model, x), num_warmup_iters=1)
     with pytest.raises(ValueError, match="captured already"):
@@ -496,6 +506,7 @@ elsewhere = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE))
         (lambda m, x: x * 2, "makes no use of weight, which want a gradient"),
         (lambda m, x: (x @ m.weight).detach(), "nothing that .* returns wants a gradient"),
         (lambda m, x: x @ m.weight * torch.rand(()).item(), "draws random numbers on the CPU"),
+        (lambda m, x: x @ m.weight * np.random.rand(), "draws random numbers on the CPU"),
     ],
 )
 def test_layers_that_a_graph_would_get_wrong(does, problem):
@@ -560,20 +571,55 @@ def test_a_changed_module_is_refused():
         layer = odd(lambda m, x: m.inner(x @ m.weight) + m.steps, x)
         layer(x)
         layer.inner.eval()
-        with pytest.raises(ValueError, match=r"in inner a module, parameter or buffer is another.*or training"):
+        with pytest.raises(ValueError, match=r"in inner a module, .* is another, .*or training"):
             layer(x)
         layer.inner = torch.nn.Dropout(0.0)
-        with pytest.raises(ValueError, match=r"in layers\[0\] \(Odd\) a module, parameter or buffer is another"):
+        with pytest.raises(ValueError, match=r"in layers\[0\] \(Odd\) a module, .* is another"):
             layer(x)
 
 
-def test_a_parameter_that_is_written_between_forward_and_backward_is_refused():
+def test_a_tensor_that_is_a_plain_attribute_is_held_to():
+    with emulating():
+        x = there(2, 4)
+        layer = Odd(lambda m, x: x @ m.weight + m.extra).to(DEVICE)
+        layer.extra = torch.ones(4, device=DEVICE)
+        graphs.graph_layers([layer], lambda: layer(x))
+        layer(x)
+        layer.extra = torch.zeros(4, device=DEVICE)
+        with pytest.raises(ValueError, match="or other tensor is another"):
+            layer(x)
+
+
+def test_a_buffer_that_becomes_another_tensor_is_refused():
+    def does(m, x):
+        m.steps = m.steps + 1
+        return x @ m.weight
+
+    with emulating():
+        layer, x = Odd(does).to(DEVICE), there(2, 4)
+        before = layer.steps
+        with pytest.raises(ValueError, match=r"makes its buffer .*steps another tensor"):
+            graphs.graph_layers([layer], lambda: layer(x))
+        assert layer.steps is before and before == 0
+
+
+def test_under_torch_compile_the_layer_runs_as_it_was():
     with emulating():
         x = there(2, 4)
         layer = odd(lambda m, x: x @ m.weight, x)
+        want = layer(x)
+        assert_bitwise_equal(torch.compile(layer, backend="eager", fullgraph=True)(x), want)
+
+
+@pytest.mark.parametrize("which", ["weight", "frozen"])
+def test_a_parameter_that_is_written_between_forward_and_backward_is_refused(which):
+    with emulating():
+        x, layer = there(2, 4), Odd(lambda m, x: x @ m.weight @ m.frozen).to(DEVICE)
+        layer.frozen = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE), requires_grad=False)
+        graphs.graph_layers([layer], lambda: layer(x))
         y = layer(x)
         with torch.no_grad():
-            layer.weight.mul_(2.0)
+            getattr(layer, which).mul_(2.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 
@@ -609,6 +655,10 @@ def test_what_a_capture_leaves_behind():
         assert_bitwise_equal(generator(), before)
 
 
+def twice(layer, x):
+    return x @ layer.weight * 2
+
+
 def test_a_copy_is_not_captured_and_no_graph_is_pickled():
     with emulating():
         x = there(2, 4)
@@ -617,6 +667,10 @@ def test_a_copy_is_not_captured_and_no_graph_is_pickled():
         with torch.no_grad():
             copied.weight.zero_()
         assert not copied(x[:1]).any() and layer(x).any()
+        patched = Odd(lambda m, x: x @ m.weight).to(DEVICE)
+        patched.forward = functools.partial(twice, patched)  # as something that wraps layers does
+        graphs.graph_layers([patched], lambda: patched(x))
+        assert_bitwise_equal(copy.deepcopy(patched)(x[:1]), twice(patched, x[:1]))
         with pytest.raises(TypeError, match="save its state_dict"):
             pickle.dumps(layer.forward)
 

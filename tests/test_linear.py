@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from layer_cases import Case, assert_cases_invariant, check_accuracy, error, run, run_all, torch_results
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
 from tp_invariant import stock
@@ -251,10 +253,11 @@ def test_is_an_nn_linear():
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
+@pytest.mark.parametrize("batch", (1, 4))
 @pytest.mark.parametrize("sequence_dim", (0, 1))
 @pytest.mark.parametrize("sp", (False, True))
 @pytest.mark.parametrize("mode", (None, *MODES, "norm"))
-def test_outputs_can_be_changed_in_place(mode, sp, sequence_dim):
+def test_outputs_can_be_changed_in_place(mode, sp, sequence_dim, batch):
     """As nn.Linear's can: residual adds and in-place activations."""
 
     def case(tp_group):
@@ -264,7 +267,8 @@ def test_outputs_can_be_changed_in_place(mode, sp, sequence_dim):
                 layer = tpi.LayerNormLinear(8, 16, parallel_mode="column", **options)
             else:
                 layer = tpi.Linear(8, 16, parallel_mode=mode, **options)
-            x = torch.randn(4, 4, layer.weight.shape[1], requires_grad=True)
+            tokens = (batch, 4) if sequence_dim else (4, batch)
+            x = torch.randn(*tokens, layer.weight.shape[1], requires_grad=True)
             y = layer(x)
             y += 1
             torch.relu_(y).sum().backward()
@@ -371,8 +375,6 @@ def test_prefetched_weight_is_used_until_it_changes():
 
 
 def test_checkpoint_recomputation_gives_the_same_bits():
-    from torch.utils.checkpoint import checkpoint
-
     def case(tp_group, recompute):
         torch.manual_seed(0)
         layer = tpi.Linear(64, 64, parallel_mode="column", tp_group=tp_group, gather_output=True)
@@ -383,6 +385,28 @@ def test_checkpoint_recomputation_gives_the_same_bits():
 
     with_it = tpi.testing.assert_tp_invariant(case, True, degrees=(1, 4))
     assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(case, False, degrees=(1, 4)))
+
+
+def selective(tp_group, recompute):
+    torch.manual_seed(0)
+    options = dict(tp_group=tp_group, sequence_parallel=True)
+    up = tpi.LayerNormLinear(64, 64, parallel_mode="column", normalization="RMSNorm", **options)
+    down = tpi.Linear(64, 64, parallel_mode="row", **options)
+    x = torch.randn(16, 1, 64, generator=torch.Generator().manual_seed(1)).chunk(up.group.size)[up.group.rank]
+    x = x.clone().requires_grad_()
+    kept = [torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    mlp = torch.nn.Sequential(up, down)
+    y = checkpoint(mlp, x, use_reentrant=False, context_fn=contexts) if recompute else mlp(x)
+    y.square().sum().backward()
+    whole = [tpi.regions.gather_sequence(t, tp_group, 0) for t in (y.detach(), x.grad)]
+    return whole, tpi.testing.full_grads(mlp)
+
+
+def test_selective_checkpointing_gives_the_same_bits():
+    """It keeps what operators return inside the layers, and refuses in backward what has changed since."""
+    with_it = tpi.testing.assert_tp_invariant(selective, True, degrees=(1, 4))
+    assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(selective, False, degrees=(1, 4)))
 
 
 def test_backward_follows_its_forward():

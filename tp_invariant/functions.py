@@ -84,7 +84,10 @@ class LinearCall:
 
         def finish() -> Tensor:
             c = _shaped(self, product(), (*lead, weight.shape[1 - k_dim]))
-            return c.movedim(0, self.sequence_dim).contiguous() if scatter and self.sequence_dim else c
+            if not scatter or not self.sequence_dim:
+                return c
+            c = c.movedim(0, self.sequence_dim).contiguous()
+            return fresh_view(c, c.shape) if c._is_view() else c  # where it was contiguous: one sequence
 
         return finish
 

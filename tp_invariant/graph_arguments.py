@@ -53,15 +53,16 @@ def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
             return Node(kind, (), tuple(map(walk, x)))
         if kind is dict:
             return Node(kind, tuple(x), tuple(map(walk, x.values())))
-        if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if "__dataclass_params__" in vars(kind) and kind.__dataclass_params__.frozen:
             keys = tuple(field.name for field in dataclasses.fields(kind))
-            return Node(kind, keys, tuple(walk(getattr(x, key)) for key in keys))
+            if set(getattr(x, "__dict__", ())) <= set(keys):
+                return Node(kind, keys, tuple(walk(getattr(x, key)) for key in keys))
         if isinstance(x, _CONSTANTS):
             return Constant(kind, x.hex() if isinstance(x, float) else x, x)
         raise TypeError(
             f"{what}: a {kind.__name__} cannot be part of a CUDA graph; allowed: tensors, numbers, strings, dtypes, "
-            "devices and None, in tuples, lists, dicts and frozen dataclasses (for a cache of keys and values: "
-            "use_cache=False)"
+            "devices and None, in tuples, lists, dicts and frozen dataclasses (a cache of keys and values: pass "
+            "use_cache=False to the model)"
         )
 
     node = walk(tree)

@@ -31,6 +31,10 @@ def problem_with(layer: nn.Module, name: str) -> str:
             return f"{key} of {name} is on {held.device}: CUDA graphs need all of it on the current GPU"
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return f"{name} has no parameter to train: torch.cuda.graph captures a forward"
+    everywhere = torch.nn.modules.module
+    for hooks_of_all in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
+        if getattr(everywhere, hooks_of_all):
+            return f"torch.nn has global module hooks, which a replay would not call inside {name}: remove them"
     for key, module in layer.named_modules():
         if getattr(module, "fuse_wgrad_accumulation", False):
             return f"{key or name} has fuse_wgrad_accumulation=True: a graph cannot see when main_grad changes"

@@ -3,7 +3,9 @@ with the captured one."""
 
 from __future__ import annotations
 
+import copy
 import random
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -30,6 +32,7 @@ def conditions() -> dict[str, Any]:
         "batch_invariant()": is_batch_invariant(),
         "autocast": torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.cuda.current_device()": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
     }
@@ -41,7 +44,9 @@ def other_conditions(now: dict[str, Any], then: dict[str, Any]) -> str:
 
 def cpu_randomness() -> tuple:
     """The state of the generators whose numbers a graph would repeat."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else str(numpy.random.get_state(legacy=False))
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
 
 
 class Turns:
@@ -131,7 +136,16 @@ class GraphedForward:
         self.differentiable = captured.differentiable
         self._conditions = conditions()
         self._modules = [(key or name, module) for key, module in layer.named_modules()]
+        # tensors that are plain attributes: cosines and sines, masks
+        self._attributes = [
+            [key for key, x in vars(module).items() if isinstance(x, Tensor)] for _, module in self._modules
+        ]
+        self._all_parameters = list(layer.parameters())
         self._state = self._state_now()
+        # what the graph reads stays in memory, whatever the layer does with it
+        self._held = [
+            x for _, m in self._modules for x in (*m._buffers.values(), *vars(m).values()) if isinstance(x, Tensor)
+        ]
         self._trained = [p for p in layer.parameters() if p.requires_grad]
 
     def remove(self) -> None:
@@ -145,6 +159,8 @@ class GraphedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the layer runs as the layer did before: its parameters are others."""
+        if self._patched is not None:
+            return copy.deepcopy(self._patched, memo)
         copied = memo.get(id(self._layer))
         return self._forward if copied is None else types.MethodType(type(copied).forward, copied)
 
@@ -158,14 +174,17 @@ class GraphedForward:
     def _state_now(self) -> list[tuple]:
         """Of each module what a graph would not see change."""
         found = []
-        for _, module in self._modules:
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            held = [None if t is None else (id(t), t.data_ptr(), t.stride(), t.requires_grad) for t in tensors]
+        for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
+            own = vars(module)
+            tensors = (*module._parameters.values(), *module._buffers.values(), *(own.get(key) for key in attributes))
+            held = [
+                (id(t), t.data_ptr(), t.stride(), t.requires_grad) if isinstance(t, Tensor) else None for t in tensors
+            ]
             found.append((module.training, list(map(id, module._modules.values())), held))
         return found
 
     def versions(self) -> list[int]:
-        return [p._version for p in self._trained]
+        return [p._version for p in self._all_parameters]
 
     def _difference(self, captured: Captured, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
         if problem := other_conditions(conditions(), self._conditions):
@@ -173,8 +192,8 @@ class GraphedForward:
         if (state := self._state_now()) != self._state:
             changed = [mine != now for mine, now in zip(self._state, state, strict=True)].index(True)
             return (
-                f"in {self._modules[changed][0]} a module, parameter or buffer is another, lies elsewhere, or has "
-                "another requires_grad or training"
+                f"in {self._modules[changed][0]} a module, parameter, buffer or other tensor is another, lies "
+                "elsewhere, or has another requires_grad or training"
             )
         return captured.call.difference(tensors, tree, grad)
 
@@ -196,7 +215,7 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured = self._captured
-        if captured is None or not self._layer.training or is_capturing():
+        if captured is None or not self._layer.training or is_capturing() or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         tensors, tree = flatten_call(args, kwargs, f"an argument of {self._name}")
         grad = torch.is_grad_enabled()

@@ -13,6 +13,7 @@ backward by torch.cuda.make_graphed_callables, for which torch and Transformer E
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -61,8 +62,9 @@ def graph_layers(
     the mode and autocast of training (autocast with cache_enabled=False), and the layers on one stream. Later calls
     need the shapes of these. In eval(), and while another graph is captured, a layer runs as it was. Python inside a
     layer no longer runs: what is set later does not reach it (a layer's gemm_fn or owner_map, the default gemm_fn,
-    hooks on modules inside it). Where a tensor or parameter is used by several layers, or in a layer and outside, its
-    gradient is summed layer by layer first: the same at every degree, but it may differ from the uncaptured layers'.
+    hooks on modules inside it), and numbers that it draws from a CPU generator of its own repeat. Where a tensor or
+    parameter is used by several layers, or in a layer and outside, its gradient is summed layer by layer first: the
+    same at every degree, but it may differ from the uncaptured layers'.
 
     Args:
         layers: in the order in which forward calls them, each once; in train(), all on the current GPU.
@@ -72,7 +74,7 @@ def graph_layers(
         allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
 
     Memory: the activations of all layers, as in any forward of them, and besides for each layer its arguments and its
-    gradients. Random generators and buffers are left as they were.
+    gradients. Random generators (torch's and Python's) and the layers' buffers are left as they were.
 
     Raises:
         ValueError: layers that cannot be captured, or that forward calls otherwise, or ranks that differ; says which,
@@ -80,6 +82,8 @@ def graph_layers(
         TypeError: an argument that is none of the above.
         RuntimeError: from the capture, as where a layer waits for the GPU (`.item()`).
     """
+    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+        raise TypeError(f"layers is a {type(layers).__name__}: it must be a sequence of modules, [layer] for one")
     layers = list(layers)
     names = [f"layers[{i}] ({type(layer).__name__})" for i, layer in enumerate(layers)]
     groups = groups_of(layers)
@@ -87,6 +91,8 @@ def graph_layers(
     inside = [id(module) for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
     if any(inside.count(id(layer)) > 1 for layer in layers):
         problems.append("a layer stands in `layers` twice, or inside another: each has one graph")
+    if not layers:
+        problems.append("there are no layers")
     if num_warmup_iters < 2:
         problems.append(f"num_warmup_iters={num_warmup_iters}: at least 2, in which the order of weights is learnt")
     if not torch.is_grad_enabled():
@@ -96,7 +102,7 @@ def graph_layers(
     agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
     options = {"layers": names, "num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
     same(options, groups)
-    with _as_before(layers):
+    with _as_before(layers) as reassigned:
         recorded, problem = _record(layers, names, forward)
         agree(problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called")
         same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
@@ -111,6 +117,7 @@ def graph_layers(
                 allow_unused_input=allow_unused_input,
             )
         problems = [step.written(before) for step, before in zip(steps, versions, strict=True)]
+        problems += reassigned()
         if drawn != cpu_randomness():
             problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
         agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
@@ -273,15 +280,26 @@ def _stand_ins(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]
 
 
 @contextmanager
-def _as_before(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Random generators and buffers are afterwards what they were."""
-    buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+def _as_before(layers: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """Random generators and buffers are afterwards what they were. Gives what says which buffers are now others."""
+    modules = [(key, module) for layer in layers for key, module in layer.named_modules()]
+    places = [(module, key, f"{of}.{key}") for of, module in modules for key in module._buffers]
+    buffers = [(*place, place[0]._buffers[place[1]]) for place in places]
+    values = [None if buffer is None else buffer.clone() for *_, buffer in buffers]
+    drawn = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+    def reassigned() -> list[str]:
+        others = [name for module, key, name, buffer in buffers if module._buffers.get(key) is not buffer]
+        return [f"a layer makes its buffer {name} another tensor: write into it instead" for name in others]
+
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            yield reassigned
         finally:
+            random.setstate(drawn)
             with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
+                for (module, key, _, buffer), before in zip(buffers, values, strict=True):
+                    module._buffers[key] = buffer
+                    if buffer is not None and before is not None and not torch.equal(buffer, before):
                         buffer.copy_(before)

@@ -27,8 +27,9 @@ def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def own_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
     """fresh_view of what a kernel of this library has just made and nobody else holds: x itself, at a fifth of the
-    host's time; fresh_view of what is a view of something or not contiguous."""
-    if x._is_view() or not x.is_contiguous():
+    host's time; fresh_view of what is a view of something or not contiguous, and where a dispatch mode (selective
+    checkpointing) may hold it."""
+    if x._is_view() or not x.is_contiguous() or torch._C._len_torch_dispatch_stack():
         return fresh_view(x, shape)
     return x.resize_(shape)  # in place, and of the same size: nothing moves
 

@@ -172,7 +172,7 @@ class CudaMachine:
         return self._lanes[early]
 
     # A wait is for what an event has last recorded when it is launched. So events serve again and again: to make one
-    # for each mark takes the host as long as a copy.
+    # for each mark takes the host as long as a copy. One host thread launches for a group at a time, as in collectives.
 
     def mark(self, buffer: int, stream: torch.cuda.Stream) -> None:
         event = self._marks.get(buffer)
@@ -233,6 +233,7 @@ class CudaMachine:
     def flags(
         self, stream: torch.cuda.Stream, buffer: int, number: int, *, tell: int | None = None, until: int | None = None
     ) -> None:
+        assert tell is None or until is None
         key = 8 * buffer + (4 + until if tell is None else tell)  # type: ignore[operator]
         known = self._operations.get(key)
         if known is None:
