@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from layer_cases import Case, assert_cases_invariant, check_accuracy, error, run, run_all, torch_results
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
 from tp_invariant import stock
@@ -394,8 +394,12 @@ def selective(tp_group, recompute):
     down = tpi.Linear(64, 64, parallel_mode="row", **options)
     x = torch.randn(16, 1, 64, generator=torch.Generator().manual_seed(1)).chunk(up.group.size)[up.group.rank]
     x = x.clone().requires_grad_()
-    kept = [torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor]
-    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+
+    def policy(context, operator, *args, **kwargs):
+        kept = str(operator) in ("aten.mul.Tensor", "aten.add.Tensor")
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     mlp = torch.nn.Sequential(up, down)
     y = checkpoint(mlp, x, use_reentrant=False, context_fn=contexts) if recompute else mlp(x)
     y.square().sum().backward()
