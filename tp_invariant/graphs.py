@@ -39,7 +39,7 @@ class GraphedLayers:
     def remove(self) -> None:
         """Frees the graphs and their memory, once nothing that they returned awaits its backward.
 
-        Call it before torch.distributed.destroy_process_group, which NCCL makes wait for graphs that hold its kernels.
+        Call it before torch.distributed.destroy_process_group, which may wait for graphs that hold NCCL's kernels.
         """
         for forward in self._forwards:
             forward.remove()
