@@ -155,26 +155,28 @@ def test_what_is_refused(matmul, kind, text, options):
 @KERNELS
 def test_an_out_that_requires_grad_is_refused(matmul):
     """Autograd would give it the gradient of what it held before."""
-    leaf = torch.zeros(4, 3, requires_grad=True)
+    device = device_of(matmul)
+    a, b, leaf = A.to(device), B.to(device), torch.zeros(4, 3, device=device, requires_grad=True)
     for out in (leaf, leaf * 2):
         with pytest.raises(ValueError, match=r"^matmul: out requires grad, .*: pass out.detach\(\)$"):
-            matmul(A, B, out=out)
+            matmul(a, b, out=out)
         assert not out.detach().any()
     with torch.no_grad():
-        matmul(A, B, out=leaf)
-    assert_bitwise_equal(leaf.detach(), matmul(A, B))
+        matmul(a, b, out=leaf)
+    assert_bitwise_equal(leaf.detach(), matmul(a, b))
 
 
 @KERNELS
 def test_a_bias_within_out_is_refused(matmul):
     """A tile would read it after another had overwritten it."""
-    out = torch.zeros(4, 3)
+    device = device_of(matmul)
+    a, b, out = A.to(device), B.to(device), torch.zeros(4, 3, device=device)
     for bias in (out[0], out[3], out.view(-1)[5:8]):
         with pytest.raises(ValueError, match=r"^matmul: out shares memory with bias; allowed: memory of its own$"):
-            matmul(A, B, bias=bias, out=out)
-    memory = torch.zeros(5, 3)
-    matmul(A, B, bias=memory[4].fill_(2), out=memory[:4])  # beside it: nothing is shared
-    assert_bitwise_equal(memory[:4], torch.full((4, 3), 10.0))
+            matmul(a, b, bias=bias, out=out)
+    memory = torch.zeros(5, 3, device=device)
+    matmul(a, b, bias=memory[4].fill_(2), out=memory[:4])  # beside it: nothing is shared
+    assert_bitwise_equal(memory[:4], torch.full((4, 3), 10.0, device=device))
 
 
 # --- promotion ------------------------------------------------------------------------------------------------------

@@ -108,13 +108,26 @@ def _goes_by_cpu(func: OpOverload) -> bool:
     """Whether a kernel at "CPU" can stand in for func, so that a GPU's tensors do not pass it.
 
     Not for one of two tensors: torch hands over a number in place of one, which cannot be passed on, but for sums (see
-    _of_cpu). Nor for a composite one: what it is made of does, and a kernel of its own would take its derivative.
+    _of_cpu). Nor for one of a number that calls one of two tensors: the number, as a tensor of a GPU, cannot be passed
+    to Python. Nor for a composite one: what it is made of does, and a kernel of its own would take its derivative.
     """
+    if func in _CALLING_TWO:
+        return False
     tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
     composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
     return (tensors == 1 or "backward" in func._schema.name or func in _SUMS) and (direct or not composite)
 
+
+_CALLING_TWO = {
+    torch.ops.aten.pow.Scalar,
+    torch.ops.aten.pow.Scalar_out,
+    torch.ops.aten.xlogy.Scalar_Self,
+    torch.ops.aten.xlogy.Scalar_Other,
+    torch.ops.aten.xlogy.OutScalar_Self,
+    torch.ops.aten.xlogy.OutScalar_Other,
+    torch.ops.aten.xlogy_.Scalar_Other,
+}
 
 _SUMS = {  # and the form of each that writes into out=
     torch.ops.aten.add.Tensor: torch.ops.aten.add.out,

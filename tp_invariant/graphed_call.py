@@ -215,7 +215,7 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured = self._captured
-        if captured is None or not self._layer.training or is_capturing() or torch.compiler.is_compiling():
+        if captured is None or not self._layer.training or torch.compiler.is_compiling() or is_capturing():
             return self._forward(*args, **kwargs)
         tensors, tree = flatten_call(args, kwargs, f"an argument of {self._name}")
         grad = torch.is_grad_enabled()
