@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.collectives import resolve_group
-from tp_invariant.kernels import reference
 from tp_invariant.layout import shard, unshard
 from tp_invariant.parameters import mark_sharded
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
@@ -280,21 +279,6 @@ def test_gradient_strides_do_not_count():
     assert_bitwise_equal(totals[1], totals[0])
 
 
-def test_an_injected_gemm_fn_is_used():
-    calls = []
-
-    def spy(a, b, *, bias=None, out_dtype=None):
-        calls.append((a.dtype, b.dtype))
-        return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
-
-    p = torch.nn.Parameter(torch.zeros(2, 3).bfloat16())
-    p.grad = torch.ones(2, 3).bfloat16()
-    with tpi.set_tp_invariant_mode(True):
-        tpi.clip_grad_norm_(p, 1.0, tp_group=None, gemm_fn=spy)
-    assert calls
-    assert set(calls) == {(torch.float32, torch.float32)}
-
-
 # --- not finite, not supported --------------------------------------------------------------------------------------
 
 
@@ -532,8 +516,12 @@ def test_dtensors_on_two_mesh_dims():
     """The leaf dim is that of the last Shard, for every shape of the mesh; the control takes the first Shard's."""
     shapes = {"00": (48, 40), "01": (24, 40), "10": (40, 16), "r1": (9, 40), "0r": (40, 3), "rr": (5, 7)}
     shapes |= {"uneven.00": (13, 20), "uneven.01": (5, 11), "uneven.r0": (11, 6)}
-    generator = torch.Generator().manual_seed(5)
-    gradients = {name: wide_randn(*shape, generator=generator, spread=2) for name, shape in shapes.items()}
+
+    def made(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {name: wide_randn(*shape, generator=generator, spread=2) for name, shape in shapes.items()}
+
+    gradients = made(5)
 
     def on_rank(tp_group):
         from torch.distributed.tensor import Replicate, Shard
@@ -556,7 +544,8 @@ def test_dtensors_on_two_mesh_dims():
     expected_largest = plain_reference(gradients, last, norm_type=math.inf)
     close_to_torch(*expected, gradients)
     first = {name: 1 if "1" in name else 0 for name in gradients} | {"01": 0, "uneven.01": 0}
-    assert not torch.equal(plain_reference(gradients, first)[0], expected[0])
+    others = [made(seed) for seed in range(16)]  # one norm in eight shows it
+    assert any(not torch.equal(plain_reference(x, first)[0], plain_reference(x, last)[0]) for x in others)
     off = set()
     for rank, results in enumerate(run_ranks(on_rank, 8)):
         for sizes, (on, largest, stock) in results.items():

@@ -1,0 +1,168 @@
+"""The kernels of clipping: the order that they state, the same bits from Triton and from plain torch, any slice's."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy
+import pytest
+import torch
+
+from tp_invariant.kernels import grad_norm, reference_grad_norm
+from tp_invariant.testing import assert_bitwise_equal, wide_randn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROOMS = pytest.mark.parametrize("room", [reference_grad_norm, grad_norm], ids=["reference", "triton"])
+# (shape, leaf dim); rows and columns, vectors of 16 bytes and not, less and more than the lanes, and nothing
+SHAPES = [
+    ((37, 300), 0), ((37, 300), 1), ((64, 512), 0), ((64, 512), 1), ((300, 70), 1), ((5, 48, 7), 1), ((2, 3, 130), 1),
+    ((9,), 0), ((), 0), ((70, 1), 0), ((1, 70), 1), ((17, 128), 0), ((129, 33), 1), ((0, 3), 0), ((3, 0), 0),
+]  # fmt: skip
+
+
+def device_of(room):
+    return "cpu" if room is reference_grad_norm else DEVICE
+
+
+def tensors(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spread = 2 if dtype == torch.float16 else 6
+    return [wide_randn(*shape, generator=generator, spread=spread).to(dtype) for shape, _ in SHAPES]
+
+
+DIMS = [dim for _, dim in SHAPES]
+
+
+def stated(leaf):
+    """The sum of squares of one leaf, number by number, as reference_grad_norm.py states it."""
+    lanes = [numpy.float32(0)] * 128
+    for i, value in enumerate(leaf.flatten().float().numpy()):
+        lanes[i % 128] = lanes[i % 128] + value * value
+    while len(lanes) > 1:
+        lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+    return float(lanes[0])
+
+
+@ROOMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_order_is_the_stated_one(room, dtype):
+    xs = tensors(dtype)
+    sums = room.sums_of_squares([x.to(device_of(room)) for x in xs], DIMS)
+    leaves = [leaf for x, dim in zip(xs, DIMS, strict=True) for leaf in (x.unbind(dim) if x.dim() else [x])]
+    assert_bitwise_equal(sums.cpu(), torch.tensor([stated(leaf) for leaf in leaves]))
+    backwards = torch.tensor([stated(leaf.flatten().flip(0)) for leaf in leaves])
+    assert not torch.equal(backwards, sums.cpu()), "the data cannot tell one order from another"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_has_the_bits_of_plain_torch(dtype):
+    xs = tensors(dtype, seed=1)
+    expected = reference_grad_norm.sums_of_squares(xs, DIMS)
+    there = [x.to(DEVICE) for x in xs]
+    assert_bitwise_equal(grad_norm.sums_of_squares(there, DIMS).cpu(), expected)
+    assert_bitwise_equal(grad_norm.fold(expected.to(DEVICE)).cpu(), reference_grad_norm.fold(expected))
+
+
+@ROOMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_float64(room, dtype):
+    xs = tensors(dtype, seed=2)
+    sums = room.sums_of_squares([x.to(device_of(room)) for x in xs], DIMS)
+    moved = [
+        (x.double() ** 2).movedim(dim, 0) if x.dim() else x.double().view(1) ** 2
+        for x, dim in zip(xs, DIMS, strict=True)
+    ]
+    exact = torch.cat([x.flatten(1).sum(1) if x.dim() > 1 else x for x in moved])
+    torch.testing.assert_close(sums.double().cpu(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(room.fold(sums).double().cpu(), exact.sum(), rtol=1e-6, atol=0)
+
+
+@ROOMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_leaf_sees_no_other(room, dtype):
+    """Any run of leaves, at any address and stride, alone or among other tensors, and with NaN around."""
+    generator = torch.Generator().manual_seed(3)
+    for shape, dim in (((70, 390), 0), ((390, 70), 1), ((4, 70, 66), 1)):
+        x = wide_randn(*shape, generator=generator, spread=2).to(device_of(room), dtype)
+        whole = room.sums_of_squares([x], [dim])
+        for first, last in ((0, 1), (3, 40), (16, 32), (69, 70)):
+            part = x.narrow(dim, first, last - first)
+            memory = torch.full((part.numel() + 3,), math.nan, dtype=dtype, device=x.device)
+            moved = memory[3:].view(part.shape).copy_(part)
+            for name, given in (("a view", part), ("unaligned", moved), ("a copy", part.clone())):
+                got = room.sums_of_squares([torch.ones(5, device=x.device), given, x], [0, dim, dim])
+                assert_bitwise_equal(
+                    got[5 : 5 + last - first], whole[first:last], f"{shape}, {first} to {last}, {name}"
+                )
+
+
+@ROOMS
+@pytest.mark.parametrize("count", [0, 1, 2, 127, 4096, 4097, 90_001])
+def test_fold(room, count):
+    v = (torch.rand(count, generator=torch.Generator().manual_seed(4)) + 2**-20).to(device_of(room))
+    assert_bitwise_equal(room.fold(v).cpu(), reference_grad_norm.fold(v.cpu()))
+    torch.testing.assert_close(room.fold(v).double(), v.double().sum(), rtol=1e-6, atol=0)
+    assert_bitwise_equal(room.fold(torch.cat([v, v.new_zeros(50)])), room.fold(v), "zeros behind the end")
+
+
+@ROOMS
+@pytest.mark.parametrize("factor", [0.3, 1.0, math.nan, 0.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaling_is_torchs(room, dtype, factor):
+    xs = tensors(dtype, seed=5)
+    xs.append(xs[0].clone().t())
+    xs.append(torch.cat([torch.ones(3, dtype=dtype), xs[2].flatten()])[3:])
+    xs.append(torch.tensor([-0.0, 0.0, math.inf, 6e-8, -6e-8, 1e-40]).to(dtype))
+    expected = [x.clone().mul_(torch.tensor(factor)) for x in xs]
+    there = [x.to(device_of(room)) for x in xs]
+    there[-2] = torch.cat([torch.ones(3, dtype=dtype), xs[2].flatten()]).to(device_of(room))[3:]
+    versions = [x._version for x in there]
+    room.scale_(there, torch.tensor(factor, device=device_of(room)))
+    for x, want, version in zip(there, expected, versions, strict=True):
+        assert_bitwise_equal(x.isnan().cpu(), want.isnan())
+        assert_bitwise_equal(x.cpu().nan_to_num(0.0), want.nan_to_num(0.0))
+        assert x._version > version, "autograd must see the change"
+
+
+ONE = torch.ones(2)
+WRONG = [
+    ("sums_of_squares", ([], []), ValueError, "sums_of_squares: there are no tensors; allowed: at least one"),
+    ("sums_of_squares", ([ONE.double()], [0]), TypeError, "sums_of_squares: tensor 0 has dtype torch.float64"),
+    ("sums_of_squares", ([ONE], [0, 0]), ValueError, "sums_of_squares: 1 tensors and 2 dims; allowed: as many"),
+    ("sums_of_squares", ([ONE], [1]), ValueError, "sums_of_squares: dim 1 of tensor 0 (2,); allowed: 0 to 0"),
+    ("sums_of_squares", ([ONE, ONE.to("meta")], [0, 0]), ValueError, "sums_of_squares: tensor 1 is on meta; allowed"),
+    ("fold", (torch.ones(2, 2),), ValueError, "fold: got torch.float32 (2, 2); allowed: a float32 vector"),
+    ("fold", (ONE.double(),), ValueError, "fold: got torch.float64 (2,); allowed: a float32 vector"),
+    ("scale_", ([ONE], ONE), ValueError, "scale_: factor is torch.float32 (2,) on cpu; allowed: one float32 number"),
+    ("scale_", ([ONE.int()], ONE[0]), TypeError, "scale_: tensor 0 has dtype torch.int32"),
+]
+
+
+@ROOMS
+@pytest.mark.parametrize(("name", "arguments", "kind", "text"), WRONG)
+def test_what_is_refused(room, name, arguments, kind, text):
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        getattr(room, name)(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_in_a_cuda_graph():
+    """The addresses are part of the graph: a replay reads what the tensors hold then."""
+    xs = [x.to(DEVICE) for x in tensors(torch.bfloat16)]
+    factor = torch.full((), 0.5, device=DEVICE)
+    before = grad_norm.sums_of_squares(xs, DIMS)  # also warms up
+    grad_norm.scale_([torch.ones_like(x) for x in xs], factor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sums = grad_norm.sums_of_squares(xs, DIMS)
+        total = grad_norm.fold(sums)
+        grad_norm.scale_(xs, factor)
+    for step in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_bitwise_equal(sums, before * 0.25**step, "halves are exact")
+        assert_bitwise_equal(total, grad_norm.fold(before * 0.25**step))
+        torch.ones(10_000).pin_memory()  # memory that a copy of addresses would have been in
