@@ -87,6 +87,11 @@ def build_model(options: argparse.Namespace, tp_group: Any, device: torch.device
     return tpi.parallelize(model, tp_group, plan, sequence_parallel=options.sequence_parallel).train()
 
 
+def build_optimizer(model: nn.Module, options: argparse.Namespace, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW, in the fastest form whose bits do not depend on how a parameter is cut. On a CPU the fused one's do."""
+    return torch.optim.AdamW(model.parameters(), lr=options.lr, fused=device.type == "cuda")
+
+
 class Batches:
     """Random windows of the sources of Python's library, as bytes; a step's depend on the seed and its number alone."""
 
@@ -107,8 +112,7 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> t
     """Takes options.steps steps; returns the number of the step after the last, and each step's seconds."""
     rank = 0 if tp_group is None else dist.get_rank(tp_group)
     model = build_model(options, tp_group, device)
-    # one tensor at a time: elementwise steps whose bits do not depend on how tensors are grouped or cut
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, foreach=False)
+    optimizer = build_optimizer(model, options, device)
     first = 0
     if options.resume is not None:
         extra = tpi.checkpoint.load(options.resume, model, optimizer)
@@ -116,6 +120,9 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> t
         torch.set_rng_state(extra["rng"])
     log = None if options.digest_log is None else tpi.DigestLog(options.digest_log, model, tp_group=tp_group)
     batches = Batches(options, device)
+    graphed = None
+    if options.graph_layers:
+        graphed = tpi.graphs.graph_layers(model.model.layers, lambda: model(batches.at(first)[0]))
     seconds = []
     for step in range(first, first + options.steps):
         start = time.perf_counter()
@@ -137,6 +144,8 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> t
             tpi.checkpoint.save(options.save, model, optimizer, extra=extra)
     if log is not None:
         log.close()
+    if graphed is not None:
+        graphed.remove()
     return first + options.steps, seconds
 
 
@@ -166,6 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and activations")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes cuda where there is a GPU")
     add("--sequence-parallel", action="store_true", help="shard activations along the sequence between the layers")
+    add("--graph-layers", action="store_true", help="on a GPU: each layer's forward and backward as a CUDA graph")
     add("--save", metavar="DIR", help="write checkpoints here: the last one stays")
     add("--save-every", type=_positive, default=1000, metavar="N", help="steps between checkpoints, besides the end")
     add("--resume", metavar="DIR", help="go on from this checkpoint, of any degree")

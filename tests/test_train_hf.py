@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tp_invariant as tpi
 from tp_invariant.diff import compare, read_log
-from tp_invariant.examples.train_hf import PRESETS, Batches, build_model, make_parser, run
+from tp_invariant.examples.train_hf import PRESETS, Batches, build_model, build_optimizer, make_parser, run
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_hf.py"
 SMALL = ["--device", "cpu", "--batch", "1", "--sequence-length", "32"]
@@ -104,6 +105,64 @@ def test_with_the_mode_off_they_differ(tmp_path):
 def test_llama_with_sequence_parallelism(tmp_path):
     text, same = compare(*resumed_and_straight(tmp_path, True, 2, "--preset", "llama-tiny", "--sequence-parallel"))
     assert same, text
+
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")])
+
+
+def bytes_that_follow_the_cut(make, device, dtype, size=300_007):
+    """How many bytes of parameter and state differ after four steps of a parameter in pieces, from those in one."""
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = (tpi.testing.wide_randn(size, generator=generator, spread=4).to(device, dtype) for _ in range(5))
+
+    def steps(cuts):
+        pieces = [torch.nn.Parameter(start[a:b].clone()) for a, b in pairwise([0, *cuts, size])]
+        optimizer = make(torch.nn.ParameterList(pieces), make_parser().parse_args(SMALL), torch.device(device))
+        for grad in grads:
+            for piece, part in zip(pieces, grad.split([len(piece) for piece in pieces]), strict=True):
+                piece.grad = part.clone()
+            optimizer.step()
+        state = [[piece.detach(), *(optimizer.state[piece][k] for k in ("exp_avg", "exp_avg_sq"))] for piece in pieces]
+        return [torch.cat(parts).view(torch.uint8) for parts in zip(*state, strict=True)]
+
+    whole = steps([])
+    pieces = [steps(cuts) for cuts in ([1], [7, 65_539], [150_004], [100_001, 100_008, 299_999])]
+    return sum(int((x != y).sum()) for cut in pieces for x, y in zip(cut, whole, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_optimizer_does_not_see_where_a_parameter_is_cut(device, dtype):
+    assert bytes_that_follow_the_cut(build_optimizer, device, dtype) == 0
+
+
+def test_a_fused_optimizer_on_a_cpu_does():
+    """The control, and why the example takes another there."""
+
+    def fused(model, options, device):
+        return torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
+
+    assert bytes_that_follow_the_cut(fused, "cpu", torch.float32) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+def test_layers_as_graphs_take_the_same_steps(tmp_path):
+    logs = {}
+    with tpi.set_tp_invariant_mode(True):
+        for name, more in (("eager", []), ("graphed", ["--graph-layers"])):
+            path = str(tmp_path / name)
+            options = make_parser().parse_args([*SMALL, "--steps", "4", "--digest-log", path, *more])
+            run(None, options, torch.device("cuda", torch.cuda.current_device()))
+            logs[name] = read_log(path)
+    text, same = compare(logs["eager"], logs["graphed"])
+    assert same, text
+
+
+def test_layers_as_graphs_on_a_cpu_are_refused():
+    options = make_parser().parse_args([*SMALL, "--graph-layers"])
+    with pytest.raises(ValueError, match="is on cpu: CUDA graphs need all of it on the current GPU"):
+        run(None, options, torch.device("cpu"))
 
 
 def test_batches_depend_on_the_seed_and_the_step_alone():

@@ -254,11 +254,19 @@ def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor
 
     A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
     """
-    norms = [torch.linalg.vector_norm(p.grad.float()) for p in params if p.grad is not None]
-    squares = [(n.full_tensor() if hasattr(n, "full_tensor") else n).square() for n in norms]
-    parallel = [s for s, is_sharded in zip(squares, sharded, strict=True) if is_sharded]
-    whole = [s for s, is_sharded in zip(squares, sharded, strict=True) if not is_sharded]
-    total = torch.stack(parallel).sum() if parallel else squares[0].new_zeros(())
+    grads = [p.grad for p in params if p.grad is not None]
+    plain = [g if g.element_size() <= 4 else g.float() for g in grads if not hasattr(g, "full_tensor")]
+    norms = iter(torch._foreach_norm(plain, 2, torch.float32) if plain else ())  # torch's clip_grad_norm_ has it too
+    every = [
+        torch.linalg.vector_norm(g.float()).full_tensor() if hasattr(g, "full_tensor") else next(norms) for g in grads
+    ]
+    parts = {
+        kind: torch.stack(chosen).square().sum()
+        for kind in (True, False)
+        if (chosen := [norm for norm, is_sharded in zip(every, sharded, strict=True) if is_sharded == kind])
+    }
+    zero = every[0].new_zeros(())
+    total = parts.get(True, zero)
     if group.size > 1:
         total = _sum(total, group)
-    return (total + sum(whole)).sqrt()
+    return (total + parts.get(False, zero)).sqrt()
