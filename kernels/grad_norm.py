@@ -35,8 +35,7 @@ _SCALED = 4096  # elements of a program
 def _tree(lanes, COUNT: tl.constexpr):
     """[COUNT, LANES] -> [COUNT]: neighbours first."""
     for level in tl.static_range(7):
-        HALF: tl.constexpr = _LANES // (2 ** (level + 1))
-        left, right = tl.split(tl.reshape(lanes, (COUNT, HALF, 2)))
+        left, right = tl.split(tl.reshape(lanes, (COUNT, _LANES // (2 ** (level + 1)), 2)))
         lanes = left + right
     return tl.reshape(lanes, (COUNT,))
 
@@ -48,9 +47,9 @@ def _squares_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     which = tl.load(tiles_ptr + 2 * tile)
-    leaf = tl.load(tiles_ptr + 2 * tile + 1) + tl.arange(0, LEAVES).to(tl.int64)
-    outer, leaves, inner = (tl.load(shapes_ptr + 4 * which + i) for i in tl.static_range(3))
-    at = tl.load(shapes_ptr + 4 * which + 3)
+    leaf = tl.multiple_of(tl.load(tiles_ptr + 2 * tile + 1), LEAVES) + tl.arange(0, LEAVES).to(tl.int64)
+    shape = shapes_ptr + 4 * which
+    outer, leaves, inner, at = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3)
     x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
     if VECTOR > 1:
         x = tl.multiple_of(x, 16)
@@ -99,10 +98,12 @@ def _scale_kernel(
         tile = tl.program_id(0)
         which = tl.load(tiles_ptr + 2 * tile)
         at = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < tl.load(sizes_ptr + which)
+        size = tl.load(sizes_ptr + which)
         x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
         if VECTOR > 1:
             x = tl.multiple_of(x, 16)
+            size = tl.multiple_of(size, VECTOR)
+        inside = at < size
         value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
         tl.store(x + at, (value * factor).to(like_ptr.dtype.element_ty), mask=inside)
 
@@ -163,7 +164,10 @@ def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_T
 @functools.lru_cache(maxsize=64)
 def _scale_plan(facts: tuple, device: torch.device) -> tuple[Tensor, list[_Together]]:
     """(int64 [tensors] of sizes, launches) of (dtype, size, whether the address is a multiple of 16)."""
-    kinds = [(dtype, 0, 16 // dtype.itemsize if aligned else 1) for dtype, _, aligned in facts]
+    kinds = [
+        (dtype, 0, 16 // dtype.itemsize if aligned and size * dtype.itemsize % 16 == 0 else 1)
+        for dtype, size, aligned in facts
+    ]
     sizes = [size for _, size, _ in facts]
     programs = [cdiv(size, _SCALED) for size in sizes]
     return torch.tensor(sizes, dtype=torch.int64).to(device), _group(kinds, programs, [1] * len(sizes), device)
@@ -231,6 +235,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies xs in place by factor, as `scale_` of reference_grad_norm does."""
     check_tensors("scale_", xs)
     check_factor("scale_", factor, xs)
+    # the interpreter does not round to 16 bits as a GPU does
     flat = [x for x in xs if x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4)]
     if flat:
         addresses = [x.data_ptr() for x in flat]
@@ -248,7 +253,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     kept = set(map(id, flat))
     for x in xs:
         if id(x) not in kept:
-            x.mul_(factor)
+            x.copy_(x.float() * factor)
 
 
 def _without_memory(xs: Sequence[Tensor], addresses: Sequence[int]) -> Tensor:

@@ -98,10 +98,11 @@ def fold(v: Tensor) -> Tensor:
 
 def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies xs in place by factor, a 0-dim fp32 tensor, in fp32 and rounded once; 1.0 leaves all bits.
+    (torch's mul_ would round factor to 16 bits first.)
 
     Raises as `sums_of_squares`, and ValueError for another factor.
     """
     check_tensors("scale_", xs)
     check_factor("scale_", factor, xs)
     for x in xs:
-        x.mul_(factor)
+        x.mul_(factor) if x.dtype == torch.float32 else x.copy_(x.float().mul_(factor))

@@ -115,7 +115,7 @@ def test_scaling_is_torchs(room, dtype, factor):
     xs.append(xs[0].clone().t())
     xs.append(torch.cat([torch.ones(3, dtype=dtype), xs[2].flatten()])[3:])
     xs.append(torch.tensor([-0.0, 0.0, math.inf, 6e-8, -6e-8, 1e-40]).to(dtype))
-    expected = [x.clone().mul_(torch.tensor(factor)) for x in xs]
+    expected = [(x.float() * torch.tensor(factor)).to(dtype) for x in xs]
     there = [x.to(device_of(room)) for x in xs]
     there[-2] = torch.cat([torch.ones(3, dtype=dtype), xs[2].flatten()]).to(device_of(room))[3:]
     versions = [x._version for x in there]
