@@ -23,19 +23,19 @@ from torch import Tensor
 from .launch import Launches, cdiv, interpreting, launch_on
 from .reference_grad_norm import FOLDED, LANES, check_dims, check_factor, check_tensors, check_vector
 
-_LANES = tl.constexpr(LANES)
-# How a leaf's elements lie: side by side, one a row, or in several stretches.
-_ROWS, _COLUMNS, _STRETCHES = 0, 1, 2
-_IS_ROWS, _IS_COLUMNS = tl.constexpr(_ROWS), tl.constexpr(_COLUMNS)
-_LEAVES = {_ROWS: 16, _COLUMNS: 64, _STRETCHES: 16}  # of a program
+_LANES, _LEVELS = tl.constexpr(LANES), tl.constexpr(LANES.bit_length() - 1)
+# How a leaf's elements lie: side by side, one a row, in several stretches; or it has but one.
+_ROWS, _COLUMNS, _STRETCHES, _SINGLE = 0, 1, 2, 3
+_IS_ROWS, _IS_COLUMNS, _IS_SINGLE = tl.constexpr(_ROWS), tl.constexpr(_COLUMNS), tl.constexpr(_SINGLE)
+_LEAVES = {_ROWS: 16, _COLUMNS: 64, _STRETCHES: 16, _SINGLE: 1024}  # of a program
 _SCALED = 4096  # elements of a program
 
 
 @triton.jit
-def _tree(lanes, COUNT: tl.constexpr):
-    """[COUNT, LANES] -> [COUNT]: neighbours first."""
-    for level in tl.static_range(7):
-        left, right = tl.split(tl.reshape(lanes, (COUNT, _LANES // (2 ** (level + 1)), 2)))
+def _tree(lanes, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """[COUNT, 2 ** LEVELS] -> [COUNT]: neighbours first."""
+    for level in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(lanes, (COUNT, 2 ** (LEVELS - level - 1), 2)))
         lanes = left + right
     return tl.reshape(lanes, (COUNT,))
 
@@ -53,10 +53,13 @@ def _squares_kernel(
     x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
     if VECTOR > 1:
         x = tl.multiple_of(x, 16)
-        leaves = tl.multiple_of(leaves, VECTOR) if KIND == _IS_COLUMNS else leaves
+        leaves = leaves if KIND == _IS_ROWS else tl.multiple_of(leaves, VECTOR)
         inner = tl.multiple_of(inner, VECTOR) if KIND == _IS_ROWS else inner
     inside = leaf < leaves
-    if KIND == _IS_COLUMNS:
+    if KIND == _IS_SINGLE:
+        value = tl.load(x + leaf, mask=inside, other=0).to(tl.float32)
+        sums = value * value
+    elif KIND == _IS_COLUMNS:
         lanes = tl.zeros((_LANES, LEAVES), tl.float32)
         for start in tl.range(0, outer, _LANES):
             j = start + tl.arange(0, _LANES)
@@ -65,7 +68,7 @@ def _squares_kernel(
             )
             value = part.to(tl.float32)
             lanes += value * value
-        sums = _tree(tl.trans(lanes), LEAVES)
+        sums = _tree(tl.trans(lanes), LEAVES, _LEVELS)
     else:
         lanes = tl.zeros((LEAVES, _LANES), tl.float32)
         for start in tl.range(0, outer * inner, _LANES, loop_unroll_factor=4):
@@ -76,7 +79,7 @@ def _squares_kernel(
                 place = (j // inner * leaves * inner + j % inner)[None, :] + leaf[:, None] * inner
             value = tl.load(x + place, mask=inside[:, None] & (j < outer * inner)[None, :], other=0).to(tl.float32)
             lanes += value * value
-        sums = _tree(lanes, LEAVES)
+        sums = _tree(lanes, LEAVES, _LEVELS)
     tl.store(out_ptr + at + leaf, sums, mask=inside)
 
 
@@ -86,7 +89,7 @@ def _fold_kernel(v_ptr, out_ptr, COUNT: tl.constexpr):
     lanes = tl.zeros((1, _LANES), tl.float32)
     for start in tl.static_range(0, COUNT, _LANES):
         lanes += tl.load(v_ptr + row.to(tl.int64) * COUNT + start + tl.arange(0, _LANES))[None, :]
-    tl.store(out_ptr + row + tl.arange(0, 1), _tree(lanes, 1))
+    tl.store(out_ptr + row + tl.arange(0, 1), _tree(lanes, 1, _LEVELS))
 
 
 @triton.jit
@@ -152,7 +155,10 @@ def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_T
     for dtype, outer, leaves, inner, aligned in facts:
         shapes.append((outer, leaves, inner, at))
         at += leaves
-        kind = _ROWS if outer == 1 and inner > 1 else _COLUMNS if inner == 1 else _STRETCHES
+        if outer * inner == 1:
+            kind = _SINGLE
+        else:
+            kind = _ROWS if outer == 1 else _COLUMNS if inner == 1 else _STRETCHES
         vector = 16 // dtype.itemsize
         fits = aligned and kind != _STRETCHES and (inner if kind == _ROWS else leaves) % vector == 0
         kinds.append((dtype, kind, vector if fits else 1))

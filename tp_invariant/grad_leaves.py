@@ -34,7 +34,6 @@ def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
 
 def local_part(grad: Tensor) -> Tensor:
     """This rank's part of a gradient, in the same memory."""
-    grad = grad.detach()
     return grad.to_local() if is_dtensor(grad) else grad
 
 
@@ -77,7 +76,7 @@ class _Part(NamedTuple):
 
 def _part(p: Tensor, tp_group: Group) -> _Part:
     assert p.grad is not None
-    grad, dim = p.grad.detach(), 0
+    grad, dim = p.grad, 0
     if is_dtensor(grad):
         from torch.distributed.tensor import Shard
 
@@ -167,7 +166,7 @@ def _kernels(device: torch.device) -> Any:
 
 
 def folded_norm(params: Sequence[Tensor], tp_group: Group) -> Tensor:
-    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank."""
+    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. For callers under no_grad."""
     parts = [_part(p, tp_group) for p in params]
     grads = [part.local if part.local.dtype in _IN_KERNELS else part.local.float() for part in parts]
     kernels = _kernels(grads[0].device)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float,
@@ -110,16 +111,23 @@ def _check_agreement(everything: list[Tensor], with_grad: list[Tensor], group: G
 
 
 def _check_grad(p: Tensor, index: int, group: Group) -> None:
-    where = f"the gradient of parameter {index} with shape {tuple(p.shape)} on rank {group.rank}"
-    if p.grad is not None and (p.grad.layout != torch.strided or not p.grad.is_floating_point()):
-        raise TypeError(f"{where} is {p.grad.layout} {p.grad.dtype}: only dense floating point is supported")
+    grad = p.grad
+    assert grad is not None
+    if grad.layout != torch.strided or not grad.is_floating_point():
+        raise TypeError(
+            f"{_named(p, index, group)} is {grad.layout} {grad.dtype}: only dense floating point is supported"
+        )
     if is_sharded(p) and not 0 <= getattr(p, "partition_dim", -1) < p.dim():
         raise ValueError(
             f"parameter {index} with shape {tuple(p.shape)} on rank {group.rank} has tensor_model_parallel=True and "
             f"partition_dim={getattr(p, 'partition_dim', None)}: it must be from 0 to {p.dim() - 1}"
         )
-    if is_dtensor(p.grad):
-        _check_dtensor(p, p.grad, where, group)
+    if is_dtensor(grad):
+        _check_dtensor(p, grad, _named(p, index, group), group)
+
+
+def _named(p: Tensor, index: int, group: Group) -> str:
+    return f"the gradient of parameter {index} with shape {tuple(p.shape)} on rank {group.rank}"
 
 
 def _check_dtensor(p: Tensor, grad: DTensor, where: str, group: Group) -> None:
