@@ -1,0 +1,160 @@
+"""Compiles every kernel for a Hopper GPU, down to machine code, on a machine that need not have one. Prints which.
+
+A process of its own: without TRITON_INTERPRET, and with a driver that launches nothing. The public functions of the
+kernels are called as on a GPU, so kernels are compiled for the arguments and options that they are given there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tp_invariant.kernels import (
+    attention,
+    attention_backward,
+    attention_spec,
+    cross_entropy,
+    embedding,
+    grad_norm,
+    matmul,
+    matmul_tma,
+    norm,
+    peer_flags,
+    peer_gather,
+    softmax,
+)
+
+HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
+compiled: set[str] = set()
+
+
+class Launcher:
+    def __init__(self, src: Any, metadata: Any) -> None:
+        compiled.add(f"{Path(src.fn.fn.__code__.co_filename).stem}.{src.fn.__name__}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class NoGPU:
+    """What Triton asks of a driver before and instead of a launch."""
+
+    launcher_cls = Launcher
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32},
+        load_binary=lambda name, binary, shared, device: (0, 0, 32, 0, 1024),
+        unload_module=lambda module: None,
+    )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def hopper():
+    modules = (attention, attention_backward, cross_entropy, embedding, grad_norm, matmul, norm, softmax)
+    with contextlib.ExitStack() as stack:
+        for module in (*modules, peer_flags, peer_gather):
+            stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
+        for name, value in (("get_device_properties", HOPPER), ("get_device_capability", (9, 0))):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, value=value: value))
+        driver.set_active(NoGPU())
+        yield stack
+
+
+def products(dtype: torch.dtype, tma: bool) -> None:
+    a, b, bias = torch.zeros(256, 512, dtype=dtype), torch.zeros(512, 384, dtype=dtype), torch.zeros(384, dtype=dtype)
+    with mock.patch.object(matmul_tma, "_takes", lambda *args: tma):
+        for x, y in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)):
+            matmul.matmul(x, y, bias=bias)
+        matmul.matmul(a, b, out=torch.zeros(256, 384), accumulate=True)
+        matmul.matmul(a, b, out_dtype=torch.float32, promote_every=256)
+        for k_dim in (0, 1):
+            major = torch.zeros(2, *((256, 384) if k_dim == 0 else (384, 256)), dtype=dtype)
+            assert (matmul.matmul_rank_major(a.view(2, 256, 256), major, b_k_dim=k_dim) is not None) == tma
+
+
+def norms(dtype: torch.dtype) -> None:
+    for h, rms in itertools.product((4096, 1000, 20000), (False, True)):
+        x, w = torch.zeros(64, h, dtype=dtype), torch.zeros(h, dtype=dtype)
+        y, mean, rstd = norm.norm_forward(x, w, None if rms else w, eps=1e-5, rms=rms, zero_centered=rms)
+        norm.norm_backward_input(y, x, w, mean, rstd, rms=rms, zero_centered=rms)
+        norm.fold_leaves(norm.norm_weight_leaves(y, x, mean, rstd, leaf_rows=32, rms=rms, with_bias=not rms)[0], dtype)
+
+
+def losses(dtype: torch.dtype) -> None:
+    logits, ids, row = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, dtype=torch.int64), torch.zeros(16)
+    for with_low in (False, True):
+        cross_entropy.row_extremes(logits, 1000, with_low=with_low)
+    for scale in (None, row):
+        cross_entropy.row_sums(logits, 1000, row, exp_bits=20, shift_scale=scale)
+    cross_entropy.logits_grad(logits, 1000, 0, ids, -100, row, row, (row, row, row))
+    embedding.embedding_grad(logits, ids, 100, dtype)
+    softmax.softmax(logits, log=True, out_dtype=dtype)
+    softmax.row_sums(logits, divisor=3, out_dtype=dtype)
+
+
+def clipping(dtype: torch.dtype) -> None:
+    xs = [torch.zeros(shape, dtype=dtype) for shape in ((64, 512), (512, 64), (3, 64, 5), (64,), (33, 51), (51, 33))]
+    grad_norm.fold(grad_norm.sums_of_squares(xs, [0, 1, 1, 0, 0, 1]))
+    grad_norm.scale_(xs, torch.ones(()))
+
+
+def attend(dtype: torch.dtype, own_kernel: bool) -> None:
+    cu = torch.tensor([0, 40, 100], dtype=torch.int32)
+    packed = attention_spec.PackedLengths(cu, cu, 60, 60)
+    attention._plan.cache_clear()  # it does not know of the two that are replaced here
+    with (
+        mock.patch.object(attention, "_has_own_kernel", lambda *args: own_kernel),
+        mock.patch.object(attention, "_overlaps", lambda index: own_kernel),
+    ):
+        for head_dim, queries, window, lengths in ((128, 100, 0, None), (64, 100, 20, packed), (128, 1, 0, None)):
+            q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)
+            k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
+            spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=window)
+            out, lse = attention.forward(q, k, v, spec, lengths)
+            if queries > 1:
+                attention_backward.backward(out, q, k, v, out, lse, spec, lengths)
+
+
+def peers() -> None:
+    table, states = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+    for dim in (0, 1):
+        peer_gather.peer_gather(torch.zeros(4, 8), torch.zeros(16, 8), dim, table, states, 0, 64, 1, 3)
+    for operation in ("claim", "arrived", "wait", "free"):
+        peer_flags.peer_flags(operation, 0, 1, torch.zeros(2, 2, 4, dtype=torch.int32), table, states, states, 0, 3)
+
+
+def main() -> None:
+    with hopper():
+        for dtype in (torch.bfloat16, torch.float32):
+            products(dtype, False)
+            norms(dtype)
+            losses(dtype)
+            clipping(dtype)
+        products(torch.bfloat16, True)
+        for own_kernel in (False, True):
+            attend(torch.bfloat16, own_kernel)
+        peers()
+    print("\n".join(sorted(compiled)))
+
+
+if __name__ == "__main__":
+    main()
