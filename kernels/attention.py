@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .attention_backward import backward
 from .attention_merge import finish, fold, merge_kernel
-from .attention_spec import CHUNK, AttentionSpec, PackedLengths
+from .attention_spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
 from .attention_tiles import (
     DTYPES,
     Problem,
@@ -184,10 +184,11 @@ def _forward_kernel(
     else:
         acc, largest, total = fold(before, before_largest, before_total, acc, largest, total, factor)
         out, lse = finish(acc, largest, total, factor)
-        at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
+        out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head
+        lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at[:, None] * HEAD_DIM + columns[None, :], out, mask=inside[:, None])
-        tl.store(lse_ptr + at, lse, mask=inside)
+        tl.store(out_ptr + out_at[:, None] * HEAD_DIM + columns[None, :], out, mask=inside[:, None])
+        tl.store(lse_ptr + lse_at, lse, mask=inside)
 
 
 @functools.cache
@@ -321,14 +322,14 @@ def forward(
         if padded == head_dim:
             return _forward(q, k, v, spec, lengths)
         out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths)
-    return out[..., :head_dim].contiguous(), lse
+    return heads_side_by_side(out[..., :head_dim]), lse
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None
 ) -> tuple[Tensor, Tensor]:
     p, shape, index = problem(q, k, spec, lengths), q.shape, q.device.index
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    out = empty_heads(q)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_spec import AttentionSpec, PackedLengths
+from .attention_spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
 from .attention_tiles import (
     Tile,
     aligned,
@@ -38,21 +38,28 @@ from .attention_tiles import (
 from .launch import cdiv, launch_on
 
 _DELTA_TILE = Tile(32, 0, 4, 1)
-_SUM_TILE = Tile(1024, 0, 4, 1)  # elements that a program of the sum over query heads takes
+_SUM_TILE = Tile(1024, 0, 4, 1)  # elements that a program of the sum over query heads takes, of whole rows
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "tokens", "stride_b", "stride_h", "stride_s"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "heads", "tokens", "stride_ob", "stride_oh", "stride_os", "stride_db", "stride_dh", "stride_ds",
+    ]
+)  # fmt: skip
 def _delta_kernel(
-    out_ptr, dout_ptr, delta_ptr, rows, heads, tokens, stride_b, stride_h, stride_s,
+    out_ptr, dout_ptr, delta_ptr, rows, heads, tokens,
+    stride_ob, stride_oh, stride_os, stride_db, stride_dh, stride_ds,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """delta = the sum of out * dout over a row: what the softmax's backward subtracts. out is contiguous."""
+    """delta = the sum of out * dout over a row: what the softmax's backward subtracts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = tl.arange(0, HEAD_DIM)
     inside = row < rows
-    at = row // tokens // heads * stride_b + row // tokens % heads * stride_h + row % tokens * stride_s
-    out = tl.load(out_ptr + row[:, None] * HEAD_DIM + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    batch, head, token = row // tokens // heads, row // tokens % heads, row % tokens
+    o_at = batch * stride_ob + head * stride_oh + token * stride_os
+    d_at = batch * stride_db + head * stride_dh + token * stride_ds
+    out = tl.load(out_ptr + o_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     tl.store(delta_ptr + row, tl.sum(out * dout, 1), mask=inside)
 
 
@@ -184,7 +191,7 @@ def _dk_dv_kernel(
         tl.maximum(low, edge), high, queries, keys, window, factor, inverse_cap,
         BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES,
     )  # fmt: skip
-    to = ((batch * heads + head).to(tl.int64) * tokens_k + token)[:, None] * HEAD_DIM + size[None, :]
+    to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
     tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
     tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=inside[:, None])
 
@@ -281,22 +288,22 @@ def _dq_kernel(
         BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES,
     )  # fmt: skip
     dq = dq * scale + 0.0
-    tl.store(dq_ptr + at[:, None] * HEAD_DIM + size[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
+    tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["size", "groups"])
-def _sum_heads_kernel(parts_ptr, out_ptr, size, groups, BLOCK: tl.constexpr):
-    """parts [.., groups, size] fp32 -> out [.., size], added in order, rounded once."""
-    blocks = tl.cdiv(size, BLOCK)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    element = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = element < size
-    part_ptr = parts_ptr + head * groups * size + element
+@triton.jit(do_not_specialize=["rows", "groups"])
+def _sum_heads_kernel(parts_ptr, out_ptr, rows, groups, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    """parts [rows, groups, HEAD_DIM] fp32 -> out [rows, HEAD_DIM], added in order, rounded once."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    size = tl.arange(0, HEAD_DIM)
+    inside = (row < rows)[:, None]
+    part_ptr = parts_ptr + (row * groups * HEAD_DIM)[:, None] + size[None, :]
     total = tl.load(part_ptr, mask=inside, other=0.0)
     for _ in range(1, groups):
-        part_ptr += size
+        part_ptr += HEAD_DIM
         total += tl.load(part_ptr, mask=inside, other=0.0)
-    tl.store(out_ptr + head * size + element, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + (row * HEAD_DIM)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def backward(
@@ -316,7 +323,7 @@ def backward(
         grads = _backward(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), lse, spec, lengths)
     if padded == head_dim:
         return grads
-    dq, dk, dv = (grad[..., :head_dim].contiguous() for grad in grads)
+    dq, dk, dv = (heads_side_by_side(grad[..., :head_dim]) for grad in grads)
     return dq, dk, dv
 
 
@@ -333,19 +340,18 @@ def _backward(
     batch, heads, tokens, head_dim = q.shape
     kv_heads, tokens_k = k.shape[1:3]
     groups = heads // kv_heads
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dq, dk, dv = (empty_heads(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     p = problem(q, k, spec, lengths)
     index, unit = q.device.index, 16 // q.element_size()
-    q, k, v, dout = (aligned(x) for x in (q, k, v, dout))
-    out, lse = aligned_flat(out), aligned_flat(lse)
+    q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
+    lse = aligned_flat(lse)
     delta = torch.empty_like(lse)
     rows = batch * heads * tokens
     constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
     launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)(
-        index, out, dout, delta, rows, heads, tokens, *unit_strides(dout), *constants,
+        index, out, dout, delta, rows, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants,
         grid=(cdiv(rows, _DELTA_TILE.queries), 1, 1),
     )  # fmt: skip
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
@@ -354,7 +360,7 @@ def _backward(
     (q_matrix, q_rows), (d_matrix, d_rows) = as_rows(q), as_rows(dout)
     parts = dk, dv
     if groups > 1:
-        parts = torch.empty((2, batch, heads, tokens_k, head_dim), dtype=torch.float32, device=q.device).unbind(0)
+        parts = torch.empty((2, batch, tokens_k, heads, head_dim), dtype=torch.float32, device=q.device).unbind(0)
     constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
     tiles = cdiv(p.longest_k, tile.keys)
     run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype), tile, constants)
@@ -367,11 +373,10 @@ def _backward(
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
     )  # fmt: skip
     if groups > 1:
-        size = tokens_k * head_dim
-        run = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, (_SUM_TILE.queries,))
+        rows, constants = batch * tokens_k * kv_heads, (head_dim, max(1, _SUM_TILE.queries // head_dim))
+        run = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
         for part, total in zip(parts, (dk, dv), strict=True):
-            grid = (cdiv(size, _SUM_TILE.queries) * batch * kv_heads, 1, 1)
-            run(index, part, total, size, groups, _SUM_TILE.queries, grid=grid)
+            run(index, part, total, rows, groups, *constants, grid=(cdiv(rows, constants[1]), 1, 1))
 
     tile = backward_query_tile(head_dim, q.dtype)
     (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)

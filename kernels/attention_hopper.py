@@ -194,6 +194,6 @@ def forward_kernel(
     at = (batch * heads + head).to(gl.int64) * tokens_q + start_q
     row = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-    out_at = (at + row)[:, None] * HEAD_DIM + column[None, :]
-    gl.store(out_ptr + out_at, out.to(dtype), mask=(row < queries)[:, None])
+    out_at = (batch.to(gl.int64) * tokens_q + start_q + row) * heads + head
+    gl.store(out_ptr + out_at[:, None] * HEAD_DIM + column[None, :], out.to(dtype), mask=(row < queries)[:, None])
     gl.store(lse_ptr + at + query, lse, mask=query < queries)

@@ -76,6 +76,8 @@ def merge_kernel(
         largest_ptr += AT_ONCE * step
     out, lse = finish(acc, largest, total, factor)
     batch = index * (0 if PACKED else 1)
-    at = ((batch * heads + head) * SHARED + row % SHARED).to(tl.int64) * tokens_q + start_q + query + tl.arange(0, 1)
-    tl.store(out_ptr + at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + at, lse)
+    q_head = head * SHARED + row % SHARED
+    out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head + tl.arange(0, 1)
+    lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query + tl.arange(0, 1)
+    tl.store(out_ptr + out_at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + lse_at, lse)

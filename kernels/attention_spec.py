@@ -8,7 +8,9 @@ Both have the same two functions and the same contract:
         out       [B, Hq, Sq, D]     in q's dtype; 0 where a query sees nothing
         lse       [B, Hq, Sq]        fp32: log2 of the sum of 2^(scaled and capped score * log2 e); -inf where it sees
                                      nothing
-        dq, dk, dv                   in the dtypes and shapes of q, k, v; all results are contiguous
+        dq, dk, dv                   in the dtypes and shapes of q, k, v
+
+out, dq, dk and dv lie in memory as [B, S, H, D] would (`empty_heads`), lse is contiguous.
 
 Query i stands at key position Sk - Sq + i, the last query at the last key, as in flash-attn 2.1 and later. Keys are
 walked from position 0 of their sequence in blocks that depend on nothing but dtype and head size. So out[b, h, i] is a
@@ -61,3 +63,17 @@ class PackedLengths:
     cu_k: Tensor
     max_q: int
     max_k: int
+
+
+def empty_heads(like: Tensor) -> Tensor:
+    """[B, H, S, D] in memory for [B, S, H, D]: what follows takes a token's heads side by side, and needs no copy.
+
+    No view: autograd would refuse to have a view changed in place that a function returns.
+    """
+    _, heads, tokens, size = like.shape
+    return like.new_empty_strided(like.shape, (tokens * heads * size, size, heads * size, 1))
+
+
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """A copy of x [B, H, S, D] in such memory."""
+    return empty_heads(x).copy_(x)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .attention_spec import AttentionSpec, PackedLengths
+from .attention_spec import AttentionSpec, PackedLengths, heads_side_by_side
 
 KEY_BLOCK = 128
 LOG2_E = 1 / math.log(2)
@@ -155,7 +155,7 @@ def forward(
                 one_out, one_lse = _forward(rows[heads], padded_k[heads], padded_v[heads], count, spec)
                 out.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_out.transpose(1, 2)
                 lse.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_lse.transpose(1, 2)
-    return out, lse
+    return heads_side_by_side(out), lse
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def backward(
                 dq.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_dq.transpose(1, 2)
                 for whole, one in zip((dk, dv), of_keys, strict=True):
                     whole.flatten(0, 1)[heads, keys] = one[:, :count]
-    return dq, dk, dv
+    return heads_side_by_side(dq), heads_side_by_side(dk), heads_side_by_side(dv)
 
 
 def _backward(

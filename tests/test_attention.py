@@ -337,6 +337,21 @@ def test_values_of_another_head_size(device):
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
 
 
+@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("dim", [32, 20], ids=["a kernel's head size", "padded to one"])
+@pytest.mark.parametrize("queries", [40, 1])
+def test_results_lie_in_memory_as_layers_take_them(device, dim, queries):
+    """A token's heads side by side, forward and backward: what follows copies nothing. And nothing is a view."""
+    q, k, v, grad = tensors(device, torch.float32, 2, 4, 2, queries, 40, dim)
+    results = attend(q, k, v, grad, causal=True)
+    for name, x in results.items():
+        assert x.transpose(1, 2).is_contiguous(), name
+    compiled = torch.compile(tpi.attention, backend="aot_eager", fullgraph=True)
+    for name, x in attend(q, k, v, grad, compiled, causal=True).items():
+        assert x.stride() == results[name].stride(), f"{name}, compiled"
+    assert not tpi.attention(q, k, v, causal=True)._is_view()
+
+
 def test_strides_do_not_count():
     q, k, v, grad = data = tensors("cpu", torch.bfloat16, 1, 4, 2, 40, 40, 16)
     cu = torch.tensor([[0, 7], [30, 7], [40, 7]], dtype=torch.int32)[:, 0]

@@ -273,12 +273,16 @@ _backward_operator = torch.library.custom_op("tp_invariant::attention_backward",
 
 @_operator.register_fake
 def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    from .kernels.attention_spec import empty_heads
+
+    return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_backward_operator.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    from .kernels.attention_spec import empty_heads
+
+    return tuple(empty_heads(x) for x in (q, k, v))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
