@@ -13,6 +13,7 @@ stopped. Needs transformers and safetensors: pip install 'tp_invariant[hf]'.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
 import statistics
@@ -110,7 +111,6 @@ class Batches:
 
 def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> tuple[int, list[float]]:
     """Takes options.steps steps; returns the number of the step after the last, and each step's seconds."""
-    rank = 0 if tp_group is None else dist.get_rank(tp_group)
     model = build_model(options, tp_group, device)
     optimizer = build_optimizer(model, options, device)
     first = 0
@@ -120,9 +120,23 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> t
         torch.set_rng_state(extra["rng"])
     log = None if options.digest_log is None else tpi.DigestLog(options.digest_log, model, tp_group=tp_group)
     batches = Batches(options, device)
-    graphed = None
+    graphed = contextlib.ExitStack()  # graphs must go before the process group does
     if options.graph_layers:
-        graphed = tpi.graphs.graph_layers(model.model.layers, lambda: model(batches.at(first)[0]))
+        graphed.callback(tpi.graphs.graph_layers(model.model.layers, lambda: model(batches.at(first)[0])).remove)
+    with graphed:
+        return _train(first, model, optimizer, batches, log, tp_group, options)
+
+
+def _train(
+    first: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    log: tpi.DigestLog | None,
+    tp_group: Any,
+    options: argparse.Namespace,
+) -> tuple[int, list[float]]:
+    rank = 0 if tp_group is None else dist.get_rank(tp_group)
     seconds = []
     for step in range(first, first + options.steps):
         start = time.perf_counter()
@@ -144,8 +158,6 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> t
             tpi.checkpoint.save(options.save, model, optimizer, extra=extra)
     if log is not None:
         log.close()
-    if graphed is not None:
-        graphed.remove()
     return first + options.steps, seconds
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kept import about_to_read, capturing, refuse_in_capture
 from .launch import Launches, cdiv, interpreting, launch_on
 from .reference_grad_norm import FOLDED, LANES, check_dims, check_factor, check_tensors, check_vector
 
@@ -47,7 +49,7 @@ def _squares_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     which = tl.load(tiles_ptr + 2 * tile)
-    leaf = tl.multiple_of(tl.load(tiles_ptr + 2 * tile + 1), LEAVES) + tl.arange(0, LEAVES).to(tl.int64)
+    leaf = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     shape = shapes_ptr + 4 * which
     outer, leaves, inner, at = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3)
     x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
@@ -120,7 +122,7 @@ _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 
 @dataclass(frozen=True)
 class _Together:
-    """Tensors of one launch. tiles: int32 [programs, 2], a tensor's number and where in it a program begins."""
+    """Tensors of one launch. tiles: int32 [programs, 2], a tensor's number and which of its programs it is."""
 
     first: int
     tiles: Tensor
@@ -128,29 +130,27 @@ class _Together:
     vector: int
 
 
-def _group(
-    kinds: Sequence[tuple], programs: Sequence[int], width: Sequence[int], device: torch.device
-) -> list[_Together]:
-    """One for each of `kinds`, which end in (.., kind, vector); width: what a program's number is multiplied by."""
+def _group(kinds: Sequence[tuple], programs: Sequence[int], device: torch.device) -> list[_Together]:
+    """One for each of `kinds`, which end in (.., kind, vector); programs: how many each tensor has."""
     found: dict[tuple, list[int]] = {}
     for i, kind in enumerate(kinds):
         found.setdefault(kind, []).append(i)
     groups = []
     for kind, members in found.items():
-        parts = [torch.arange(programs[i], dtype=torch.int32) * width[i] for i in members]
-        numbers = torch.repeat_interleave(
-            torch.tensor(members, dtype=torch.int32), torch.tensor([programs[i] for i in members])
-        )
+        counts = [programs[i] for i in members]
+        numbers = torch.repeat_interleave(_int64(members), _int64(counts))
         if len(numbers):
-            tiles = torch.stack([numbers, torch.cat(parts)], dim=1).to(device)
+            which = torch.cat([torch.arange(count, device="cpu") for count in counts])
+            tiles = torch.stack([numbers, which], dim=1).to(torch.int32).to(device)
             groups.append(_Together(members[0], tiles, *kind[-2:]))
     return groups
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_Together]]:
     """(number of leaves, int64 [tensors, 4] of outer, leaves, inner, first leaf, launches) of (dtype, outer, leaves,
     inner, whether the address is a multiple of 16)."""
+    refuse_in_capture(device.type, "sums_of_squares")
     shapes, kinds, at = [], [], 0
     for dtype, outer, leaves, inner, aligned in facts:
         shapes.append((outer, leaves, inner, at))
@@ -162,31 +162,34 @@ def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_T
         vector = 16 // dtype.itemsize
         fits = aligned and kind != _STRETCHES and (inner if kind == _ROWS else leaves) % vector == 0
         kinds.append((dtype, kind, vector if fits else 1))
-    width = [_LEAVES[kind] for _, kind, _ in kinds]
-    programs = [cdiv(leaves, step) for (_, leaves, _, _), step in zip(shapes, width, strict=True)]
-    return at, torch.tensor(shapes, dtype=torch.int64).to(device), _group(kinds, programs, width, device)
+    programs = [cdiv(leaves, _LEAVES[kind]) for (_, leaves, _, _), (_, kind, _) in zip(shapes, kinds, strict=True)]
+    return at, _int64(shapes).to(device), _group(kinds, programs, device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _scale_plan(facts: tuple, device: torch.device) -> tuple[Tensor, list[_Together]]:
     """(int64 [tensors] of sizes, launches) of (dtype, size, whether the address is a multiple of 16)."""
+    refuse_in_capture(device.type, "scale_")
     kinds = [
         (dtype, 0, 16 // dtype.itemsize if aligned and size * dtype.itemsize % 16 == 0 else 1)
         for dtype, size, aligned in facts
     ]
     sizes = [size for _, size, _ in facts]
-    programs = [cdiv(size, _SCALED) for size in sizes]
-    return torch.tensor(sizes, dtype=torch.int64).to(device), _group(kinds, programs, [1] * len(sizes), device)
+    return _int64(sizes).to(device), _group(kinds, [cdiv(size, _SCALED) for size in sizes], device)
 
 
 def _on_device(addresses: list[int], device: torch.device) -> Tensor:
     """int64 [tensors], without waiting for the device."""
     if device.type != "cuda":
-        return torch.tensor(addresses, dtype=torch.int64)
-    if torch.cuda.is_current_stream_capturing():
+        return _int64(addresses)
+    if capturing(device.type):
         # A graph would read pinned memory at each replay. A fill's value is part of the graph.
         return torch.stack([torch.full((), address, dtype=torch.int64, device=device) for address in addresses])
-    return torch.tensor(addresses, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return _int64(addresses, pin_memory=True).to(device, non_blocking=True)
+
+
+def _int64(values: Sequence, **options: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu", **options)  # whatever the default device is
 
 
 def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
@@ -216,6 +219,7 @@ def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
         count, shapes, groups = _leaf_plan(facts, device)
         out = torch.empty(count, dtype=torch.float32, device=device)
         table = _on_device(addresses, device)
+        about_to_read(shapes, *(group.tiles for group in groups))
         for group in groups:
             _squares(
                 device.index, (len(group.tiles),), (table, shapes, group.tiles, out, xs[group.first]),
@@ -243,6 +247,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     check_factor("scale_", factor, xs)
     # the interpreter does not round to 16 bits as a GPU does
     flat = [x for x in xs if x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4)]
+    flat = _apart(flat)
     if flat:
         addresses = [x.data_ptr() for x in flat]
         device = flat[0].device
@@ -250,6 +255,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
         with launch_on(_without_memory(flat, addresses), "scale_"):
             sizes, groups = _scale_plan(facts, device)
             table = _on_device(addresses, device)
+            about_to_read(sizes, *(group.tiles for group in groups))
             for group in groups:
                 _scale(
                     device.index, (len(group.tiles),), (table, sizes, group.tiles, factor, flat[group.first]),
@@ -260,6 +266,16 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     for x in xs:
         if id(x) not in kept:
             x.copy_(x.float() * factor)
+
+
+def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Those of xs that share no memory with another of them: programs of one launch run in no order."""
+    end, found = 0, []
+    for _, i in sorted((x.data_ptr(), i) for i, x in enumerate(xs)):
+        if xs[i].data_ptr() >= end:
+            found.append(i)
+            end = xs[i].data_ptr() + xs[i].nbytes
+    return [xs[i] for i in sorted(found)]
 
 
 def _without_memory(xs: Sequence[Tensor], addresses: Sequence[int]) -> Tensor:

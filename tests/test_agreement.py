@@ -187,8 +187,7 @@ def odd_clip(tp_group, what, enabled):
     with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
         for parameter in parameters[: 0 if odd and what == "no gradient" else 1 if odd and what == "gradient" else 2]:
             parameter.grad = torch.ones(4)
-        gemm_fn = other_gemm if odd and what == "gemm_fn" else None
-        tpi.clip_grad_norm_(parameters, 2.0 if odd and what == "option" else 1.0, tp_group=tp_group, gemm_fn=gemm_fn)
+        tpi.clip_grad_norm_(parameters, 2.0 if odd and what == "option" else 1.0, tp_group=tp_group)
 
 
 def odd_log(tp_group, what, enabled):
@@ -237,7 +236,6 @@ GROUPS = [
     (odd_loss, "target", r"target \(2,\) here"),
     (odd_clip, "mode", "the TP-invariant mode is"),
     (odd_clip, "option", "clip_grad_norm_ is"),
-    (odd_clip, "gemm_fn", "its gemm_fn is"),
     (odd_clip, "gradient", "the gradient of parameter 1 is .* on rank 0, 2, 3; None on rank 1"),
     (odd_clip, "no gradient", "the gradient of parameter 0 is .* on rank 0, 2, 3; None on rank 1"),
     (odd_log, "mode", "the TP-invariant mode is"),

@@ -455,6 +455,57 @@ def test_dtensors_have_the_bits_of_plain_tensors_at_every_degree(dtype, norm_typ
             assert_bitwise_equal(result, (total, grads), f"rank {rank} of {world}")
 
 
+def test_a_local_part_without_elements_may_have_any_shape():
+    """`torch.empty(0)` is what DTensor.from_local is usually given there."""
+    full = wide_randn(2, 3, generator=torch.Generator().manual_seed(0))
+
+    def on_rank(tp_group):
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh, rank = DeviceMesh.from_group(tp_group, "cpu"), tp_group.rank()
+        local = full[:, rank : rank + 1].clone() if rank < 3 else torch.empty(0)
+        grad = DTensor.from_local(local, mesh, [Shard(1)], shape=full.shape, stride=full.stride())
+        p = torch.nn.Parameter(torch.empty_like(grad))
+        p.grad = grad
+        with tpi.set_tp_invariant_mode(True):
+            return tpi.clip_grad_norm_(p, 1e9, tp_group=tp_group)
+
+    expected, _ = plain_reference({"p": full}, {"p": 1}, max_norm=1e9)
+    for total in run_ranks(on_rank, 4):
+        assert_bitwise_equal(total, expected)
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+def test_gradients_that_are_still_on_their_way(mode):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    p, arrived = torch.nn.Parameter(torch.zeros(2)), torch.tensor([3.0, 4.0])
+    p.grad = AsyncCollectiveTensor(arrived)
+    with tpi.set_tp_invariant_mode(mode):
+        assert tpi.clip_grad_norm_(p, 2.5, tp_group=None).item() == 5.0
+    assert arrived.tolist() == pytest.approx([1.5, 2.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+def test_fake_gradients(mode):
+    """Of whoever estimates the memory of a step."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), tpi.set_tp_invariant_mode(mode):
+        p = torch.nn.Parameter(torch.zeros(6, 4, device="cpu" if mode else "cuda"))  # a CPU build fakes no cat on cuda
+        p.grad = torch.zeros_like(p)
+        assert tpi.clip_grad_norm_(p, 1.0, tp_group=None).shape == ()
+
+
+def test_gradients_on_several_devices():
+    ps = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, device="meta"))]
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    text = "the gradient of parameter 1 with shape (2,) on rank 0 is on meta: it must be on cpu, where parameter 0's is"
+    with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        tpi.clip_grad_norm_(ps, 1.0, tp_group=None)
+
+
 def test_dtensors_and_plain_tensors_together():
     gradients, plain_gradients = dtensor_gradients(), full_gradients(spread=3)
 

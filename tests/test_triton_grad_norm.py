@@ -126,6 +126,40 @@ def test_scaling_is_torchs(room, dtype, factor):
         assert x._version > version, "autograd must see the change"
 
 
+@ROOMS
+def test_gradients_in_the_same_memory_are_scaled_one_after_another(room):
+    """As by a loop: programs of one launch would read and write them in any order."""
+    memory = torch.arange(1.0, 9001.0, device=device_of(room))
+    given = [memory[:6000], memory[3000:], memory[:6000], memory[8999:].view(())]
+    expected = memory.clone()
+    for part in (expected[:6000], expected[3000:], expected[:6000], expected[8999:]):
+        part.mul_(0.3)
+    room.scale_(given, torch.tensor(0.3, device=memory.device))
+    assert_bitwise_equal(memory, expected)
+
+
+@ROOMS
+def test_views_that_torch_negates(room):
+    x = torch.complex(torch.randn(6, 40), torch.randn(6, 40)).to(device_of(room))
+    negated, plain = x.conj().imag, x.conj().imag.clone()
+    assert negated.is_neg()
+    assert_bitwise_equal(room.sums_of_squares([negated], [0]), room.sums_of_squares([plain], [0]))
+    for one in (negated, plain):
+        room.scale_([one], torch.tensor(-0.5, device=one.device))
+    assert_bitwise_equal(negated.clone(), plain)
+    assert torch.equal(x.imag, -plain)
+
+
+@ROOMS
+def test_under_another_default_device(room):
+    xs = [x.to(device_of(room)) for x in tensors(torch.float32, seed=6)]
+    getattr(room, "_leaf_plan", room.fold).__dict__.get("cache_clear", lambda: None)()
+    with torch.device("meta"):
+        sums = room.fold(room.sums_of_squares([x.clone() for x in xs], DIMS))
+        room.scale_(xs, torch.tensor(1.0, device=sums.device))
+    assert sums.isfinite()
+
+
 ONE = torch.ones(2)
 WRONG = [
     ("sums_of_squares", ([], []), ValueError, "sums_of_squares: there are no tensors; allowed: at least one"),
@@ -153,6 +187,14 @@ def test_in_a_cuda_graph():
     """The addresses are part of the graph: a replay reads what the tensors hold then."""
     xs = [x.to(DEVICE) for x in tensors(torch.bfloat16)]
     factor = torch.full((), 0.5, device=DEVICE)
+    for call in (lambda: grad_norm.sums_of_squares(xs, DIMS), lambda: grad_norm.scale_(xs, factor)):
+        grad_norm._leaf_plan.cache_clear()
+        grad_norm._scale_plan.cache_clear()
+        with (
+            pytest.raises(RuntimeError, match="call it once before the capture"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            call()
     before = grad_norm.sums_of_squares(xs, DIMS)  # also warms up
     grad_norm.scale_([torch.ones_like(x) for x in xs], factor)
     graph = torch.cuda.CUDAGraph()
@@ -161,8 +203,15 @@ def test_in_a_cuda_graph():
         total = grad_norm.fold(sums)
         grad_norm.scale_(xs, factor)
     for step in range(3):
+        for size in range(
+            1, 20
+        ):  # other shapes, whose tables take these tables' places, and their memory if it is free
+            others = [torch.ones(size, size, device=DEVICE) for _ in range(len(xs))]
+            grad_norm.sums_of_squares(others, [0] * len(others))
+            grad_norm.scale_(others, factor)
+        garbage = [torch.full((size,), 2**31 - 1, dtype=torch.int32, device=DEVICE) for size in range(1, 400)]
         graph.replay()
         torch.cuda.synchronize()
         assert_bitwise_equal(sums, before * 0.25**step, "halves are exact")
         assert_bitwise_equal(total, grad_norm.fold(before * 0.25**step))
-        torch.ones(10_000).pin_memory()  # memory that a copy of addresses would have been in
+        del garbage

@@ -33,8 +33,13 @@ def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
 
 
 def local_part(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, in the same memory."""
-    return grad.to_local() if is_dtensor(grad) else grad
+    """This rank's part of a gradient, in the same memory, once it has arrived."""
+    if type(grad) is Tensor:
+        return grad
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    local = grad.to_local() if is_dtensor(grad) else grad
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
@@ -85,9 +90,13 @@ def _part(p: Tensor, tp_group: Group) -> _Part:
         kinds = [type(placement) for placement in grad.placements if not placement.is_replicate()]
         if kinds == [Shard] and not is_sharded(p):  # FSDP2 has a _StridedShard, whose pieces are in another order
             group, size = shards[0][0], grad.shape[dim]
+            local = local_part(grad)
+            if not local.numel():  # in whatever shape from_local was given it
+                local = local.new_empty([0 if i == dim else n for i, n in enumerate(grad.shape)])
             # torch.chunk's rule: full pieces, then one shorter, then none
-            return _Part(grad.to_local(), dim, group, -(-size // group.size), 1, size)
+            return _Part(local, dim, group, -(-size // group.size), 1, size)
         grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
+    grad = local_part(grad)
     if is_sharded(p):
         dim = p.partition_dim  # type: ignore[attr-defined]
         rows = grad.shape[dim]
@@ -104,25 +113,32 @@ class _Order(NamedTuple):
     places: Tensor
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _order(facts: tuple[tuple[int, int, int, int, int, int], ...], device: torch.device) -> _Order:
     """Of parameters with (leaves here, rows, number of the group or -1, its size, stride, leaves of the whole)."""
+    from .kernels.kept import refuse_in_capture
+
+    refuse_in_capture(device.type, "clip_grad_norm_")
     starts = list(itertools.accumulate((fact[0] for fact in facts), initial=0))
     base = starts[-1] + 1
     selected: list[Tensor] = []
     spread: dict[int, Tensor] = {}
     for number in range(max(fact[2] for fact in facts) + 1):
         members = [i for i, fact in enumerate(facts) if fact[2] == number]
-        here = [torch.arange(starts[i], starts[i + 1]) for i in members]
+        here = [_range(starts[i], starts[i + 1]) for i in members]
         padded = [F.pad(x, (0, facts[i][1] - len(x)), value=starts[-1]) for i, x in zip(members, here, strict=True)]
         selected.append(torch.cat(padded).to(device))
         size, width = facts[members[0]][3], sum(map(len, padded))
-        major = base + torch.arange(size * width).view(size, width)
+        major = _range(base, base + size * width).view(size, width)
         for i, place in zip(members, major.split([len(x) for x in padded], dim=1), strict=True):
             spread[i] = unshard(place, dim=0, stride=facts[i][4])[: facts[i][5]]
         base += size * width
-    places = [spread[i] if i in spread else torch.arange(starts[i], starts[i + 1]) for i in range(len(facts))]
+    places = [spread[i] if i in spread else _range(starts[i], starts[i + 1]) for i in range(len(facts))]
     return _Order(selected, torch.cat(places).to(device))
+
+
+def _range(start: int, stop: int) -> Tensor:
+    return torch.arange(start, stop, device="cpu")  # whatever the default device is
 
 
 def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
@@ -142,7 +158,10 @@ def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
         )
         for part in parts
     )
+    from .kernels.kept import about_to_read
+
     order = _order(facts, leaves.device)
+    about_to_read(order.places, *order.selected)
     with_zero = F.pad(leaves, (0, 1))
     gathered = [
         gather_major(with_zero[select], group).flatten() for select, group in zip(order.selected, groups, strict=True)
@@ -155,21 +174,22 @@ def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
 _IN_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cpu":
-        from .kernels import reference_grad_norm
+def _kernels(tensors: Sequence[Tensor]) -> Any:
+    """The module that computes with them: plain torch also for those that have no memory, fake ones or on meta."""
+    if all(type(x) is Tensor and x.is_cuda for x in tensors):
+        from .kernels import grad_norm
 
-        return reference_grad_norm
-    from .kernels import grad_norm
+        return grad_norm
+    from .kernels import reference_grad_norm
 
-    return grad_norm
+    return reference_grad_norm
 
 
 def folded_norm(params: Sequence[Tensor], tp_group: Group) -> Tensor:
     """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. For callers under no_grad."""
     parts = [_part(p, tp_group) for p in params]
     grads = [part.local if part.local.dtype in _IN_KERNELS else part.local.float() for part in parts]
-    kernels = _kernels(grads[0].device)
+    kernels = _kernels(grads)
     leaves = kernels.sums_of_squares(grads, [part.dim for part in parts])
     return kernels.fold(_in_order(leaves, parts)).sqrt()
 
@@ -178,7 +198,7 @@ def scale(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies grads in place by a 0-dim fp32 tensor, element by element."""
     here = [grad for grad in grads if grad.dtype in _IN_KERNELS and grad.device == factor.device]
     if here:
-        _kernels(factor.device).scale_(here, factor)
+        _kernels(here).scale_(here, factor)
     for grad in grads:
         if grad.dtype not in _IN_KERNELS or grad.device != factor.device:
             grad.mul_(factor.to(grad.device))

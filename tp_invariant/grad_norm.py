@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: another norm_type; a DTensor that is Partial, not on this rank, or placed so that its part in
-            tp_group is not clear.
+            tp_group is not clear; with the mode on, gradients on several devices.
         TypeError: a gradient that is sparse or not floating point.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree.
     """
@@ -78,6 +78,7 @@ def clip_grad_norm_(
     if norm_type == math.inf:
         total = _largest(with_grad, group)
     elif is_tp_invariant_mode_enabled():
+        _check_devices(with_grad, group)
         total = folded_norm(with_grad, group)
     else:
         total = stock.grad_norm(with_grad, [is_sharded(p) for p in with_grad], group)
@@ -124,6 +125,16 @@ def _check_grad(p: Tensor, index: int, group: Group) -> None:
         )
     if is_dtensor(grad):
         _check_dtensor(p, grad, _named(p, index, group), group)
+
+
+def _check_devices(with_grad: list[Tensor], group: Group) -> None:
+    first = with_grad[0].grad
+    for index, p in enumerate(with_grad):
+        assert p.grad is not None and first is not None
+        if p.grad.device != first.device:
+            raise ValueError(
+                f"{_named(p, index, group)} is on {p.grad.device}: it must be on {first.device}, where parameter 0's is"
+            )
 
 
 def _named(p: Tensor, index: int, group: Group) -> str:

@@ -261,7 +261,7 @@ def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor
         torch.linalg.vector_norm(g.float()).full_tensor() if hasattr(g, "full_tensor") else next(norms) for g in grads
     ]
     parts = {
-        kind: torch.stack(chosen).square().sum()
+        kind: torch.stack([norm.to(every[0].device) for norm in chosen]).square().sum()
         for kind in (True, False)
         if (chosen := [norm for norm, is_sharded in zip(every, sharded, strict=True) if is_sharded == kind])
     }
