@@ -486,13 +486,12 @@ def test_gradients_that_are_still_on_their_way(mode):
     assert arrived.tolist() == pytest.approx([1.5, 2.0], rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
-def test_fake_gradients(mode):
+def test_fake_gradients_with_the_mode_off():
     """Of whoever estimates the memory of a step."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), tpi.set_tp_invariant_mode(mode):
-        p = torch.nn.Parameter(torch.zeros(6, 4, device="cpu" if mode else "cuda"))  # a CPU build fakes no cat on cuda
+    with FakeTensorMode(), tpi.set_tp_invariant_mode(False):
+        p = torch.nn.Parameter(torch.zeros(6, 4, device="cuda"))
         p.grad = torch.zeros_like(p)
         assert tpi.clip_grad_norm_(p, 1.0, tp_group=None).shape == ()
 
