@@ -146,7 +146,7 @@ def _group(kinds: Sequence[tuple], programs: Sequence[int], device: torch.device
     return groups
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_Together]]:
     """(number of leaves, int64 [tensors, 4] of outer, leaves, inner, first leaf, launches) of (dtype, outer, leaves,
     inner, whether the address is a multiple of 16)."""
@@ -166,7 +166,7 @@ def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_T
     return at, _int64(shapes).to(device), _group(kinds, programs, device)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _scale_plan(facts: tuple, device: torch.device) -> tuple[Tensor, list[_Together]]:
     """(int64 [tensors] of sizes, launches) of (dtype, size, whether the address is a multiple of 16)."""
     refuse_in_capture(device.type, "scale_")
@@ -246,8 +246,10 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     check_tensors("scale_", xs)
     check_factor("scale_", factor, xs)
     # the interpreter does not round to 16 bits as a GPU does
-    flat = [x for x in xs if x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4)]
-    flat = _apart(flat)
+    dense = [x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4) for x in xs]
+    together = apart([x for x, is_dense in zip(xs, dense, strict=True) if is_dense])
+    chosen = {[i for i, is_dense in enumerate(dense) if is_dense][at] for at in together}
+    flat = [xs[i] for i in sorted(chosen)]
     if flat:
         addresses = [x.data_ptr() for x in flat]
         device = flat[0].device
@@ -262,20 +264,20 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
                     (_SCALED, group.vector),
                 )  # fmt: skip
         torch.autograd.graph.increment_version(flat)
-    kept = set(map(id, flat))
-    for x in xs:
-        if id(x) not in kept:
+    for i, x in enumerate(xs):
+        if i not in chosen:
             x.copy_(x.float() * factor)
 
 
-def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Those of xs that share no memory with another of them: programs of one launch run in no order."""
+def apart(xs: Sequence[Tensor]) -> list[int]:
+    """Which of xs, contiguous ones, can go in one launch, whose programs run in no order: of those that share memory
+    the one that begins first."""
     end, found = 0, []
-    for _, i in sorted((x.data_ptr(), i) for i, x in enumerate(xs)):
-        if xs[i].data_ptr() >= end:
+    for address, i in sorted((x.data_ptr(), i) for i, x in enumerate(xs)):
+        if address >= end:
             found.append(i)
-            end = xs[i].data_ptr() + xs[i].nbytes
-    return [xs[i] for i in sorted(found)]
+            end = address + xs[i].nbytes
+    return found
 
 
 def _without_memory(xs: Sequence[Tensor], addresses: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, cuda
 
-_captured: list[tuple[Tensor, ...]] = []
+_captured: dict[int, Tensor] = {}
 
 
 def capturing(device_type: str) -> bool:
@@ -17,17 +17,17 @@ def refuse_in_capture(device_type: str, operation: str) -> None:
     if capturing(device_type):
         raise RuntimeError(
             f"{operation}: a CUDA graph is being captured, and these shapes are new, so their tables would have to be "
-            "copied to the device first: call it once before the capture, with the same tensors"
+            "copied to the device first: call it once right before the capture, with the same tensors"
         )
 
 
 def about_to_read(*tensors: Tensor) -> None:
     """Of kept tensors that the current stream is given to read: their memory is not used again before it has, also
     where they were made on another stream; and never, if it is a graph that will read them at each replay."""
-    if not tensors[0].is_cuda:
+    if type(tensors[0]) is not Tensor or not tensors[0].is_cuda:
         return
     if cuda.is_current_stream_capturing():
-        _captured.append(tensors)
+        _captured.update((id(tensor), tensor) for tensor in tensors)
         return
     for tensor in tensors:
         tensor.record_stream(cuda.current_stream(tensor.device))

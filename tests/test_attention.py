@@ -346,9 +346,10 @@ def test_results_lie_in_memory_as_layers_take_them(device, dim, queries):
     results = attend(q, k, v, grad, causal=True)
     for name, x in results.items():
         assert x.transpose(1, 2).is_contiguous(), name
-    compiled = torch.compile(tpi.attention, backend="aot_eager", fullgraph=True)
-    for name, x in attend(q, k, v, grad, compiled, causal=True).items():
-        assert x.stride() == results[name].stride(), f"{name}, compiled"
+    with FakeTensorMode() as mode:
+        fake = attend(*(mode.from_tensor(x) for x in (q, k, v, grad)), causal=True)
+    for name, x in fake.items():
+        assert x.stride() == results[name].stride(), f"{name}, a fake one"
     assert not tpi.attention(q, k, v, causal=True)._is_view()
 
 

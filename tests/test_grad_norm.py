@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tp_invariant as tpi
-from tp_invariant import testing
+from tp_invariant import grad_leaves, testing
 from tp_invariant.collectives import resolve_group
 from tp_invariant.layout import shard, unshard
 from tp_invariant.parameters import mark_sharded
@@ -475,12 +475,42 @@ def test_a_local_part_without_elements_may_have_any_shape():
         assert_bitwise_equal(total, expected)
 
 
+def test_under_another_default_device():
+    gradients = full_gradients()
+
+    def on_rank(tp_group):
+        grad_leaves._order.cache_clear()
+        made = parameters_of(gradients, tp_group)
+        with torch.device("meta"), tpi.set_tp_invariant_mode(True):
+            return tpi.clip_grad_norm_(made.values(), 1.0, tp_group=tp_group)
+
+    (expected,) = run_ranks(on_rank, 1)
+    for total in run_ranks(on_rank, 2):
+        assert_bitwise_equal(total, expected)
+
+
+def test_a_rank_whose_gradient_is_elsewhere():
+    """An error on all ranks, as otherwise those without one would wait for it."""
+
+    def on_rank(tp_group):
+        p = torch.nn.Parameter(torch.zeros(2, device="meta" if tp_group.rank() else "cpu"))
+        p.grad = torch.ones_like(p)
+        q = with_gradient(torch.ones(3))
+        with pytest.raises(
+            RuntimeError, match=r"the gradient of parameter 1 is .*'cpu'.* on rank 0; .*'meta'.* on rank 1"
+        ):
+            tpi.clip_grad_norm_([q, p], 1.0, tp_group=tp_group)
+
+    run_ranks(on_rank, 2)
+
+
 @pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
 def test_gradients_that_are_still_on_their_way(mode):
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     p, arrived = torch.nn.Parameter(torch.zeros(2)), torch.tensor([3.0, 4.0])
     p.grad = AsyncCollectiveTensor(arrived)
+    assert type(grad_leaves.local_part(p.grad)) is torch.Tensor, "it has an address"
     with tpi.set_tp_invariant_mode(mode):
         assert tpi.clip_grad_norm_(p, 2.5, tp_group=None).item() == 5.0
     assert arrived.tolist() == pytest.approx([1.5, 2.0], rel=1e-5)

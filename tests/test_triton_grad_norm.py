@@ -131,11 +131,21 @@ def test_gradients_in_the_same_memory_are_scaled_one_after_another(room):
     """As by a loop: programs of one launch would read and write them in any order."""
     memory = torch.arange(1.0, 9001.0, device=device_of(room))
     given = [memory[:6000], memory[3000:], memory[:6000], memory[8999:].view(())]
+    given.append(given[0])
     expected = memory.clone()
-    for part in (expected[:6000], expected[3000:], expected[:6000], expected[8999:]):
+    for part in (expected[:6000], expected[3000:], expected[:6000], expected[8999:], expected[:6000]):
         part.mul_(0.3)
     room.scale_(given, torch.tensor(0.3, device=memory.device))
     assert_bitwise_equal(memory, expected)
+
+
+def test_what_one_launch_takes():
+    memory = torch.zeros(100)
+    assert grad_norm.apart([memory[50:], memory[:50]]) == [1, 0]
+    assert grad_norm.apart([memory[50:], memory[:51]]) == [1]
+    assert grad_norm.apart([memory[:10], memory, memory[20:30], memory[90:]]) == [0, 2, 3]
+    assert grad_norm.apart([memory, memory]) == [0]
+    assert sorted(grad_norm.apart([memory[:0], memory, memory[:0], torch.zeros(3)])) in ([0, 1, 2, 3], [0, 1, 3])
 
 
 @ROOMS
@@ -153,7 +163,8 @@ def test_views_that_torch_negates(room):
 @ROOMS
 def test_under_another_default_device(room):
     xs = [x.to(device_of(room)) for x in tensors(torch.float32, seed=6)]
-    getattr(room, "_leaf_plan", room.fold).__dict__.get("cache_clear", lambda: None)()
+    for tables in (grad_norm._leaf_plan, grad_norm._scale_plan):
+        tables.cache_clear()
     with torch.device("meta"):
         sums = room.fold(room.sums_of_squares([x.clone() for x in xs], DIMS))
         room.scale_(xs, torch.tensor(1.0, device=sums.device))

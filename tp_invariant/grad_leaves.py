@@ -113,7 +113,7 @@ class _Order(NamedTuple):
     places: Tensor
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _order(facts: tuple[tuple[int, int, int, int, int, int], ...], device: torch.device) -> _Order:
     """Of parameters with (leaves here, rows, number of the group or -1, its size, stride, leaves of the whole)."""
     from .kernels.kept import refuse_in_capture
@@ -160,7 +160,8 @@ def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
     )
     from .kernels.kept import about_to_read
 
-    order = _order(facts, leaves.device)
+    make = _order if type(leaves) is Tensor else _order.__wrapped__  # fake indices are not to be kept
+    order = make(facts, leaves.device)
     about_to_read(order.places, *order.selected)
     with_zero = F.pad(leaves, (0, 1))
     gathered = [
@@ -201,4 +202,5 @@ def scale(grads: Sequence[Tensor], factor: Tensor) -> None:
         _kernels(here).scale_(here, factor)
     for grad in grads:
         if grad.dtype not in _IN_KERNELS or grad.device != factor.device:
-            grad.mul_(factor.to(grad.device))
+            there = factor.to(grad.device)
+            _kernels([grad]).scale_([grad], there) if grad.dtype in _IN_KERNELS else grad.mul_(there)

@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: another norm_type; a DTensor that is Partial, not on this rank, or placed so that its part in
-            tp_group is not clear; with the mode on, gradients on several devices.
+            tp_group is not clear; with the mode on, an L2 norm of gradients on several devices.
         TypeError: a gradient that is sparse or not floating point.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree.
     """
@@ -104,11 +104,17 @@ def _check_agreement(everything: list[Tensor], with_grad: list[Tensor], group: G
         "the TP-invariant mode": is_tp_invariant_mode_enabled(),
         "norm_type, max_norm and error_if_nonfinite of clip_grad_norm_": options,
         **{
-            f"the gradient of parameter {index}": (str(p.dtype), tuple(p.shape)) if id(p) in with_ids else None
+            f"the gradient of parameter {index}": _facts(p) if id(p) in with_ids else None
             for index, p in enumerate(everything)
         },
     }
     check_agreement(facts, group, device, agreed_in(group))
+
+
+def _facts(p: Tensor) -> tuple:
+    """What decides which errors follow: so ranks that differ in it get one now, and none waits for another."""
+    assert p.grad is not None
+    return str(p.grad.dtype), tuple(p.shape), str(p.grad.layout), p.grad.device.type
 
 
 def _check_grad(p: Tensor, index: int, group: Group) -> None:
@@ -173,7 +179,8 @@ def _largest(params: list[Tensor], tp_group: Group) -> Tensor:
     """The largest absolute value: a maximum rounds nothing, so any order gives the same bits."""
     grads = [p.grad for p in params if p.grad is not None]
     parts = [local_part(grad).float().abs().flatten() for grad in grads]
-    largest = torch.stack([part.max() if part.numel() else part.new_zeros(()) for part in parts]).max()
+    each = [part.max() if part.numel() else part.new_zeros(()) for part in parts]
+    largest = torch.stack([one.to(each[0].device) for one in each]).max()
     groups = [tp_group, *(group for grad in grads if is_dtensor(grad) for group, _ in mesh_shards(grad))]
     for group in dict.fromkeys(groups):
         largest = gather_major(largest, group).max()
