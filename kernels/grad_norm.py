@@ -246,9 +246,12 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     check_tensors("scale_", xs)
     check_factor("scale_", factor, xs)
     # the interpreter does not round to 16 bits as a GPU does
-    dense = [x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4) for x in xs]
-    together = apart([x for x, is_dense in zip(xs, dense, strict=True) if is_dense])
-    chosen = {[i for i, is_dense in enumerate(dense) if is_dense][at] for at in together}
+    dense = [
+        i
+        for i, x in enumerate(xs)
+        if x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4)
+    ]
+    chosen = {dense[at] for at in apart([xs[i] for i in dense])}
     flat = [xs[i] for i in sorted(chosen)]
     if flat:
         addresses = [x.data_ptr() for x in flat]

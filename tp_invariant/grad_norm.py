@@ -63,7 +63,8 @@ def clip_grad_norm_(
         ValueError: another norm_type; a DTensor that is Partial, not on this rank, or placed so that its part in
             tp_group is not clear; with the mode on, an L2 norm of gradients on several devices.
         TypeError: a gradient that is sparse or not floating point.
-        RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree.
+        RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree; a CUDA graph's capture
+            without such a call of the same gradients before it, which makes the kernels' tables.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
