@@ -18,7 +18,6 @@ PACKAGE = Path(tp_invariant.__file__).parent
 KERNELS = Path(tp_invariant.kernels.__file__).parent
 FILES = sorted(PACKAGE.glob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
-MAX_LINES = 400
 
 # Each room and what it may import of this package: only rooms above it. A new room takes its place here.
 ALLOWED = {
@@ -422,15 +421,6 @@ def test_kernels_are_no_top_level_module(tmp_path):
 def test_the_tests_import_the_same_kernels():
     assert "kernels" not in sys.modules
     assert importlib.util.find_spec("tp_invariant.kernels").origin == str(KERNELS / "__init__.py")
-
-
-# --- sizes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", FILES + KERNEL_FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")
-def test_files_stay_readable(path):
-    lines = len(path.read_text().splitlines())
-    assert lines <= MAX_LINES, f"{path.name} has {lines} lines: split it"
 
 
 def test_public_names_exist():
