@@ -49,7 +49,7 @@ class Group:
             return Group, (None, self.rank, self.size)
         if isinstance(group, _Elsewhere):
             return _unpickled_group, (group.name, group.ranks, self.rank)
-        return _unpickled_group, (str(group.group_name), dist.get_process_group_ranks(group), self.rank)
+        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank)
 
 
 class _Elsewhere:
@@ -112,6 +112,15 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
     if rank < 0:
         raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
     return Group(tp_group, rank, dist.get_world_size(tp_group))
+
+
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of a group, in its order; this rank alone without a process group."""
+    if isinstance(group.process_group, _Elsewhere):
+        return group.process_group.ranks
+    if group.process_group is None:
+        return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+    return dist.get_process_group_ranks(group.process_group)
 
 
 _side_groups: dict[Group, Group] = {}

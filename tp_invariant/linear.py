@@ -182,8 +182,12 @@ class Linear(CheckedCalls):
             ValueError: it is no positive integer, or does not divide this rank's part of the sharded dim.
         """
         weight = getattr(self, "weight", None)  # none between `del layer.weight` and the next
-        # a tensor that stands in for the weight (torch.func.functional_call) has no attribute: as last seen, then
-        stride = self._stride = _check_stride(getattr(weight, "partition_stride", self._stride))
+        stride = getattr(weight, "partition_stride", None)
+        if stride is None:  # stands in for the weight (torch.func.functional_call): as last seen, then
+            stride = self._stride
+            if weight is not None and not torch.compiler.is_compiling():
+                self._mark_stand_in("weight", weight, self._spec("weight", stride))
+        self._stride = _check_stride(stride)
         if self.parallel_mode is not None and stride > 1 and weight is not None:
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
@@ -191,8 +195,11 @@ class Linear(CheckedCalls):
         return stride
 
     def shard_spec(self, name: str) -> ShardSpec:
+        return self._spec(name, self.partition_stride)
+
+    def _spec(self, name: str, stride: int) -> ShardSpec:
         dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
-        return ShardSpec(self.group, dims.get(name), self.partition_stride)
+        return ShardSpec(self.group, dims.get(name), stride)
 
     def reset_parameters(self) -> None:
         """Draws new values as nn.Linear does, or by init_method: for the full layer, of which this rank keeps its part.
@@ -246,7 +253,9 @@ class Linear(CheckedCalls):
         """
         stride = self.partition_stride
         bias: Tensor | None = self.bias
-        if bias is not None:
+        if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
+            if known is None:
+                self._mark_stand_in("bias", bias, self._spec("bias", stride))
             bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
         call, invariant = self._settle(x, weight, bias, stride)

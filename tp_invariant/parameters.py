@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Group, gather_major, resolve_group
+from .collectives import Group, gather_major, ranks_of, resolve_group
 from .layout import shard, unshard
 
 _ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "tp_group")
@@ -44,6 +46,22 @@ def mark_sharded(
     parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
     parameter.partition_stride = stride  # type: ignore[attr-defined]
     parameter.tp_group = None if alone else group  # type: ignore[attr-defined]
+    if group is not None and not alone:
+        _in_use[id(group)] = group
+
+
+_in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+
+def groups_in_use(besides: set[int]) -> set[Group]:
+    """The groups that living parameters of this process carry, without those whose ranks are all in `besides`."""
+
+    def found() -> set[Group]:
+        return {group for group in list(_in_use.values()) if not set(ranks_of(group)) <= besides}
+
+    if found():
+        gc.collect()  # modules that nobody has any more
+    return found()
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -158,6 +176,26 @@ class ShardedModule(KeepsAttributes):
         spec = self.shard_spec(name)
         stride = getattr(tensor, "partition_stride", spec.stride)  # Megatron sets it late
         mark_sharded(tensor, spec.dim, stride, spec.group)
+
+    def _mark_stand_in(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
+        """For a call that finds an unmarked tensor in place of a parameter: marks it, and what it is made from.
+
+        It may be one that torch.func.functional_call was given, whose gradient is clipped later. Or it is computed:
+        parametrizations (nn.utils.parametrize, nn.utils.weight_norm) put parameters of their own in its place. Those
+        that are as long as this rank's part of the sharded dim are taken as sharded along it.
+        """
+        if torch.compiler.is_compiling():
+            return
+        mark_sharded(tensor, spec.dim, spec.stride, spec.group)
+        if name in self._parameters:
+            return
+        own = [p for key, p in self._parameters.items() if p is not None and key.startswith(f"{name}_")]
+        parametrizations: Any = self._modules.get("parametrizations") or {}
+        for p in [*own, *(parametrizations[name].parameters() if name in parametrizations else ())]:
+            if hasattr(p, "tensor_model_parallel") or spec.dim is None or p.dim() <= spec.dim:
+                continue
+            if p.shape[spec.dim] == tensor.shape[spec.dim]:
+                mark_sharded(p, spec.dim, spec.stride, spec.group)
 
 
 def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:

@@ -171,6 +171,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
         group, weight = self.group, self.weight
+        if not hasattr(weight, "tensor_model_parallel"):
+            self._mark_stand_in("weight", weight, self.shard_spec("weight"))
         sharded = self.sequence_parallel and group.size > 1
         try:
             invariant = is_tp_invariant_mode_enabled()
