@@ -34,7 +34,7 @@ _OWN_ERROR = "an error before the call"  # agreement.py shows it alone
 _USUALLY = (
     "It is taken as whole, so every rank must have the same. Usually that is a plain norm (nn.LayerNorm, a model's "
     "own) on tokens that are sharded, where each rank sums over its own (take ParallelNorm or LayerNormLinear with "
-    "sequence_parallel=True); other inputs on each rank; dropout inside a sharded region with another mask on each "
+    "sequence_parallel=True); other inputs on each rank; dropout on whole activations with another mask on each "
     "rank; a parameter that each rank uses for its own heads or features alone; or a sharded parameter that has lost "
     "its attributes (tp_invariant.parameters.mark_sharded sets them)"
 )
