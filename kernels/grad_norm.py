@@ -23,7 +23,17 @@ from torch import Tensor
 
 from .kept import about_to_read, capturing, refuse_in_capture
 from .launch import Launches, cdiv, interpreting, launch_on
-from .reference_grad_norm import FOLDED, LANES, check_dims, check_factor, check_tensors, check_vector
+from .reference_grad_norm import (
+    FOLDED,
+    LANES,
+    MIX1,
+    MIX2,
+    STEP,
+    check_dims,
+    check_factor,
+    check_tensors,
+    check_vector,
+)
 
 _LANES, _LEVELS = tl.constexpr(LANES), tl.constexpr(LANES.bit_length() - 1)
 # How a leaf's elements lie: side by side, one a row, in several stretches; or it has but one.
@@ -31,6 +41,8 @@ _ROWS, _COLUMNS, _STRETCHES, _SINGLE = 0, 1, 2, 3
 _IS_ROWS, _IS_COLUMNS, _IS_SINGLE = tl.constexpr(_ROWS), tl.constexpr(_COLUMNS), tl.constexpr(_SINGLE)
 _LEAVES = {_ROWS: 16, _COLUMNS: 64, _STRETCHES: 16, _SINGLE: 1024}  # of a program
 _SCALED = 4096  # elements of a program
+_STEP, _MIX1, _MIX2 = tl.constexpr(STEP), tl.constexpr(MIX1), tl.constexpr(MIX2)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -113,7 +125,26 @@ def _scale_kernel(
         tl.store(x + at, (value * factor).to(like_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _digest_kernel(addresses_ptr, sizes_ptr, tiles_ptr, out_ptr, like_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    tile = tl.program_id(0)
+    which = tl.load(tiles_ptr + 2 * tile)
+    at = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(sizes_ptr + which)
+    x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    if VECTOR > 1:
+        x = tl.multiple_of(x, 16)
+        size = tl.multiple_of(size, VECTOR)
+    inside = at < size
+    z = tl.load(x + at, mask=inside, other=0).to(tl.int64) + (at + which.to(tl.int64) * 2**40 + 1) * _STEP
+    z = (z ^ (z >> 30)) * _MIX1
+    z = (z ^ (z >> 27)) * _MIX2
+    z = tl.where(inside, z ^ (z >> 31), 0)
+    tl.atomic_add(out_ptr + which, tl.sum(z, axis=0))
+
+
 _squares = Launches(_squares_kernel, enable_fp_fusion=False)
+_digest = Launches(_digest_kernel, enable_fp_fusion=False)
 _fold = Launches(_fold_kernel, enable_fp_fusion=False)
 _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 
@@ -239,6 +270,26 @@ def fold(v: Tensor) -> Tensor:
             v = torch.empty(len(padded) // FOLDED, dtype=torch.float32, device=v.device)
             _fold(v.device.index, (len(v),), (padded, v), (FOLDED,))
     return v.view(())
+
+
+def digests(xs: Sequence[Tensor]) -> Tensor:
+    """int64 [tensors], as `digests` of reference_grad_norm says; each number is mixed with its place and its tensor's,
+    and integers are added, in whatever order."""
+    flat = [x.detach().resolve_neg().contiguous().view(-1).view(_INTEGERS[x.element_size()]) for x in xs]
+    addresses = [x.data_ptr() for x in flat]
+    device = xs[0].device
+    facts = tuple((x.dtype, x.numel(), address % 16 == 0) for x, address in zip(flat, addresses, strict=True))
+    out = torch.zeros(len(xs), dtype=torch.int64, device=device)
+    with launch_on(_without_memory(flat, addresses), "digests"):
+        sizes, groups = _scale_plan(facts, device)
+        table = _on_device(addresses, device)
+        about_to_read(sizes, *(group.tiles for group in groups))
+        for group in groups:
+            _digest(
+                device.index, (len(group.tiles),), (table, sizes, group.tiles, out, flat[group.first]),
+                (_SCALED, group.vector),
+            )  # fmt: skip
+    return out
 
 
 def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:

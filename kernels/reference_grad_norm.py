@@ -11,6 +11,7 @@ It depends on the leaf's length alone. Zeros behind the end change nothing, as n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -106,3 +107,58 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     check_factor("scale_", factor, xs)
     for x in xs:
         x.mul_(factor) if x.dtype == torch.float32 else x.copy_(x.float().mul_(factor))
+
+
+# --- digests --------------------------------------------------------------------------------------------------------
+
+STEP, MIX1, MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
+_SMALL = 1 << 16  # bytes: gradients of up to so many are hashed together, as calls of torch cost more than they
+_WIDTH = 1024
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digests(xs: Sequence[Tensor]) -> Tensor:
+    """int64 [tensors]: a 64-bit digest of the bytes of each, the same for the same bytes in the same order, whatever
+    the strides, and for others practically never; those of one tensor at several places of xs differ. Sums that wrap,
+    of integers: exact in any order. Made to notice accidents, not forgeries.
+
+    xs: any dtypes of real numbers, on one device. A GPU's digests (grad_norm.py) are other ones.
+    """
+    flat = [x.detach().resolve_neg().reshape(-1).view(_INTEGERS[x.element_size()]) for x in xs]
+    result = torch.empty(len(xs), dtype=torch.int64, device="cpu")  # whatever the default device is
+    small: dict[torch.dtype, list[int]] = {}
+    for i, words in enumerate(flat):
+        if words.nbytes <= _SMALL:
+            small.setdefault(words.dtype, []).append(i)
+        else:
+            result[i] = _digest(words)
+    for members in small.values():
+        words = torch.cat([flat[i] for i in members]).long()
+        ends = torch.tensor([flat[i].numel() for i in members], device="cpu").cumsum(0)
+        sums = F.pad(words.mul_(_multipliers(words.numel())).cumsum(0), (1, 0))
+        result[torch.tensor(members, device="cpu")] = sums[ends] - sums[F.pad(ends, (1, 0))[:-1]]
+    return result * _multipliers(len(xs))
+
+
+def _digest(words: Tensor) -> Tensor:
+    """Of a large tensor: sums over its columns and over its rows, as a table of _WIDTH words a row, each weighted by
+    its place. Two passes at the speed of memory, where mixing each word by itself would take ten."""
+    size = words.element_size()
+    spare = -words.numel() % (8 * _WIDTH // size)
+    if spare:
+        words = F.pad(words, (0, spare))
+    elif words.storage_offset() * size % 8:
+        words = words.clone()
+    table = words.view(torch.int64).view(-1, _WIDTH)
+    columns, rows = table.sum(dim=0), table.sum(dim=1)
+    weights = _multipliers(_WIDTH + len(rows))
+    return (columns * weights[:_WIDTH]).sum() + (rows * weights[_WIDTH:]).sum()
+
+
+@functools.lru_cache(maxsize=64)
+def _multipliers(count: int) -> Tensor:
+    """int64 [count], odd, without a pattern."""
+    z = torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * STEP
+    for shift, factor in ((30, MIX1), (27, MIX2)):
+        z = (z ^ (z >> shift)) * factor
+    return (z ^ (z >> 31)) | 1

@@ -297,7 +297,7 @@ def test_a_replaced_parameter_keeps_its_marks(replace):
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
     weight = layer.weight
-    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 0, 2)
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (False, 0, 2)
     assert layer.partition_stride == 2
     values = {"weight": torch.zeros(16, 8), "bias": torch.zeros(16)}
     if replace != "swap":

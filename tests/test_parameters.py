@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import io
+import pickle
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.parameters import named_shard_specs
+from tp_invariant.collectives import Group, gather_major
+from tp_invariant.parameters import is_sharded, mark_sharded, named_shard_specs
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -44,7 +47,8 @@ def build(tp_group=None, **options):
     )
 
 
-MARKS = {
+# whether it is sharded on a group of several ranks, partition_dim, partition_stride
+ON_RANKS = {
     "column.weight": (True, 0, 2),
     "column.bias": (True, 0, 2),
     "row.weight": (True, 1, 1),
@@ -55,9 +59,10 @@ MARKS = {
     "norm.bias": (True, 0, 1),
     "norm.layer_norm_weight": (False, -1, 1),
     "norm.layer_norm_bias": (False, -1, 1),
-    "rms.weight": (True, 0, 1),
+    "rms.weight": (False, 0, 1),  # built without a group
     "rms.layer_norm_weight": (False, -1, 1),
 }
+MARKS = {name: (False, *rest) for name, (_, *rest) in ON_RANKS.items()}
 
 
 def ours(model):
@@ -71,8 +76,111 @@ def test_parameters_are_marked():
     assert attributes(ours(build())) == MARKS
 
 
-def test_marks_do_not_depend_on_the_degree():
-    assert run_ranks(lambda tp_group: attributes(ours(build(tp_group))), 2) == [MARKS] * 2
+def carried(module, tp_group):
+    """Names of the parameters that carry this process group, and of those that carry none."""
+    found = {None: [], tp_group: []}
+    for name, parameter in module.named_parameters():
+        found[parameter.tp_group and parameter.tp_group.process_group].append(name)
+    return found[tp_group], found[None]
+
+
+def with_marks(tp_group, module):
+    assert attributes(module) == ON_RANKS
+    with_group, without = carried(module, tp_group)
+    assert without == ["rms.weight", "rms.layer_norm_weight"]
+    assert with_group == [name for name in ON_RANKS if name not in without]
+
+
+def replaced(model, how):
+    for layer in model.values():
+        for name in list(layer._parameters):
+            if layer._parameters[name] is not None:
+                old = getattr(layer, name)
+                if how == "after del":
+                    delattr(layer, name)
+                setattr(layer, name, nn.Parameter(old.detach().clone()))
+                assert getattr(layer, name) is not old
+    return model
+
+
+def assigned(model, tp_group):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    twin = ours(build(tp_group, device="meta"))
+    twin.load_state_dict(state, assign=True)
+    return twin
+
+
+def test_parameters_carry_their_group_wherever_new_ones_come_from():
+    def on_rank(tp_group):
+        def new():
+            return ours(build(tp_group))
+
+        with_marks(tp_group, new())
+        with_marks(tp_group, ours(build(tp_group, device="meta")).to_empty(device="cpu"))
+        with_marks(tp_group, new().to(torch.bfloat16))
+        with_marks(tp_group, copy.deepcopy(new()))
+        with_marks(tp_group, assigned(new(), tp_group))
+        with_marks(tp_group, replaced(new(), "over"))
+        with_marks(tp_group, replaced(new(), "after del"))
+        for setting in ("overwrite", "swap"):
+            switch = getattr(torch.__future__, f"set_{setting}_module_params_on_conversion")
+            switch(True)
+            try:
+                with_marks(tp_group, new().double())
+            finally:
+                switch(False)
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_stride_that_was_set_late_outlives_the_weight():
+    layer = tpi.Linear(6, 16, parallel_mode="column")
+    layer.weight.partition_stride = 4
+    del layer.weight
+    layer.weight = nn.Parameter(torch.zeros(16, 6))
+    assert (layer.weight.partition_stride, layer.partition_stride) == (4, 4)
+
+
+def test_another_layers_parameter_takes_this_layers_marks():
+    """A weight made for a layer of one rank, in a layer of two: its old marks would count it twice or not at all."""
+
+    def on_rank(tp_group):
+        alone = tpi.Linear(4, 3, bias=False, parallel_mode="row")
+        layer = tpi.Linear(8, 3, bias=False, parallel_mode="row", tp_group=tp_group)
+        layer.weight = alone.weight
+        return layer.weight.tensor_model_parallel, layer.weight.tp_group.process_group is tp_group
+
+    assert run_ranks(on_rank, 2) == [(True, True)] * 2
+
+
+def test_parameters_and_modules_can_be_pickled():
+    def on_rank(tp_group):
+        model = ours(build(tp_group))
+        with_marks(tp_group, pickle.loads(pickle.dumps(model)))
+        buffer = io.BytesIO()
+        torch.save(dict(model.named_parameters()), buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+        assert {n: p.tp_group == model.get_parameter(n).tp_group for n, p in loaded.items()} == dict.fromkeys(
+            MARKS, True
+        )
+        return buffer.getvalue()
+
+    raw = run_ranks(on_rank, 2)[1]
+    elsewhere = torch.load(io.BytesIO(raw), weights_only=True)["column.weight"].tp_group
+    assert (elsewhere.rank, elsewhere.size) == (1, 2)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(elsewhere)))
+    for group in (elsewhere, again):
+        with pytest.raises(ValueError, match=r"the global ranks \[0, 1\]; this process has no such group"):
+            gather_major(torch.zeros(2), group)
+
+
+def test_marking_by_hand():
+    p = nn.Parameter(torch.zeros(2, 2))
+    mark_sharded(p, 1, 3)  # as Megatron's own layers do: no word of the group
+    assert (is_sharded(p), p.partition_dim, p.partition_stride, p.tp_group) == (True, 1, 3, None)
+    mark_sharded(p, 1, 3, Group(None, 0, 1))
+    assert (is_sharded(p), p.partition_dim, p.partition_stride, p.tp_group) == (False, 1, 3, None)
 
 
 def test_meta_then_to_empty_keeps_the_marks():

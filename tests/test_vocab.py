@@ -231,7 +231,7 @@ def build_on_rank(tp_group: Any) -> dict[str, Any]:
             layer.reset_parameters()
         assert isinstance(layer, nn.Embedding)
         assert layer.weight.shape == (48 // group.size, 3)
-        assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 0)
+        assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (group.size > 1, 0)
         twin = copy.deepcopy(layer)
         twin.load_state_dict(layer.state_dict())
         results[name] = testing.full_parameters(twin)["weight"]

@@ -25,7 +25,9 @@ from .layout import fresh_view, split_sizes
 class Group:
     """A tensor-parallel group as the layers see it: who I am in it and how many we are. size 1 needs no process group.
 
-    Copying a module copies its Group by reference: process groups cannot be copied.
+    Copying a module or a parameter copies its Group by reference: process groups cannot be copied. A pickled Group
+    holds the name and the ranks, and becomes the process group of that name and these ranks where it is unpickled; one
+    that is not there gives a Group that says so as soon as it is used. torch.load(.., weights_only=True) takes it too.
     """
 
     process_group: dist.ProcessGroup | None = field(repr=False)
@@ -35,9 +37,46 @@ class Group:
     def __hash__(self) -> int:  # what dataclass would make takes all fields, and layers ask at every call
         return hash(self.process_group)
 
+    def __copy__(self) -> Group:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
 
+    def __reduce__(self) -> tuple:
+        group = self.process_group
+        if group is None:
+            return Group, (None, self.rank, self.size)
+        if isinstance(group, _Elsewhere):
+            return _unpickled_group, (group.name, group.ranks, self.rank)
+        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank)
+
+
+class _Elsewhere:
+    """In place of a process group that the process which unpickled a Group does not have."""
+
+    def __init__(self, name: str, ranks: list[int]) -> None:
+        self.name, self.ranks = name, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what pickle and copy ask for
+            raise AttributeError(name)
+        raise ValueError(
+            f"this tp_group was pickled in a process where it was called {self.name!r} and had the global ranks "
+            f"{self.ranks}; this process has no such group: load the values into a model built with a group of its own"
+        )
+
+
+def _unpickled_group(name: str, ranks: list[int], rank: int) -> Group:
+    if dist.is_available() and dist.is_initialized():
+        for process_group in c10d._world.pg_map:
+            if str(process_group.group_name) == name and dist.get_process_group_ranks(process_group) == ranks:
+                return resolve_group(process_group)
+    missing: Any = _Elsewhere(name, ranks)
+    return Group(missing, rank, len(ranks))
+
+
+torch.serialization.add_safe_globals([Group, _unpickled_group])
 
 _OUTSIDE = "tp_group does not contain this rank (global rank {rank}): build its layers elsewhere"
 
@@ -73,6 +112,15 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
     if rank < 0:
         raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
     return Group(tp_group, rank, dist.get_world_size(tp_group))
+
+
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of a group, in its order; this rank alone without a process group."""
+    if isinstance(group.process_group, _Elsewhere):
+        return group.process_group.ranks
+    if group.process_group is None:
+        return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+    return dist.get_process_group_ranks(group.process_group)
 
 
 _side_groups: dict[Group, Group] = {}

@@ -51,13 +51,15 @@ def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
     ]
 
 
-def is_sharded(p: Tensor) -> bool:
-    return bool(getattr(p, "tensor_model_parallel", False))
-
-
 # --- where leaves are -----------------------------------------------------------------------------------------------
 
-_ALONE = Group(None, 0, 1)
+ALONE = Group(None, 0, 1)
+
+
+def leaf_dim(p: Tensor) -> int | None:
+    """The dim that some degree shards, as the parameter's partition_dim says it; None if it says none."""
+    dim = getattr(p, "partition_dim", -1)
+    return dim if isinstance(dim, int) and 0 <= dim < p.dim() else None
 
 
 class _Part(NamedTuple):
@@ -79,16 +81,20 @@ class _Part(NamedTuple):
     whole: int
 
 
-def _part(p: Tensor, tp_group: Group) -> _Part:
+def _part(p: Tensor, over: Group) -> _Part:
+    """over: the group over whose ranks p is sharded by its attributes; ALONE if by none."""
     assert p.grad is not None
-    grad, dim = p.grad, 0
+    grad, own_dim = p.grad, leaf_dim(p)
+    dim = own_dim or 0
     if is_dtensor(grad):
         from torch.distributed.tensor import Shard
 
         shards = mesh_shards(grad)
-        dim = shards[-1][1] if shards else 0
+        if own_dim is None and shards:
+            dim = shards[-1][1]
         kinds = [type(placement) for placement in grad.placements if not placement.is_replicate()]
-        if kinds == [Shard] and not is_sharded(p):  # FSDP2 has a _StridedShard, whose pieces are in another order
+        # FSDP2 has a _StridedShard, whose pieces are in another order
+        if kinds == [Shard] and over.size == 1 and dim == shards[0][1]:
             group, size = shards[0][0], grad.shape[dim]
             local = local_part(grad)
             if not local.numel():  # in whatever shape from_local was given it
@@ -97,12 +103,9 @@ def _part(p: Tensor, tp_group: Group) -> _Part:
             return _Part(local, dim, group, -(-size // group.size), 1, size)
         grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
     grad = local_part(grad)
-    if is_sharded(p):
-        dim = p.partition_dim  # type: ignore[attr-defined]
-        rows = grad.shape[dim]
-        return _Part(grad, dim, tp_group, rows, getattr(p, "partition_stride", 1), rows * tp_group.size)
     rows = grad.shape[dim] if grad.dim() else 1
-    return _Part(grad, dim, _ALONE, rows, 1, rows)
+    stride = getattr(p, "partition_stride", 1) if over.size > 1 else 1
+    return _Part(grad, dim, over, rows, stride, rows * over.size)
 
 
 class _Order(NamedTuple):
@@ -186,9 +189,12 @@ def _kernels(tensors: Sequence[Tensor]) -> Any:
     return reference_grad_norm
 
 
-def folded_norm(params: Sequence[Tensor], tp_group: Group) -> Tensor:
-    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. For callers under no_grad."""
-    parts = [_part(p, tp_group) for p in params]
+def folded_norm(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
+    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. For callers under no_grad.
+
+    over: for each the group over whose ranks its attributes say that it is sharded, or ALONE.
+    """
+    parts = [_part(p, group) for p, group in zip(params, over, strict=True)]
     grads = [part.local if part.local.dtype in _IN_KERNELS else part.local.float() for part in parts]
     kernels = _kernels(grads)
     leaves = kernels.sums_of_squares(grads, [part.dim for part in parts])

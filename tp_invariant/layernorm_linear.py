@@ -12,7 +12,7 @@ from .gemm import check_norm_dtype
 from .layout import TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
-from .parameters import ShardSpec, mark_sharded
+from .parameters import ShardSpec
 from .regions import gather_sequence
 
 
@@ -34,6 +34,8 @@ class LayerNormLinear(Linear):
     Raises:
         ValueError: parallel_mode="row" (the norm needs whole rows) or an unknown normalization; else as Linear.
     """
+
+    SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
 
     def __init__(
         self,
@@ -72,12 +74,10 @@ class LayerNormLinear(Linear):
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
-        mark_sharded(self.layer_norm_weight, None, 1)
         if normalization == "LayerNorm":
             self.layer_norm_bias: nn.Parameter | None = nn.Parameter(
                 torch.empty(in_features, device=device, dtype=dtype)
             )
-            mark_sharded(self.layer_norm_bias, None, 1)
         else:
             self.register_parameter("layer_norm_bias", None)
         self.reset_layer_norm_parameters()
@@ -91,9 +91,7 @@ class LayerNormLinear(Linear):
         for name in ("layer_norm_weight", "layer_norm_bias"):
             parameter = getattr(layer, name)
             if parameter is not None:
-                replacement = nn.Parameter(torch.empty_like(parameter, device=device))
-                mark_sharded(replacement, None, 1)
-                setattr(layer, name, replacement)
+                setattr(layer, name, nn.Parameter(torch.empty_like(parameter, device=device)))
         layer.reset_layer_norm_parameters()
         return layer
 

@@ -21,7 +21,7 @@ from .layout import check_divides
 from .linear_checks import CheckedCalls
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .owners import ShardedWeight, check_owner_map
-from .parameters import ShardSpec, full_initialisation, mark_sharded
+from .parameters import ShardSpec, full_initialisation
 from .regions import gather_features, scatter_features
 
 PARALLEL_MODES = (None, "column", "row")
@@ -85,6 +85,8 @@ class Linear(CheckedCalls):
         TypeError: dtypes that differ, tp_group or gemm_fn of the wrong kind.
     """
 
+    SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias")
+
     def __init__(
         self,
         in_features: int,
@@ -136,13 +138,7 @@ class Linear(CheckedCalls):
             self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
-        self._mark(partition_stride)
         self.reset_parameters()
-
-    def _mark(self, stride: int) -> None:
-        mark_sharded(self.weight, {None: None, "column": 0, "row": 1}[self.parallel_mode], stride)
-        if self.bias is not None:
-            mark_sharded(self.bias, 0 if self.parallel_mode == "column" else None, stride)
 
     @classmethod
     def from_linear(
@@ -173,11 +169,9 @@ class Linear(CheckedCalls):
             dtype=weight.dtype,
             **options,
         )
-        stride, weight_spec, bias_spec = layer.partition_stride, layer.shard_spec("weight"), layer.shard_spec("bias")
-        layer.weight = nn.Parameter(weight_spec.local(weight), weight.requires_grad)
+        layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
         if bias is not None:
-            layer.bias = nn.Parameter(bias_spec.local(bias), bias.requires_grad)
-        layer._mark(stride)
+            layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
         return layer.train(linear.training)
 
     @property
@@ -187,17 +181,25 @@ class Linear(CheckedCalls):
         Raises:
             ValueError: it is no positive integer, or does not divide this rank's part of the sharded dim.
         """
-        # a tensor that stands in for the weight (torch.func.functional_call) has no attribute: as last seen, then
-        stride = self._stride = _check_stride(getattr(self.weight, "partition_stride", self._stride))
-        if self.parallel_mode is not None and stride > 1:
+        weight = getattr(self, "weight", None)  # none between `del layer.weight` and the next
+        stride = getattr(weight, "partition_stride", None)
+        if stride is None:  # stands in for the weight (torch.func.functional_call): as last seen, then
+            stride = self._stride
+            if weight is not None and not torch.compiler.is_compiling():
+                self._mark_stand_in("weight", weight, self._spec("weight", stride))
+        self._stride = _check_stride(stride)
+        if self.parallel_mode is not None and stride > 1 and weight is not None:
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
-            check_divides(self.weight.shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
+            check_divides(weight.shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
         return stride
 
     def shard_spec(self, name: str) -> ShardSpec:
+        return self._spec(name, self.partition_stride)
+
+    def _spec(self, name: str, stride: int) -> ShardSpec:
         dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
-        return ShardSpec(self.group, dims.get(name), self.partition_stride)
+        return ShardSpec(self.group, dims.get(name), stride)
 
     def reset_parameters(self) -> None:
         """Draws new values as nn.Linear does, or by init_method: for the full layer, of which this rank keeps its part.
@@ -251,7 +253,9 @@ class Linear(CheckedCalls):
         """
         stride = self.partition_stride
         bias: Tensor | None = self.bias
-        if bias is not None:
+        if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
+            if known is None:
+                self._mark_stand_in("bias", bias, self._spec("bias", stride))
             bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
         call, invariant = self._settle(x, weight, bias, stride)

@@ -66,13 +66,13 @@ class MainGrad:
         return torch.zeros_like(weight)
 
 
-def refuse_fused(parameters: Iterable[Tensor], who: str) -> None:
-    """For what takes gradients from .grad alone.
+def refuse_fused(parameters: Iterable[Tensor], who: str, start: int = 0) -> None:
+    """For what takes gradients from .grad alone. start: the number of the first parameter, for errors.
 
     Raises:
         RuntimeError: a layer has added the gradient of one of them into its main_grad.
     """
-    for index, p in enumerate(parameters):
+    for index, p in enumerate(parameters, start):
         if getattr(p, "_gradient_is_in_main_grad", False):
             raise RuntimeError(
                 f"{who} takes gradients from .grad, but a layer with fuse_wgrad_accumulation=True has added that of "

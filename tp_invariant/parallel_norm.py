@@ -17,7 +17,7 @@ from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
-from .parameters import ShardedModule, ShardSpec, mark_sharded
+from .parameters import ShardedModule, ShardSpec
 
 
 class ParallelNorm(ShardedModule):
@@ -46,6 +46,8 @@ class ParallelNorm(ShardedModule):
     Raises:
         ValueError: an unknown normalization, heads that the degree does not divide, tokens and heads both sharded.
     """
+
+    SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
         self,
@@ -79,11 +81,9 @@ class ParallelNorm(ShardedModule):
         self.heads, self.heads_dim = heads, heads_dim
         self._agreed = Agreed()
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
-        mark_sharded(self.weight, None, 1)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
-            mark_sharded(self.bias, None, 1)
         self.reset_parameters()
 
     @classmethod

@@ -3,25 +3,80 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Group, gather_major
+from .collectives import Group, gather_major, ranks_of, resolve_group
 from .layout import shard, unshard
 
-_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
+_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "tp_group")
 
 
-def mark_sharded(parameter: Tensor, partition_dim: int | None, stride: int) -> None:
-    """Sets Megatron-LM's attributes; partition_dim None for a parameter that every rank holds whole."""
-    parameter.tensor_model_parallel = partition_dim is not None  # type: ignore[attr-defined]
+def mark_sharded(
+    parameter: Tensor,
+    partition_dim: int | None,
+    stride: int,
+    tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+) -> None:
+    """Sets what a parameter says about itself: Megatron-LM's attributes, and the group.
+
+        tensor_model_parallel   whether this rank has a part of it only; False for one on a group of one rank
+        partition_dim           the dim that other degrees shard, also on a group of one; -1 if none does
+        partition_stride        in how many stacked pieces a rank holds that dim
+        tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
+                                rank has anything of it, or, with tensor_model_parallel=True, nobody has said
+
+    Args:
+        partition_dim: None for a parameter that every rank holds whole.
+        tp_group: a ProcessGroup, a 1-D DeviceMesh or a Group. None leaves it unsaid, as Megatron's own layers do: then
+            tensor_model_parallel goes by partition_dim alone, and clip_grad_norm_ has to be told the group.
+    """
+    group = None if tp_group is None else resolve_group(tp_group)
+    alone = group is not None and group.size == 1
+    parameter.tensor_model_parallel = partition_dim is not None and not alone  # type: ignore[attr-defined]
     parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
     parameter.partition_stride = stride  # type: ignore[attr-defined]
+    parameter.tp_group = None if alone else group  # type: ignore[attr-defined]
+    if group is not None and not alone:
+        _in_use[id(group)] = group
+
+
+_in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+
+def groups_in_use(besides: set[int]) -> set[Group]:
+    """The groups that living parameters of this process carry, without those whose ranks are all in `besides`."""
+
+    def found() -> set[Group]:
+        return {group for group in list(_in_use.values()) if not set(ranks_of(group)) <= besides}
+
+    if found():
+        gc.collect()  # modules that nobody has any more
+    return found()
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether this rank has a part of the parameter only, by its attributes. A DTensor says it by its placements."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def carried_group(parameter: Tensor) -> Group | None:
+    """The Group that the parameter carries as `tp_group`; None if it carries none.
+
+    Raises:
+        TypeError: tp_group is something else than a group.
+    """
+    carried = getattr(parameter, "tp_group", None)
+    return carried if carried is None or isinstance(carried, Group) else resolve_group(carried)
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
@@ -36,14 +91,21 @@ def _set_attributes(parameter: Tensor, attributes: dict[str, Any]) -> None:
 class KeepsAttributes(nn.Module):
     """A module whose parameters keep their attributes where new ones take their place.
 
-    That is: `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(..)`.
+    That is: `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(..)`, also
+    after `del module.weight`.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         old = self._parameters.get(name)
+        left = self.__dict__.get("_of_deleted", {}).pop(name, {}) if old is None else _attributes(old)
         super().register_parameter(name, param)  # what assignment comes down to, too
-        if old is not None and param is not None:
-            _set_attributes(param, {**_attributes(old), **_attributes(param)})
+        if param is not None:
+            _set_attributes(param, {**left, **_attributes(param)})
+
+    def __delattr__(self, name: str) -> None:
+        if (old := self._parameters.get(name)) is not None:
+            self.__dict__.setdefault("_of_deleted", {})[name] = _attributes(old)
+        super().__delattr__(name)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         before = {name: _attributes(parameter) for name, parameter in self.named_parameters(recurse=False)}
@@ -97,9 +159,43 @@ class ShardSpec:
 class ShardedModule(KeepsAttributes):
     """What the layers of this library have in common: they can say how each of their own parameters is sharded."""
 
+    SHARDED_PARAMETERS: tuple[str, ...] = ()  # the names that shard_spec knows; others are the user's own
+
     def shard_spec(self, name: str) -> ShardSpec:
         """The ShardSpec of the parameter called `name`, as things stand now (partition_stride may be set late)."""
         raise NotImplementedError
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """nn.Module's, and the parameter says what this module knows of it, whatever was there before, or nothing."""
+        super().register_parameter(name, param)
+        if param is not None and name in self.SHARDED_PARAMETERS:
+            self._mark(name, param)
+
+    def _mark(self, name: str, tensor: Tensor) -> None:
+        """Has `tensor`, the parameter `name` or what stands in for it, say what this module knows."""
+        spec = self.shard_spec(name)
+        stride = getattr(tensor, "partition_stride", spec.stride)  # Megatron sets it late
+        mark_sharded(tensor, spec.dim, stride, spec.group)
+
+    def _mark_stand_in(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
+        """For a call that finds an unmarked tensor in place of a parameter: marks it, and what it is made from.
+
+        It may be one that torch.func.functional_call was given, whose gradient is clipped later. Or it is computed:
+        parametrizations (nn.utils.parametrize, nn.utils.weight_norm) put parameters of their own in its place. Those
+        that are as long as this rank's part of the sharded dim are taken as sharded along it.
+        """
+        if torch.compiler.is_compiling():
+            return
+        mark_sharded(tensor, spec.dim, spec.stride, spec.group)
+        if name in self._parameters:
+            return
+        own = [p for key, p in self._parameters.items() if p is not None and key.startswith(f"{name}_")]
+        parametrizations: Any = self._modules.get("parametrizations") or {}
+        for p in [*own, *(parametrizations[name].parameters() if name in parametrizations else ())]:
+            if hasattr(p, "tensor_model_parallel") or spec.dim is None or p.dim() <= spec.dim:
+                continue
+            if p.shape[spec.dim] == tensor.shape[spec.dim]:
+                mark_sharded(p, spec.dim, spec.stride, spec.group)
 
 
 def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:

@@ -249,8 +249,9 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     return F.linear(x, whole_weight, bias)
 
 
-def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor:
-    """The L2 norm of all gradients, fp32: sharded parameters summed over ranks, whole ones counted once.
+def grad_norm(params: list[Tensor], over: list[Group]) -> Tensor:
+    """The L2 norm of all gradients, fp32: sharded parameters summed over the ranks of their groups, whole ones counted
+    once. over: for each the group over which its attributes say that it is sharded, one of size 1 if over none.
 
     A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
     """
@@ -260,13 +261,11 @@ def grad_norm(params: list[Tensor], sharded: list[bool], group: Group) -> Tensor
     every = [
         torch.linalg.vector_norm(g.float()).full_tensor() if hasattr(g, "full_tensor") else next(norms) for g in grads
     ]
-    parts = {
-        kind: torch.stack([norm.to(every[0].device) for norm in chosen]).square().sum()
-        for kind in (True, False)
-        if (chosen := [norm for norm, is_sharded in zip(every, sharded, strict=True) if is_sharded == kind])
-    }
-    zero = every[0].new_zeros(())
-    total = parts.get(True, zero)
-    if group.size > 1:
-        total = _sum(total, group)
-    return (total + parts.get(False, zero)).sqrt()
+    chosen: dict[Group | None, list[Tensor]] = {}
+    for norm, group in zip(every, over, strict=True):
+        chosen.setdefault(group if group.size > 1 else None, []).append(norm.to(every[0].device))
+    total = every[0].new_zeros(())
+    for shared_by, members in chosen.items():
+        squares = torch.stack(members).square().sum()
+        total = total + (squares if shared_by is None else _sum(squares, shared_by))
+    return total.sqrt()

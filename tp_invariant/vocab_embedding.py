@@ -31,7 +31,7 @@ from .functions import flatten_tokens
 from .gemm import BUNDLED_DTYPES
 from .layout import check_divides, fresh_view, split_sizes
 from .mode import is_tp_invariant_mode_enabled
-from .parameters import ShardedModule, ShardSpec, full_initialisation, mark_sharded
+from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .vocab import VocabShard, check_ids
 
 
@@ -69,6 +69,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
     Raises:
         ValueError: the degree does not divide the padded vocabulary, or padding_idx is not in it.
     """
+
+    SHARDED_PARAMETERS: tuple[str, ...] = ("weight",)
 
     def __init__(
         self,
@@ -109,7 +111,6 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             )
         rows = self.padded_num_embeddings // self.group.size
         self.weight = nn.Parameter(torch.empty((rows, embedding_dim), device=device, dtype=dtype))
-        mark_sharded(self.weight, 0, 1)
         self.reset_parameters()
 
     @classmethod
@@ -170,6 +171,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
         group, weight = self.group, self.weight
+        if not hasattr(weight, "tensor_model_parallel"):
+            self._mark_stand_in("weight", weight, self.shard_spec("weight"))
         sharded = self.sequence_parallel and group.size > 1
         try:
             invariant = is_tp_invariant_mode_enabled()
