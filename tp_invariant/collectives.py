@@ -279,6 +279,7 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Seque
     sent = [rows * x.shape[1] for rows in row_sizes]
     received = [mine * cols for cols in col_sizes]
     flat = x.contiguous().view(-1)
-    out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group), flat, group).wait()
+    alike = *row_sizes, *col_sizes
+    out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group, alike=alike), flat, group).wait()
     blocks = [block.view(mine, cols) for block, cols in zip(out.split(received), col_sizes, strict=True)]
     return torch.cat(blocks, dim=1)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import functions, stock
 from .agreement import Agreed, check_gradient
+from .call_records import doing
 from .collectives import Group, resolve_group
 from .compiled import constant, name_of
 from .functions import LinearCall
@@ -120,7 +121,7 @@ class Linear(CheckedCalls):
         self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
-        self._agreed = Agreed()
+        self._agreed = Agreed(self.group)
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
@@ -264,7 +265,10 @@ class Linear(CheckedCalls):
             y = check_gradient(y, self._name, self.group, self._agreed)
         if self.gather_output:
             y = gather_features(y, self.group, stride)
-        return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+        result = (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+        if not torch.compiler.is_compiling():
+            doing.layer = None
+        return result
 
     def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = autocast_dtype(x.device)

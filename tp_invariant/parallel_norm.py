@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreed, check_agreement, check_gradient, refuse
+from .call_records import doing
 from .collectives import Group, resolve_group
 from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
@@ -77,7 +78,7 @@ class ParallelNorm(ShardedModule):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.heads, self.heads_dim = heads, heads_dim
-        self._agreed = Agreed()
+        self._agreed = Agreed(self.group)
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         mark_sharded(self.weight, None, 1)
         self.bias: nn.Parameter | None = None
@@ -132,6 +133,8 @@ class ParallelNorm(ShardedModule):
         y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
         if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed)
+        if not torch.compiler.is_compiling():
+            doing.layer = None
         return y
 
     @property
@@ -151,6 +154,7 @@ class ParallelNorm(ShardedModule):
         except TypeError:  # sizes that are symbols: looked up by nobody
             key = found = None
         if found is not None and found[0].group is group:
+            doing.layer = self._agreed
             return found
         try:
             self._check_input(x)
@@ -179,6 +183,8 @@ class ParallelNorm(ShardedModule):
             self.zero_centered_gamma,
             self.heads_dim,
         )
+        if not torch.compiler.is_compiling():
+            doing.layer = self._agreed
         return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
 
     def _kind_of_call(self, x: Tensor, weight: Tensor) -> tuple | None:
