@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -132,17 +132,13 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
     if isinstance(agreed, Agreed):
         facts[_NUMBER] = agreed.number
         agreed.name = facts.get("the layer", agreed.name)
-    doing.comparing = partial(_news, facts, agreed)
-    try:
-        _compare(_mark(facts), facts, group, device)
-    finally:
-        doing.comparing = None
+    _compare(facts, group, device, agreed)
     if len(agreed) >= _MOST:
         agreed.clear()  # on all ranks alike, as all have agreed on the same
     agreed.add(known)
 
 
-def _news(facts: Mapping[str, Any], agreed: set[Hashable]) -> str:
+def _news(facts: Mapping[str, Any], agreed: Collection[Hashable]) -> str:
     """What of a call is new, beside the one most like it among those that were agreed on: for an error."""
     now = {name: repr(value) for name, value in facts.items()}
     most_like: dict[str, str] = {}
@@ -218,7 +214,7 @@ def introduce(group: Group, device: torch.device) -> None:
     if not kinds:
         _came(group)
     try:
-        _compare(_mark(facts), facts, group, device)
+        _compare(facts, group, device)
     except RuntimeError as error:
         missing = [] if kinds else _not_come(group)
         if not missing:
@@ -263,7 +259,7 @@ def refuse(error: Exception, group: Group, device: torch.device, agreed: set[Has
     introduce(group, device)
     text = f"{type(error).__name__}: {error}".replace(f" on rank {group.rank}", " here")
     facts = {_OWN_ERROR: text}
-    _compare(_mark(facts), facts, group, device)
+    _compare(facts, group, device)
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
@@ -281,9 +277,16 @@ def group_device(group: Group, device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _compare(mark: int, facts: Mapping[str, Any], group: Group, device: torch.device) -> None:
-    own = torch.tensor([mark], dtype=torch.int64, device=group_device(group, device))
-    if len(set(gather_major(own, group).view(-1).tolist())) == 1:
+def _compare(
+    facts: Mapping[str, Any], group: Group, device: torch.device, agreed: Collection[Hashable] = frozenset()
+) -> None:
+    own = torch.tensor([_mark(facts)], dtype=torch.int64, device=group_device(group, device))
+    doing.comparing = partial(_news, facts, agreed)
+    try:
+        everyones = gather_major(own, group).view(-1).tolist()
+    finally:
+        doing.comparing = None
+    if len(set(everyones)) == 1:
         return
     assert group.process_group is not None
     told = {name: repr(value) for name, value in facts.items()}, _made.get(group.process_group, 0)

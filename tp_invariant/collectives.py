@@ -203,8 +203,7 @@ def start_gather_major(local: Tensor, group: Group, finish: Callable[[Tensor], T
     out = local.new_empty((group.size, *local.shape))
     if local.numel() == 0:
         return Pending(out, None, finish=finish)
-    # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
-    return Pending(out, wire.start_all_gather(out.view(-1), local.view(-1), group), local, group, finish)
+    return Pending(out, wire.start_all_gather(out, local, group), local, group, finish)
 
 
 def gather_major(local: Tensor, group: Group) -> Tensor:

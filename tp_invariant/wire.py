@@ -49,11 +49,12 @@ def _explained(error: RuntimeError, operand: Tensor, group: Ranks) -> Exception:
 
 
 def start_all_gather(out: Tensor, local: Tensor, group: Ranks) -> dist.Work | None:
+    """`out` has the ranks' contiguous `local` one after another; the shapes of both are of no matter."""
     records = records_of(group, local)
     if records is not None:
         records.begin(ALL_GATHER, local, (local.numel(),))
-    try:
-        return getattr(group.process_group, _ALL_GATHER)(out, local, _GATHER_OPTIONS)
+    try:  # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
+        return getattr(group.process_group, _ALL_GATHER)(out.view(-1), local.view(-1), _GATHER_OPTIONS)
     except RuntimeError as error:
         raise _explained(error, local, group) from error
 
