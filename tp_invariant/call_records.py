@@ -142,9 +142,10 @@ class CallRecords:
             ranks_with.setdefault(self._said(rank), []).append(rank)
         said = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in ranks_with.items())
         self._error = (
-            f"the {self._size} ranks of tp_group make different calls. At collective {number} of the group, {said}. They "
-            "must make the same calls in the same order, on data of the same sizes and dtypes; TP_INVARIANT_CHECK=1 on "
-            "all ranks finds the first call in which they part. This group cannot be used any more: restart all ranks"
+            f"the {self._size} ranks of tp_group make different calls. At collective {number} of the group, {said}. "
+            "They must make the same calls in the same order, on data of the same sizes and dtypes; "
+            "TP_INVARIANT_CHECK=1 on all ranks finds the first call in which they part. This group cannot be used any "
+            "more: restart all ranks"
         )
         raise RuntimeError(self._error)
 
@@ -191,9 +192,8 @@ def share(group: Ranks, gather: Callable[[bytes], list[bytes]]) -> None:
             path = _new_file(size)
     try:
         path = gather(path.encode().ljust(_PATH_BYTES)[:_PATH_BYTES])[0].decode().rstrip()
-        with suppress(OSError, ValueError):
-            with open(path, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), size)
+        with suppress(OSError, ValueError), open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
         everyone_can = all(answer == b"1" for answer in gather(b"0" if memory is None else b"1"))
     finally:
         if group.rank == 0 and path:
