@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import agreement, call_records, testing
+from tp_invariant import agreement, call_records, parallel_norm, testing, vocab_embedding
 from tp_invariant.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, doing
 from tp_invariant.collectives import gather_major, resolve_group
 from tp_invariant.regions import gather_sequence
@@ -272,16 +272,29 @@ def test_an_error_of_the_collective_is_its_own(two):
         two[0].wait(SimpleNamespace(wait=fail, is_completed=lambda: True))
 
 
-def test_no_layer_is_left_behind():
-    layer = tpi.Linear(4, 4)
+def test_no_layer_is_left_behind(monkeypatch):
+    """Also where its forward fails: checkpointing ends a recomputation by an exception, say."""
+    seen = []
+
+    def failing(*args, **options):
+        seen.append(doing.layer)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(parallel_norm, "invariant_norm", failing)
+    monkeypatch.setattr(vocab_embedding, "_vocab_embedding", failing)
     for module, x in (
-        (layer, torch.ones(2, 4)),
-        (tpi.LayerNormLinear(4, 4), torch.ones(2, 4)),
+        (tpi.Linear(4, 4, gemm_fn=failing), torch.ones(2, 4)),
+        (tpi.LayerNormLinear(4, 4, gemm_fn=failing), torch.ones(2, 4)),
         (tpi.ParallelNorm(4), torch.ones(2, 4)),
         (tpi.VocabParallelEmbedding(4, 4), torch.arange(3)),
     ):
-        module(x)
+        with tpi.set_tp_invariant_mode(False):
+            module(x)
         assert doing.layer is None
+        with tpi.set_tp_invariant_mode(True), pytest.raises(ZeroDivisionError):
+            module(x)
+        assert doing.layer is None
+        assert seen.pop() is module._agreed and not seen
 
 
 # --- layers that are called in another order ------------------------------------------------------------------------

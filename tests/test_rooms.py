@@ -101,7 +101,6 @@ ALLOWED = {
     },
     "linear_checks": {
         "agreement",
-        "call_records",
         "collectives",
         "compiled",
         "cost_model",

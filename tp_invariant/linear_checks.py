@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from . import stock
 from .agreement import Agreed, check_agreement, refuse
-from .call_records import doing
 from .collectives import Group
 from .compiled import constant
 from .cost_model import costs_of
@@ -47,7 +46,6 @@ class CheckedCalls(ShardedModule, nn.Linear):
         except TypeError:  # sizes that are symbols, or an identity that is a list: looked up by nobody
             key = found = None
         if found is not None and found[0].group is self.group and found[0].gemm_fn is self.gemm_fn:
-            doing.layer = self._agreed
             return found
         invariant = self._check_call(x, weight.dtype)
         sharded = self.sequence_parallel and self.group.size > 1
@@ -67,8 +65,6 @@ class CheckedCalls(ShardedModule, nn.Linear):
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
             stock.log_once(self.group)
-        if not torch.compiler.is_compiling():
-            doing.layer = self._agreed
         return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
 
     def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple | None:

@@ -130,11 +130,16 @@ class ParallelNorm(ShardedModule):
         """
         weight = self.weight  # once: nn.Module looks for parameters last
         call, invariant = self._settle(x, weight)
-        y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            doing.layer = self._agreed
+        try:
+            y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
+        finally:
+            if not compiling:
+                doing.layer = None
         if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed)
-        if not torch.compiler.is_compiling():
-            doing.layer = None
         return y
 
     @property
@@ -154,7 +159,6 @@ class ParallelNorm(ShardedModule):
         except TypeError:  # sizes that are symbols: looked up by nobody
             key = found = None
         if found is not None and found[0].group is group:
-            doing.layer = self._agreed
             return found
         try:
             self._check_input(x)
@@ -183,8 +187,6 @@ class ParallelNorm(ShardedModule):
             self.zero_centered_gamma,
             self.heads_dim,
         )
-        if not torch.compiler.is_compiling():
-            doing.layer = self._agreed
         return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
 
     def _kind_of_call(self, x: Tensor, weight: Tensor) -> tuple | None:

@@ -200,9 +200,11 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         compiling = torch.compiler.is_compiling()
         if not compiling:
             doing.layer = self._agreed
-        y = (_vocab_embedding if invariant else _stock_embedding)(weight, ids, call)
-        if not compiling:
-            doing.layer = None
+        try:
+            y = (_vocab_embedding if invariant else _stock_embedding)(weight, ids, call)
+        finally:
+            if not compiling:
+                doing.layer = None
         return check_gradient(y, name, group, self._agreed)
 
     def _check_input(self, ids: Tensor, invariant: bool) -> None:
