@@ -5,6 +5,10 @@ software on the same kind of device with the same settings (environment.py); and
 it is seen, whether all make it. With TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets.
 A first call therefore always begins with the same collective, whatever ranks have different, and what is different is
 an error on every rank, after which the group is as usable as before.
+
+Layers of one shape are told apart by a number: each layer takes the next one of its tp_group when it is made or copied.
+So ranks that call them in another order get an error in the first call. What a layer's later calls have different is
+seen on gloo as soon as it moves bytes (call_records.py), elsewhere with TP_INVARIANT_CHECK=1.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d as c10d
 
-from . import liveness
+from . import call_records, liveness
+from .call_records import doing
 from .collectives import Group, gather_major
 from .compiled import at_run_time, group_name, group_named
 from .environment import environment_facts
@@ -35,9 +40,18 @@ _MOST = 4096  # how many different calls are remembered as agreed on
 _MOST_SETTLED = 512
 _SHOWN = 8  # differences in one error
 _OWN_ERROR = "an error before the call"
+_NUMBER = "the layer's number"
 
 _introduced: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()  # kinds of device
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # layers so far
+
+
+def forget_layers() -> None:
+    """Layers that are made from now on are numbered from 1 again, in every group. For all ranks alike."""
+    _made.clear()
 
 
 class Agreed(set[Hashable]):
@@ -45,12 +59,20 @@ class Agreed(set[Hashable]):
 
     That is looked up, by all that the checks look at, when the call comes again; with TP_INVARIANT_CHECK=1 nothing is.
     Ranks agree on the same, but a rank may settle more kinds of what is agreed on than another: so none outlives that,
-    or one rank would go ahead where another compares. A copy, also a pickled one, has nothing settled.
+    or one rank would go ahead where another compares.
+
+    `number` tells the layer from others of its group: 1, 2, .. in the order in which they are made, the same on ranks
+    that make the same layers; 0 in a group of one. A copy is another layer: it has a number of its own, and nothing is
+    agreed on or settled.
     """
 
-    def __init__(self, calls: Iterable[Hashable] = ()) -> None:
-        super().__init__(calls)
+    def __init__(self, group: Group | None = None) -> None:
+        super().__init__()
         self.settled: dict[tuple, Any] = {}
+        self.name = "not yet called"  # in messages
+        self.number, self._group = 0, group
+        if group is not None and group.process_group is not None:
+            self.number = _made[group.process_group] = _made.get(group.process_group, 0) + 1
 
     def settle(self, key: tuple | None, found: Any) -> Any:
         """`found`, kept under `key` if there is one."""
@@ -64,8 +86,11 @@ class Agreed(set[Hashable]):
         super().clear()
         self.settled.clear()
 
-    def __reduce__(self) -> tuple:
-        return Agreed, (list(self),)
+    def __reduce__(self) -> tuple:  # of a pickled one; no process group can be
+        return Agreed, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreed:
+        return Agreed(self._group)
 
 
 def agreed_in(group: Group) -> set[Hashable]:
@@ -104,10 +129,42 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
     if known in agreed and not is_call_check_enabled():
         return
     facts = {**facts, "the kind of device": device.type}
-    _compare(_mark(facts), facts, group, device)
+    if isinstance(agreed, Agreed):
+        facts[_NUMBER] = agreed.number
+        agreed.name = facts.get("the layer", agreed.name)
+    _compare(facts, group, device, agreed)
     if len(agreed) >= _MOST:
         agreed.clear()  # on all ranks alike, as all have agreed on the same
     agreed.add(known)
+
+
+def _news(facts: Mapping[str, Any], agreed: Collection[Hashable]) -> str:
+    """What of a call is new, beside the one most like it among those that were agreed on: for an error."""
+    now = {name: repr(value) for name, value in facts.items()}
+    most_like: dict[str, str] = {}
+    for known in agreed:
+        if isinstance(known, tuple) and len(known) == 3 and known[1:2]:
+            before = dict(zip(known[1], map(repr, known[2]), strict=True))
+            if before.keys() <= now.keys() and _alike(before, now) >= _alike(most_like, now):
+                most_like = before
+    called = " and ".join(now[name] for name in _CALLED if name in now)
+    parts = [f"{called}, {_NUMBER} {now[_NUMBER]}"] if _NUMBER in now else []
+    for name, value in now.items():
+        if name == _NUMBER or (_NUMBER in now and name in _CALLED):
+            continue
+        if not most_like and (name in _CALLED or name.startswith(_TELLING)):
+            parts.append(f"{name} is {value}")
+        elif most_like and most_like.get(name, value) != value:
+            parts.append(f"{name} is {value}, so far {most_like[name]}")
+    return " | ".join(parts[:_SHOWN]) if parts else ", ".join(list(now)[:_SHOWN])
+
+
+_CALLED = ("the layer", "the call", "the layer whose backward runs")
+_TELLING = ("the shape of", "the dtype of")
+
+
+def _alike(one: Mapping[str, str], other: Mapping[str, str]) -> int:
+    return sum(other.get(name) == value for name, value in one.items())
 
 
 def _check_named(name: str, device: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
@@ -157,7 +214,7 @@ def introduce(group: Group, device: torch.device) -> None:
     if not kinds:
         _came(group)
     try:
-        _compare(_mark(facts), facts, group, device)
+        _compare(facts, group, device)
     except RuntimeError as error:
         missing = [] if kinds else _not_come(group)
         if not missing:
@@ -169,11 +226,16 @@ def introduce(group: Group, device: torch.device) -> None:
             f"it has ended before, or makes no such call. See its log; every rank of tp_group must ({error})"
         ) from error
     if not kinds:
-        own = torch.frombuffer(bytearray(liveness.own_contact().encode()), dtype=torch.uint8)
-        everyone = gather_major(own.to(group_device(group, device)), group).cpu()
-        contacts = [liveness.Contact.decode(bytes(row.tolist())) for row in everyone]
+
+        def gather(own: bytes) -> list[bytes]:
+            data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(group_device(group, device))
+            return [bytes(row.tolist()) for row in gather_major(data, group).cpu()]
+
+        contacts = [liveness.Contact.decode(contact) for contact in gather(liveness.own_contact().encode())]
         liveness.remember(contacts)
         watch_group(contacts, group)
+        if "cpu:gloo" in dist.get_backend_config(group.process_group):
+            call_records.share(group, gather)
     kinds.add(device.type)
 
 
@@ -197,7 +259,7 @@ def refuse(error: Exception, group: Group, device: torch.device, agreed: set[Has
     introduce(group, device)
     text = f"{type(error).__name__}: {error}".replace(f" on rank {group.rank}", " here")
     facts = {_OWN_ERROR: text}
-    _compare(_mark(facts), facts, group, device)
+    _compare(facts, group, device)
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
@@ -215,13 +277,24 @@ def group_device(group: Group, device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _compare(mark: int, facts: Mapping[str, Any], group: Group, device: torch.device) -> None:
-    own = torch.tensor([mark], dtype=torch.int64, device=group_device(group, device))
-    if len(set(gather_major(own, group).view(-1).tolist())) == 1:
+def _compare(
+    facts: Mapping[str, Any], group: Group, device: torch.device, agreed: Collection[Hashable] = frozenset()
+) -> None:
+    own = torch.tensor([_mark(facts)], dtype=torch.int64, device=group_device(group, device))
+    doing.comparing = partial(_news, facts, agreed)
+    try:
+        everyones = gather_major(own, group).view(-1).tolist()
+    finally:
+        doing.comparing = None
+    if len(set(everyones)) == 1:
         return
-    everyone = gather_objects({name: repr(value) for name, value in facts.items()}, group)
+    assert group.process_group is not None
+    told = {name: repr(value) for name, value in facts.items()}, _made.get(group.process_group, 0)
+    everyone, made = zip(*gather_objects(told, group), strict=True)
+    _made[group.process_group] = max(made)  # so that they can go on, with layers that are made from now on
     parts = []
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+    names.sort(key=lambda name: name not in (_NUMBER, "the layer"))  # first, where there are many
     for name in [_OWN_ERROR] if _OWN_ERROR in names else names:
         ranks_with: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
@@ -231,9 +304,14 @@ def _compare(mark: int, facts: Mapping[str, Any], group: Group, device: torch.de
             parts.append(f"{name} is {'; '.join(values)}")
     if len(parts) > _SHOWN:
         parts[_SHOWN:] = [f"and {len(parts) - _SHOWN} more"]
+    order = (
+        ". Layers are numbered in the order in which they are made for a tp_group: make the same layers on every rank, "
+        "and call them in the same order"
+    )
     raise RuntimeError(
         f"the {group.size} ranks of tp_group disagree: {' | '.join(parts)}. They must make the same calls with the "
         "same settings, and under sequence_parallel the degree must divide the sequence"
+        + (order if any(part.startswith(f"{_NUMBER} is ") for part in parts) else "")
     )
 
 

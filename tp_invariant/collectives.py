@@ -251,8 +251,7 @@ def start_gather_major(local: Tensor, group: Group, finish: Callable[[Tensor], T
     out = local.new_empty((group.size, *local.shape))
     if local.numel() == 0:
         return Pending(out, None, finish=finish)
-    # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
-    return Pending(out, wire.start_all_gather(out.view(-1), local.view(-1), group), local, group, finish)
+    return Pending(out, wire.start_all_gather(out, local, group), local, group, finish)
 
 
 def gather_major(local: Tensor, group: Group) -> Tensor:
@@ -327,6 +326,7 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Seque
     sent = [rows * x.shape[1] for rows in row_sizes]
     received = [mine * cols for cols in col_sizes]
     flat = x.contiguous().view(-1)
-    out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group), flat, group).wait()
+    alike = *row_sizes, *col_sizes
+    out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group, alike=alike), flat, group).wait()
     blocks = [block.view(mine, cols) for block, cols in zip(out.split(received), col_sizes, strict=True)]
     return torch.cat(blocks, dim=1)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import functions, stock
 from .agreement import Agreed, check_gradient
+from .call_records import doing
 from .collectives import Group, resolve_group
 from .compiled import constant, name_of
 from .functions import LinearCall
@@ -122,7 +123,7 @@ class Linear(CheckedCalls):
         self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
-        self._agreed = Agreed()
+        self._agreed = Agreed(self.group)
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
@@ -259,16 +260,23 @@ class Linear(CheckedCalls):
             bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
         x, weight, bias = self._autocast(x)
         call, invariant = self._settle(x, weight, bias, stride)
-        if self.parallel_mode == "row" and not self.input_is_parallel:
-            x = scatter_features(x, self.group, stride)
-        paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
-        linear = paths[self.parallel_mode]
-        y = linear(x, weight, None if self.return_bias else bias, call)
-        if self._moves_bytes and is_call_check_enabled():
-            y = check_gradient(y, self._name, self.group, self._agreed)
-        if self.gather_output:
-            y = gather_features(y, self.group, stride)
-        return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            doing.layer = self._agreed
+        try:
+            if self.parallel_mode == "row" and not self.input_is_parallel:
+                x = scatter_features(x, self.group, stride)
+            paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
+            linear = paths[self.parallel_mode]
+            y = linear(x, weight, None if self.return_bias else bias, call)
+            if self._moves_bytes and is_call_check_enabled():
+                y = check_gradient(y, self._name, self.group, self._agreed)
+            if self.gather_output:
+                y = gather_features(y, self.group, stride)
+            return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+        finally:
+            if not compiling:
+                doing.layer = None
 
     def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = autocast_dtype(x.device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreed, check_agreement, check_gradient, refuse
+from .call_records import doing
 from .collectives import Group, resolve_group
 from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
@@ -79,7 +80,7 @@ class ParallelNorm(ShardedModule):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.heads, self.heads_dim = heads, heads_dim
-        self._agreed = Agreed()
+        self._agreed = Agreed(self.group)
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         self.bias: nn.Parameter | None = None
         if bias:
@@ -129,7 +130,14 @@ class ParallelNorm(ShardedModule):
         """
         weight = self.weight  # once: nn.Module looks for parameters last
         call, invariant = self._settle(x, weight)
-        y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            doing.layer = self._agreed
+        try:
+            y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
+        finally:
+            if not compiling:
+                doing.layer = None
         if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed)
         return y

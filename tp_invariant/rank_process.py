@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import mode
+from . import agreement, mode
 from .gemm import set_default_gemm_fn
 from .owners import weight_cache
 from .rank_pool import Outcome, dumps
@@ -70,6 +70,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    agreement.forget_layers()  # a case that failed may have made more of them on one rank than on another
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     kept, ahead, reuse = weight_cache.keep, weight_cache.ahead, token_gathers.reuse
     in_graphs = weight_cache.ahead_in_graphs

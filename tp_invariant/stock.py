@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from .collectives import Group, gather_dim
 from .compiled import at_run_time, opaque
 from .functions import LinearCall, flatten_tokens, no_op
-from .liveness import explain
+from .wire import explained
 
 logger = logging.getLogger(__name__)
 _logged = False
@@ -48,22 +49,32 @@ _log_once = at_run_time(_log_once_now, name="log_stock", arguments="int size")
 
 def _sum(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
+    records = records_of(group, total)
+    if records is not None:
+        records.begin(ALL_REDUCE, total, (total.numel(), op == dist.ReduceOp.SUM))
     try:
-        dist.all_reduce(total, op, group=group.process_group)
+        work = dist.all_reduce(total, op, group=group.process_group, async_op=records is not None)
+        if records is not None:
+            records.wait(work)
     except RuntimeError as error:
-        raise explain(error, group, f"all-reduce of {tuple(x.shape)} {x.dtype}") from error
+        raise explained(error, total, group, f"all-reduce of {tuple(x.shape)} {x.dtype}") from error
     return total
 
 
 def _sum_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     moved = x.movedim(dim, 0).contiguous()
     out = moved.new_empty((moved.shape[0] // group.size, *moved.shape[1:]))
+    records = records_of(group, moved)
+    if records is not None:
+        records.begin(REDUCE_SCATTER, moved, (moved.numel(),))
     try:
         with warnings.catch_warnings():  # torch 2.13 renames the function; 2.11 has only this name
             warnings.simplefilter("ignore", FutureWarning)
-            dist.reduce_scatter_tensor(out, moved, group=group.process_group)
+            work = dist.reduce_scatter_tensor(out, moved, group=group.process_group, async_op=records is not None)
+        if records is not None:
+            records.wait(work)
     except RuntimeError as error:
-        raise explain(error, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
+        raise explained(error, moved, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
     return out.movedim(0, dim)
 
 

@@ -11,7 +11,7 @@ Legend: P ranks, T tokens, D = embedding_dim, V = num_embeddings, n = (V + paddi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import stock
-from .agreement import check_agreement, check_gradient, refuse
+from .agreement import Agreed, check_agreement, check_gradient, refuse
+from .call_records import doing
 from .collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
 from .compiled import opaque, setting
 from .functions import flatten_tokens
@@ -102,7 +103,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         self.group = resolve_group(tp_group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
-        self._agreed: set[Hashable] = set()  # see agreement.py
+        self._agreed = Agreed(self.group)
         self.padded_num_embeddings = -(-num_embeddings // multiple) * multiple
         if self.padded_num_embeddings % self.group.size:
             raise ValueError(
@@ -199,7 +200,14 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             check_agreement(facts, group, ids.device, self._agreed)
         if not invariant:
             stock.log_once(group)
-        y = (_vocab_embedding if invariant else _stock_embedding)(weight, ids, call)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            doing.layer = self._agreed
+        try:
+            y = (_vocab_embedding if invariant else _stock_embedding)(weight, ids, call)
+        finally:
+            if not compiling:
+                doing.layer = None
         return check_gradient(y, name, group, self._agreed)
 
     def _check_input(self, ids: Tensor, invariant: bool) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from .call_records import ALL_GATHER, ALL_TO_ALL, OBJECTS, records_of
 from .liveness import Ranks, explain
 
 T = TypeVar("T")
@@ -24,20 +26,52 @@ _GATHER_OPTIONS, _EXCHANGE_OPTIONS = AllgatherOptions(), AllToAllOptions()
 _GATHER_OPTIONS.asyncOp = _EXCHANGE_OPTIONS.asyncOp = True
 
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+def explained(error: RuntimeError, operand: Tensor, group: Ranks, what: str) -> Exception:
+    """What to raise in place of `error`, with which the collective `what` failed: see liveness.explain.
+
+    Ranks that find that they make different calls end, which those still in a collective see as a lost connection: so
+    what the ranks have recorded comes first.
+    """
+    records = records_of(group, operand)
+    if records is not None:
+        try:
+            records.look()
+        except RuntimeError as parted:
+            return parted
+    return explain(error, group, what)
+
+
 def _explained(error: RuntimeError, operand: Tensor, group: Ranks) -> Exception:
-    return explain(error, group, f"moving {tuple(operand.shape)} {operand.dtype} between ranks")
+    return explained(error, operand, group, f"moving {tuple(operand.shape)} {operand.dtype} between ranks")
 
 
 def start_all_gather(out: Tensor, local: Tensor, group: Ranks) -> dist.Work | None:
-    try:
-        return getattr(group.process_group, _ALL_GATHER)(out, local, _GATHER_OPTIONS)
+    """`out` has the ranks' contiguous `local` one after another; the shapes of both are of no matter."""
+    records = records_of(group, local)
+    if records is not None:
+        records.begin(ALL_GATHER, local, (local.numel(),))
+    try:  # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
+        return getattr(group.process_group, _ALL_GATHER)(out.view(-1), local.view(-1), _GATHER_OPTIONS)
     except RuntimeError as error:
         raise _explained(error, local, group) from error
 
 
 def start_all_to_all(
-    out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Ranks
+    out: Tensor,
+    x: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: Ranks,
+    *,
+    alike: Sequence[int] | None = None,
 ) -> dist.Work | None:
+    """`alike`: sizes that decide those of all messages and are the same on every rank; x's and `sent` if None."""
+    records = records_of(group, x)
+    if records is not None:
+        records.begin(ALL_TO_ALL, x, (x.numel(), *sent) if alike is None else alike)
     try:
         return getattr(group.process_group, _ALL_TO_ALL)(out, x, list(received), list(sent), _EXCHANGE_OPTIONS)
     except RuntimeError as error:
@@ -49,10 +83,14 @@ def wait(work: dist.Work, operand: Tensor, group: Ranks) -> None:
 
     Raises:
         DeadRankError: ranks of the group have ended; names them.
-        RuntimeError: the collective failed for another reason.
+        RuntimeError: the ranks make different calls (call_records.py), or the collective failed for another reason.
     """
+    records = records_of(group, operand)
     try:
-        work.wait()
+        if records is None:
+            work.wait()
+        else:
+            records.wait(work)
     except RuntimeError as error:
         raise _explained(error, operand, group) from error
 
@@ -62,8 +100,11 @@ def gather_objects(own: T, group: Ranks) -> list[T]:
     if group.size == 1:
         return [own]
     everyone: list[Any] = [None] * group.size
+    records = records_of(group, _NO_BYTES)
+    if records is not None:
+        records.begin(OBJECTS, _NO_BYTES)
     try:
         dist.all_gather_object(everyone, own, group=group.process_group)
     except RuntimeError as error:
-        raise explain(error, group, f"gathering a {type(own).__name__} from all ranks") from error
+        raise explained(error, _NO_BYTES, group, f"gathering a {type(own).__name__} from all ranks") from error
     return everyone

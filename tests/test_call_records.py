@@ -1,0 +1,416 @@
+"""Ranks that part in a later call, on gloo: the disagreement is said on every rank, and no process aborts."""
+
+import copy
+import functools
+import mmap
+import re
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.utils.checkpoint import checkpoint
+
+import tp_invariant as tpi
+from tp_invariant import agreement, call_records, parallel_norm, testing, vocab_embedding
+from tp_invariant.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, doing
+from tp_invariant.collectives import gather_major, resolve_group
+from tp_invariant.regions import gather_sequence
+from tp_invariant.testing import RankError
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=60)
+ODD = 1  # the rank that is not like the others
+
+
+def another_group(tp_group, name):
+    """A gloo group of the same ranks, which no other case sees: one on which ranks have parted is of no more use."""
+    parent = resolve_group(tp_group).process_group
+    ranks = dist.get_process_group_ranks(parent)
+    made, _ = c10d._new_process_group_helper(
+        len(ranks), parent.rank(), ranks, dist.Backend("gloo"), c10d._get_default_store(), c10d.GroupName(name),
+        timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return resolve_group(made)
+
+
+# --- ranks that part ------------------------------------------------------------------------------------------------
+
+
+def blocks(group, count=2, **options):
+    modules = []
+    for _ in range(count):
+        modules.append(tpi.Linear(12, 24, parallel_mode="column", tp_group=group, **options))
+        modules.append(tpi.Linear(24, 12, parallel_mode="row", tp_group=group, **options))
+    return nn.Sequential(*modules)
+
+
+def step(model, tokens=4, dtype=torch.float32, backward=True):
+    y = model(torch.ones(tokens, 12, dtype=dtype, requires_grad=True))
+    if backward:
+        y.sum().backward()
+
+
+def other_dtype(group, odd):
+    model = blocks(group)
+    step(model)
+    step(model.bfloat16() if odd else model, dtype=torch.bfloat16 if odd else torch.float32)
+
+
+def other_length(group, odd):
+    model = blocks(group)
+    step(model)
+    step(model, 6 if odd else 4)
+
+
+def length_seen_before(group, odd):
+    model = blocks(group, sequence_parallel=True)
+    for tokens in (2, 4, 4 if odd else 2):
+        step(model, tokens)
+
+
+def more_layers(group, odd):
+    step(blocks(group, 2 if odd else 3))
+
+
+def fewer_layers_later(group, odd):
+    model = blocks(group, 3)
+    step(model)
+    step(model[:4] if odd else model)
+    step(model)
+
+
+def no_backward(group, odd):
+    model = blocks(group)
+    step(model)
+    step(model, backward=not odd)
+    step(model)
+
+
+def one_forward_more(group, odd):
+    model = blocks(group)
+    step(model)
+    if odd:
+        step(model, backward=False)
+    step(model)
+
+
+def swapped_later(group, odd):
+    """Layers of one shape, which have been called before: what travels has the same sizes."""
+    layers = [tpi.Linear(12, 12, parallel_mode="row", tp_group=group, bias=False) for _ in range(2)]
+    x = torch.ones(4, 12 // group.size)
+    for layer in (*layers, *(reversed(layers) if odd else layers)):
+        layer(x)
+
+
+def swapped_embeddings(group, odd):
+    layers = [tpi.VocabParallelEmbedding(12, 8, tp_group=group) for _ in range(2)]
+    ids = torch.arange(4)
+    for layer in (*layers, *(reversed(layers) if odd else layers)):
+        layer(ids)
+
+
+def another_call_than_a_layers(group, odd):
+    layer = tpi.Linear(12, 12, parallel_mode="column", tp_group=group, gather_output=True)
+    x = torch.ones(4, 12)
+    for _ in range(2):
+        gather_sequence(layer(x)[:, :4], group)
+    gather_sequence(x[:, :4], group) if odd else layer(x)
+
+
+IN_ROW = r"in the forward of layer \d of the group, Linear\(24, 12, 'row'\)"
+PARTED = {
+    other_dtype: r"rank 1 asks .* new to it: .*number 1 \| the dtype of x is 'torch.bfloat16', so far 'torch.float32'",
+    other_length: r"rank 1 asks .* new to it: .*number 1 \| the shape of x is \(6, 12\), so far \(4, 12\)",
+    length_seen_before: r"\(\d+, 12\) torch.float32 in the forward of layer 1 .*; rank 1 starts .* in the forward of",
+    more_layers: r"rank 0, 2 asks .* new to it: .*column.*, the layer's number 5.*; rank 1 starts .* in a backward",
+    fewer_layers_later: r"rank 0, 2 starts .* in the forward of layer 6 .*; rank 1 starts .* in a backward",
+    no_backward: rf"rank 0, 2 starts .* in a backward; rank 1 starts .* {IN_ROW}",
+    one_forward_more: rf"rank 0, 2 starts .* in a backward; rank 1 starts .* {IN_ROW}",
+    swapped_later: r"in the forward of layer 1 .*'row'.*; rank 1 starts .* in the forward of layer 2 .*'row'",
+    swapped_embeddings: r"in the forward of layer 1 of .*Vocab.*; rank 1 starts .* the forward of layer 2 of .*Vocab",
+    another_call_than_a_layers: r"forward of layer 1 of .*; rank 1 starts an all-gather of \(4, 4\) torch.float32\.",
+}
+
+
+def part(tp_group, cases, enabled):
+    """{case: what this rank raises, and how long it took}, each on a group of its own."""
+    found = {}
+    with tpi.set_tp_invariant_mode(enabled):
+        for case in cases:
+            name = case.__name__
+            group = another_group(tp_group, f"parted {name} {enabled}")
+            start = time.monotonic()
+            try:
+                case(group, group.rank == ODD)
+                found[name] = "nothing", 0.0
+            except RuntimeError as error:
+                found[name] = str(error), time.monotonic() - start
+                with pytest.raises(RuntimeError, match="This group cannot be used any more"):
+                    gather_major(torch.ones(2), group)
+    return found
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_ranks_that_part_are_told_so(enabled):
+    ranks = run_ranks(part, 3, list(PARTED), enabled)
+    for case, pattern in PARTED.items():
+        texts = [found[case.__name__][0] for found in ranks]
+        assert len(set(texts)) == 1, texts
+        assert texts[0].startswith("the 3 ranks of tp_group make different calls. At collective "), (case, texts[0])
+        assert re.search(pattern, texts[0]), (case, texts[0])
+        assert max(found[case.__name__][1] for found in ranks) < 10, case
+
+
+# --- ranks that do not ----------------------------------------------------------------------------------------------
+
+
+def in_step(tp_group):
+    """What ranks may do without telling each other, and calls that a record must not take for different."""
+    group = another_group(tp_group, "in_step")
+    with tpi.set_tp_invariant_mode(True):
+        model = blocks(group)
+        uneven = tpi.Linear(12, 7, parallel_mode="row", tp_group=group, owner_map="cols")
+        column = tpi.Linear(8, 9, parallel_mode="column", tp_group=group)
+        for tokens in (1, 5, 4):  # what a rank sends differs with an uneven split
+            uneven(torch.ones(tokens, 4)).sum().backward()
+            x = torch.ones(tokens, 12, requires_grad=True)
+            checkpoint(model, x, use_reentrant=False).sum().backward()
+            model(x).sum().backward()
+        with torch.no_grad():
+            column(torch.ones(2, 8))
+            if group.rank == 0:  # moves nothing
+                column(torch.ones(2, 8))
+        if group.rank == 0:
+            time.sleep(0.5)  # the others look at the records while they wait
+        total = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=group)
+    return float(total), call_records._records[group.process_group].progress()
+
+
+def test_ranks_in_step_are_left_alone():
+    results = run_ranks(in_step, 3)
+    assert len(set(results)) == 1, results
+    counts = re.findall(r"has begun (\d+)", results[0][1])
+    assert len(counts) == 3 and int(counts[0]) > 50
+
+
+def without_memory(tp_group, odd_alone):
+    group = another_group(tp_group, "without_memory")
+    if not odd_alone or group.rank == ODD:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(call_records.mmap, "mmap", lambda *args: (_ for _ in ()).throw(OSError("no memory")))
+            agreement.introduce(group, torch.device("cpu"))
+    else:
+        agreement.introduce(group, torch.device("cpu"))
+    step(blocks(group))
+    return group.process_group in call_records._records
+
+
+def test_ranks_that_share_no_memory_go_without():
+    assert run_ranks(without_memory, 2, True) == [False] * 2
+
+
+# --- the records by themselves --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(monkeypatch):
+    monkeypatch.setattr(call_records, "_ANSWER_SECONDS", 0.05)
+    memory = mmap.mmap(-1, 2 * BYTES)
+    return CallRecords(memory, 0, 2), CallRecords(memory, 1, 2)
+
+
+X = torch.ones(3)
+
+
+def test_the_second_of_two_that_differ_does_not_start(two):
+    one, other = two
+    for _ in range(200):  # more than are kept
+        one.begin(ALL_GATHER, X, (3,))
+        other.begin(ALL_GATHER, X, (3,))
+    one.begin(ALL_GATHER, X, (3,))
+    with pytest.raises(
+        RuntimeError, match=r"At collective 201 of the group, rank 0 has not come to it; rank 1 starts an"
+    ):
+        other.begin(ALL_REDUCE, X, (3,))
+    with pytest.raises(RuntimeError, match=r"rank 0 starts an all-gather .*; rank 1 starts an all-reduce of"):
+        one.look()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda records: records.begin(ALL_GATHER, X.double(), (3,)),
+        lambda records: records.begin(ALL_GATHER, X, (4,)),
+        lambda records: records.begin(ALL_GATHER, X.to(torch.int32), (3,)),
+    ],
+)
+def test_what_differs(two, change):
+    two[0].begin(ALL_GATHER, X, (3,))
+    with pytest.raises(RuntimeError, match="make different calls"):
+        change(two[1])
+
+
+def test_a_rank_far_ahead_or_behind_is_not_mistaken(two):
+    one, other = two
+    for number in range(100):
+        one.begin(ALL_GATHER, torch.ones(number), (number,))
+    for number in range(100):
+        other.begin(ALL_GATHER, torch.ones(number), (number,))
+    one.look()
+
+
+def test_an_error_of_the_collective_is_its_own(two):
+    def fail(*timeout):
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        two[0].wait(SimpleNamespace(wait=fail, is_completed=lambda: True))
+
+
+def test_no_layer_is_left_behind(monkeypatch):
+    """Also where its forward fails: checkpointing ends a recomputation by an exception, say."""
+    seen = []
+
+    def failing(*args, **options):
+        seen.append(doing.layer)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(parallel_norm, "invariant_norm", failing)
+    monkeypatch.setattr(vocab_embedding, "_vocab_embedding", failing)
+    for module, x in (
+        (tpi.Linear(4, 4, gemm_fn=failing), torch.ones(2, 4)),
+        (tpi.LayerNormLinear(4, 4, gemm_fn=failing), torch.ones(2, 4)),
+        (tpi.ParallelNorm(4), torch.ones(2, 4)),
+        (tpi.VocabParallelEmbedding(4, 4), torch.arange(3)),
+    ):
+        with tpi.set_tp_invariant_mode(False):
+            module(x)
+        assert doing.layer is None
+        with tpi.set_tp_invariant_mode(True), pytest.raises(ZeroDivisionError):
+            module(x)
+        assert doing.layer is None
+        assert seen.pop() is module._agreed and not seen
+
+
+# --- layers that are called in another order ------------------------------------------------------------------------
+
+
+def row(group):
+    return tpi.Linear(16, 16, parallel_mode="row", tp_group=group), torch.ones(4, 16 // group.size)
+
+
+def column(group):
+    return tpi.Linear(16, 16, parallel_mode="column", tp_group=group, gather_output=True), torch.ones(4, 16)
+
+
+def normed(group):
+    layer = tpi.LayerNormLinear(16, 16, parallel_mode="column", tp_group=group, sequence_parallel=True)
+    return layer, torch.ones(4, 16)
+
+
+def norm(group):
+    return tpi.ParallelNorm(16, tp_group=group, sequence_parallel=True), torch.ones(4, 16)
+
+
+def embedding(group):
+    return tpi.VocabParallelEmbedding(16, 8, tp_group=group), torch.arange(4)
+
+
+def copied(group):
+    """A copy of a layer that has been called: its own first call is yet to come."""
+    layer, x = row(group)
+    layer(x)
+    return copy.deepcopy(layer), x
+
+
+def moved(group):
+    layer = tpi.Linear(16, 16, parallel_mode="row", tp_group=group, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    return layer, torch.ones(4, 16 // group.size)
+
+
+def from_linear(group):
+    layer = tpi.Linear.from_linear(nn.Linear(16, 16), parallel_mode="row", tp_group=group)
+    return layer, torch.ones(4, 16 // group.size)
+
+
+MAKERS = (row, column, normed, norm, embedding, copied, moved, from_linear)
+
+
+def swapped(tp_group, make, enabled, check):
+    """What each rank raises where one calls two layers of one shape in another order, at first or with the check."""
+    group, found = resolve_group(tp_group), []
+    odd = group.rank == ODD
+    with tpi.set_tp_invariant_mode(enabled), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_INVARIANT_CHECK", str(int(check)))
+        agreement._introduced.pop(group.process_group, None)
+        call_records._records.pop(group.process_group, None)
+        layers = [make(group) for _ in range(2)]
+        if check:  # first calls in order
+            for layer, x in layers:
+                layer(x)
+        try:
+            for layer, x in layers[::-1] if odd else layers:
+                layer(x)
+            found.append("nothing")
+        except RuntimeError as error:
+            found.append(str(error))
+        layers = [make(group) for _ in range(2)]  # and after that the group is as usable as before
+        for layer, x in layers * 2:
+            layer(x)
+        agreement._introduced.pop(group.process_group, None)
+    return found
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["first", "check"])
+def test_layers_of_one_shape_in_another_order(check):
+    for make in MAKERS:
+        for enabled in (True, False):
+            (text,), *others = run_ranks(swapped, 2, make, enabled, check)
+            assert others == [[text]]
+            pattern = r"disagree: the layer's number is (\d) on rank 0; (\d) on rank 1\. .*numbered in the order"
+            match = re.search(pattern, text)
+            assert match and match[1] < match[2], (make, text)
+
+
+def swapped_backward(tp_group):
+    """Two losses of layers of one shape, whose backwards one rank runs in another order; with the check."""
+    group = another_group(tp_group, "swapped_backward")
+    with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        layers = [tpi.Linear(16, 16, parallel_mode="column", tp_group=group) for _ in range(2)]
+        losses = [layer(torch.ones(4, 16, requires_grad=True)).sum() for layer in layers]
+        for loss in losses[::-1] if group.rank == ODD else losses:
+            loss.backward()
+
+
+def test_backwards_in_another_order():
+    with pytest.raises(RankError) as caught:
+        run_ranks(swapped_backward, 2)
+    texts = {str(error) for error in caught.value.errors.values()}
+    assert len(texts) == 1 and "the layer's number is 1 on rank 0; 2 on rank 1" in texts.pop()
+
+
+def numbers(tp_group):
+    """Of layers in two groups, which ranks make in another order; and of copies."""
+    one, other = resolve_group(tp_group), another_group(tp_group, "numbers")
+    made = {}
+    for name, group in (("a", one), ("b", other)) if one.rank else (("b", other), ("a", one)):
+        for k in range(2):
+            made[f"{name}{k}"] = row(group)[0]
+    made["copy"] = copy.deepcopy(made["a0"])
+    made["whole"] = tpi.Linear(4, 4)
+    for key in ("a0", "b1", "a1", "copy", "b0"):
+        made[key](torch.ones(4, 16 // one.size))
+    return {key: layer._agreed.number for key, layer in sorted(made.items())}
+
+
+def test_numbers_are_those_of_the_group():
+    """As in pipeline stages: only the order within a group counts."""
+    want = {"a0": 1, "a1": 2, "b0": 1, "b1": 2, "copy": 3, "whole": 0}
+    assert run_ranks(numbers, 2) == [want] * 2
