@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import prune
 
 import tp_invariant as tpi
 from tp_invariant import checkpoint_files, checkpoint_plan
@@ -139,8 +143,10 @@ def save_on_ranks(tp_group, folder):
 def test_a_bit_that_one_rank_alone_reads_is_an_error_on_all(tmp_path):
     run_ranks(save_on_ranks, 2, str(tmp_path))
     data = next(tmp_path.glob("*-00001-*.safetensors"))
+    with safe_open(data, framework="pt") as boxes:
+        inside = boxes.get_tensor("model.down.weight@0,4").numpy().tobytes()
     content = bytearray(data.read_bytes())
-    content[-1] ^= 128
+    content[content.index(inside)] ^= 128
     data.write_bytes(content)
     for error, changed in run_ranks(load_on_ranks, 2, str(tmp_path)):
         assert type(error) is ValueError and not changed
@@ -460,7 +466,7 @@ def test_parameters_in_another_order_frozen_scheduled_and_gone(tmp_path):
         assert_bitwise_equal(dict(reverse.state.get(theirs, {})), dict(optimizer.state.get(mine, {})))
     assert reverse.param_groups[0]["lr"] == 0.05 and reverse.param_groups[0]["initial_lr"] == 0.1
     assert other.up.bias not in reverse.state
-    optimizer.param_groups[0]["params"].remove(model.down.weight)  # its state stays behind in the optimizer
+    optimizer.param_groups[0]["params"].pop()  # down.weight, whose state stays behind in the optimizer
     tpi.checkpoint.save(tmp_path / "d", model, optimizer)
     less = torch.optim.AdamW([other.up.weight, other.up.bias])
     tpi.checkpoint.load(tmp_path / "d", other, less)
@@ -591,26 +597,18 @@ def test_two_jobs_that_save_into_one_folder(tmp_path):
 
 def test_a_job_that_has_saved_meanwhile_where_locks_do_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files.fcntl, "flock", lambda *args: None)
-    model, replace = nn.Linear(3, 3), os.replace
+    model, theirs = nn.Linear(3, 3), [lambda: tpi.checkpoint.save(tmp_path, model, extra={"step": "theirs"})]
+    sync = checkpoint_files._sync
 
-    def after_another(*args):
-        monkeypatch.setattr(checkpoint_files.os, "replace", replace)
-        tpi.checkpoint.save(tmp_path, model, extra={"step": "theirs"})
+    def sync_after_another(path):
+        if theirs:
+            theirs.pop()()
+        sync(path)
 
-    real = checkpoint_files._index_digest
-    monkeypatch.setattr(checkpoint_files, "_index_digest", lambda index: (once(after_another), real(index))[1])
-    with pytest.raises(RuntimeError, match="another job has saved into .* meanwhile"):
+    monkeypatch.setattr(checkpoint_files, "_sync", sync_after_another)
+    with pytest.raises(RuntimeError, match=r"another job has saved into .* meanwhile"):
         tpi.checkpoint.save(tmp_path, model, extra={"step": "ours"})
     assert tpi.checkpoint.load(tmp_path, model) == {"step": "theirs"}
-
-
-_called = []
-
-
-def once(function):
-    if not _called:
-        _called.append(function)
-        function()
 
 
 def without_locks(*args):
@@ -775,10 +773,15 @@ def test_ranks_that_hold_something_else_are_refused(tmp_path, what, saying, othe
             assert saying.removeprefix("model.") in str(results[1])
 
 
+def own_pair(tp_group, *pairs):
+    """The group of this rank's pair; made by its ranks alone, as the pool may have more than tp_group."""
+    ranks = next(pair for pair in pairs if tp_group.rank() in pair)
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
 def save_replica_differing(tp_group, folder):
     """Two replicas of two ranks each, of which one holds another shard."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = Model(pairs[tp_group.rank() // 2])
+    model = Model(own_pair(tp_group, [0, 1], [2, 3]))
     tpi.checkpoint.save(folder, model, group=tp_group)
     if tp_group.rank() == 3:
         model.down.weight.data.view(-1)[0] += 1
@@ -838,6 +841,10 @@ def test_a_table_tied_to_a_plain_module(tmp_path, first):
         assert_bitwise_equal(result, alone)
 
 
+def clone_weight(module, state, prefix, metadata):
+    state[f"{prefix}weight"] = module.weight.detach().clone()
+
+
 def parametrized(tp_group, folder, how):
     model = Model(tp_group)
     if how == "parametrized":
@@ -845,15 +852,11 @@ def parametrized(tp_group, folder, how):
     elif how == "hooked":
         torch.nn.utils.weight_norm(model.up)
     elif how == "pruned":
-        torch.nn.utils.prune.l1_unstructured(model.down, "weight", amount=2)
+        prune.l1_unstructured(model.down, "weight", amount=2)
     elif how == "cloned":
-        model.up._register_state_dict_hook(
-            lambda m, state, prefix, meta: state.update({f"{prefix}weight": m.weight + 0})
-        )
+        model.up.register_state_dict_post_hook(clone_weight)
     elif how == "wrapped":
-        from torch.distributed.tensor import distribute_tensor, init_device_mesh
-
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = DeviceMesh.from_group(tp_group, "cpu")
         model.whole = nn.Linear(2, 2)
         model.whole.weight = nn.Parameter(distribute_tensor(model.whole.weight.detach(), mesh))
     return outcome(lambda: tpi.checkpoint.save(folder, model)), outcome(lambda: tpi.full_state_dict(model))
@@ -892,13 +895,10 @@ class Mixed(nn.Module):
 
 
 def mixed(tp_group, folder, saves, across=False):
-    rank = tp_group.rank()
     if across:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2]), dist.new_group([1, 3])]
-        model = Mixed(pairs[rank // 2], pairs[2 + rank % 2])
+        model = Mixed(own_pair(tp_group, [0, 1], [2, 3]), own_pair(tp_group, [0, 2], [1, 3]))
         return outcome(lambda: tpi.full_state_dict(model))
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = Mixed(tp_group, pairs[rank // 2], seed=0 if saves else 1)
+    model = Mixed(tp_group, own_pair(tp_group, [0, 1], [2, 3]), seed=0 if saves else 1)
     if saves:
         tpi.checkpoint.save(folder, model)
     else:

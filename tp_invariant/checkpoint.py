@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .checkpoint_files import Index, SafetensorsReader
 
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
+_DEPTH = 100  # of nests of values
 _logger = logging.getLogger("tp_invariant")
 
 
@@ -278,14 +279,15 @@ def _checked_values(folder: Path, index: Index) -> dict[str, Any]:
         held = {name for name in index.metadata.state_dict_metadata if not name.startswith("model.")}
         if lost := sorted(held - marked):
             raise ValueError(f"it holds tensors that have no place in its values: {', '.join(lost[:5])}")
-    except (ValueError, RecursionError) as error:
-        reason = error if isinstance(error, ValueError) else "its values are nested too deep"
-        raise ValueError(f"{folder / 'index.json'} cannot be read as a checkpoint's index: {reason}") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / 'index.json'} cannot be read as a checkpoint's index: {error}") from None
     return index.values
 
 
 def _marks(value: Any, path: tuple = ()) -> Iterable[tuple[tuple, Any]]:
     """(path, name) of each mark of a tensor in a nest that `_pack` made."""
+    if len(path) > _DEPTH + 1:
+        raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
     if isinstance(value, list):
         for place, item in enumerate(value):
             yield from _marks(item, (*path, place))
@@ -312,8 +314,10 @@ def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str
     return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Entry]) -> Any:
+def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> Any:
     """`value` as JSON takes it; tensors go to `tensors` under names made of their paths, marks stand in their place."""
+    if depth > _DEPTH:
+        raise ValueError(f"{name.partition('.')[0]} is nested too deep, or holds itself: {_DEPTH} levels are allowed")
     if isinstance(value, Tensor):
         value = Entry(value, WHOLE)
     if isinstance(value, Entry):
@@ -324,10 +328,10 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        packed = [_pack(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        packed = [_pack(item, f"{name}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return packed if isinstance(value, list) else {_TUPLE: packed}
     if isinstance(value, Mapping) and all(isinstance(key, str) and key not in (_TENSOR, _TUPLE) for key in value):
-        return {key: _pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return {key: _pack(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
     raise TypeError(
         f"{name} is a {type(value).__name__}: a checkpoint takes dicts with string keys, lists, tuples, numbers, "
         "strings, None and tensors"

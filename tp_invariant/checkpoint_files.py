@@ -214,7 +214,8 @@ class FolderLock:
         if self.handle >= 0:
             with suppress(OSError):
                 self.path.unlink()
-            fcntl.flock(self.handle, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+            with suppress(OSError):
+                fcntl.flock(self.handle, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
             os.close(self.handle)
             self.handle = -1
 
@@ -326,6 +327,7 @@ class SafetensorsWriter(StorageWriter):
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
         for name, target in metadata.planner_data["aliases"].items():
             tensors[name] = tensors[target]
+        self._check_alone()
         files = {place["file"] for place in places.values()}
         if absent := sorted(file for file in files if not (self.folder / file).is_file()):
             raise FileNotFoundError(
@@ -339,14 +341,22 @@ class SafetensorsWriter(StorageWriter):
                 json.dump({**index, "digest": _index_digest(index)}, file)
             _sync(fresh)
             _sync(self.folder)  # the data files' names, before the index that speaks of them
-            if _stamp(self.folder / INDEX) != self.before:
-                raise RuntimeError(f"another job has saved into {self.folder} meanwhile: give each a folder of its own")
+            self._check_alone()
             os.replace(fresh, self.folder / INDEX)
         except BaseException:
             with suppress(OSError):
                 fresh.unlink()
             raise
         _sync(self.folder)
+        self._clean(files)
+
+    def _check_alone(self) -> None:
+        """Where the lock does nothing (see FolderLock), the other job's index shows."""
+        if _stamp(self.folder / INDEX) != self.before:
+            raise RuntimeError(f"another job has saved into {self.folder} meanwhile: give each a folder of its own")
+
+    def _clean(self, files: set[str]) -> None:
+        """Takes away what the index does not name."""
         for path in self.folder.iterdir():
             if _LEFT_OVER.fullmatch(path.name) and path.name not in files:
                 with suppress(OSError):  # the checkpoint stands; leftovers only take room

@@ -24,6 +24,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the tensor's bytes, never 0: int64, 0-dim, on its device. 0 for a tensor without values."""
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
+    tensor = tensor.resolve_conj().resolve_neg()  # whose bytes would be those of another value
     rows = leaf_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
     return leaf_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
 
