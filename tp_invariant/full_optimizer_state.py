@@ -200,9 +200,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
         if kind is None and mine.keys() - other.keys() and other.keys() - mine.keys() - {"initial_lr"}:
             # one version of torch knows more options than another; only another class has others as well
             lacks, has = sorted(mine.keys() - other.keys()), sorted(other.keys() - mine.keys())
-            problems.append(
-                f"{where} has the options {', '.join(has)}, and not {', '.join(lacks)}: another optimizer's"
-            )
+            problems.append(f"{where} has the options {', '.join(has)} and lacks {', '.join(lacks)}")
         for key in sorted(mine.keys() & other.keys() - _HOW - {"params"}):
             if not _same_meaning(key, mine[key], other[key]):
                 problems.append(f"{where} has {key}={reprlib.repr(other[key])} against {key}={mine[key]!r}")
