@@ -7,30 +7,52 @@ says), and its storage is ours, since torch's own pickles.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
+import reprlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .bits import leaves
 from .collectives import Group, resolve_group
 from .full_optimizer_state import (
-    check_groups,
+    check_optimizer,
     install_optimizer_state,
     optimizer_entries,
     optimizer_groups,
     state_target,
 )
-from .full_state import WHOLE, Entry, check_match, model_entries, model_group, together
+from .full_state import (
+    WHOLE,
+    Entry,
+    check_match,
+    check_replicas,
+    error_of_ranks,
+    model_entries,
+    model_group,
+    tensor_specs,
+    together,
+)
 from .liveness import explain
+from .wire import gather_objects
+
+if TYPE_CHECKING:
+    from .checkpoint_files import Index, SafetensorsReader
 
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
+_DEPTH = 100  # of nests of values
+_logger = logging.getLogger("tp_invariant")
 
 
 def save(
@@ -44,7 +66,7 @@ def save(
     """Writes a checkpoint to the folder `path`, each rank its own shards; what all hold alike is written once.
 
     Replaces a checkpoint that is there, in one step at the very end: a crash before that leaves the old one as it was.
-    A collective; the folder must be on a filesystem that all ranks share.
+    A collective; the folder must be on a filesystem that all ranks share. Files' modes follow the umask.
 
     Args:
         optimizer: its state and param_groups go with the model.
@@ -53,10 +75,11 @@ def save(
             ranks, or call it on one replica.
 
     Raises:
-        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); layers of several
-            tp_groups.
-        TypeError: something in `extra` or param_groups that has no place in a checkpoint.
-        RuntimeError: on every rank, where some rank failed; names it.
+        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter of which it
+            is not known how it is sharded; layers of tp_groups none of which has all ranks, without `group`.
+        TypeError: something in `extra`, param_groups or the state dict that has no place in a checkpoint.
+        RuntimeError: on every rank: some rank failed, which it names; ranks hold different whole parameters, buffers or
+            param_groups; another save into the folder is under way.
         KeyboardInterrupt, SystemExit: on the rank that got it; a RuntimeError on the others.
         ImportError: safetensors is not installed.
     """
@@ -67,23 +90,35 @@ def save(
 
     ranks = model_group(model) if group is None else resolve_group(group)
 
-    def describe() -> tuple[dict[str, Entry], dict[str, str], Any]:
-        require_safetensors()
+    def describe() -> tuple[dict[str, Entry], dict[str, Entry], dict[str, str], Any]:
+        safetensors = require_safetensors()
         entries, aliases = _once(model_entries(model))
         tensors = {f"model.{name}": entry for name, entry in entries.items()}
         values: dict[str, Any] = {"optimizer": None}
         if optimizer is not None:
-            state = {"groups": optimizer_groups(model, optimizer), "state": optimizer_entries(model, optimizer)}
+            state = {
+                "class": type(optimizer).__name__,
+                "groups": optimizer_groups(model, optimizer),
+                "state": optimizer_entries(model, optimizer),
+            }
             values["optimizer"] = _pack(state, "optimizer", tensors)
         own: dict[str, Entry] = {}
         values["extra"] = _pack(dict(extra or {}), "extra", own)
-        if ranks.rank == 0:
-            tensors |= own
-        return tensors, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
+        _check_storable(tensors | own, safetensors)
+        json.dumps(values)  # before anything is written
+        return tensors, own, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
 
-    tensors, aliases, values = together(ranks, f"saving {os.fspath(path)}", describe)
+    what = f"saving {os.fspath(path)}"
+    tensors, own, aliases, values = together(ranks, what, describe)
+    check_replicas(what, tensors, ranks)
+    _check_alike(what, {"aliases": aliases, "optimizer": values["optimizer"]}, ranks)
+    if ranks.rank == 0:
+        tensors |= own
     writer, planner = SafetensorsWriter(Path(path)), BoxSavePlanner(tensors, aliases, values)
-    _run(dcp.save, ranks, f"saving {os.fspath(path)}", storage_writer=writer, planner=planner)
+    try:
+        _run(dcp.save, ranks, what, storage_writer=writer, planner=planner)
+    finally:
+        writer.close()
 
 
 def load(
@@ -95,7 +130,9 @@ def load(
 ) -> dict[str, Any]:
     """Reads a checkpoint that `save` wrote, at any degree, into the model and the optimizer; each rank its shards.
 
-    Never unpickles. A collective; `group` as for `save`.
+    Never unpickles. A collective; `group` as for `save`. Every rank checks all that it will read, digests included,
+    before any rank writes to its model; so files are read twice, the second time mostly from the system's cache, and
+    nothing is held in memory meanwhile. The optimizer's hyperparameters become the saved ones.
 
     Returns:
         The `extra` that was saved; its tensors on the CPU.
@@ -103,37 +140,43 @@ def load(
     Raises:
         FileNotFoundError: no checkpoint there.
         ValueError: on every rank, before anything is written: keys, shapes or dtypes that are not the model's (one
-            error names all), other parameters in the optimizer's groups, no optimizer in the checkpoint, or an index
-            that cannot be read.
-        RuntimeError: on every rank, where some rank failed to read.
+            error names all); other parameters in the optimizer's groups, another optimizer, or options that give its
+            state another meaning (amsgrad, say); no optimizer in the checkpoint; files that are damaged, of another
+            save, or no regular files: names the file and the reason.
+        RuntimeError: on every rank, where some rank failed in another way; it says so if a model is partly loaded.
         KeyboardInterrupt, SystemExit: as for `save`.
         ImportError: safetensors is not installed.
     """
     from torch.distributed import checkpoint as dcp
 
-    from .checkpoint_files import SafetensorsReader, read_index, require_safetensors
+    from .checkpoint_files import INDEX, SafetensorsReader, read_index, require_safetensors
     from .checkpoint_plan import BoxLoadPlanner
 
     ranks, folder = model_group(model) if group is None else resolve_group(group), Path(path)
+    what = f"loading {folder}"
 
-    def describe() -> tuple[Any, dict[str, Entry], dict[str, Any]]:
+    def describe() -> tuple[SafetensorsReader, dict[str, Entry], dict[str, Any]]:
         require_safetensors()
-        metadata, values = read_index(folder)
+        index = read_index(folder)
+        reader, metadata = SafetensorsReader(folder, index), index.metadata
         saved = {name: (t.size, t.properties.dtype) for name, t in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+        values = _checked_values(folder, index)
         offered = {name.removeprefix("model."): found for name, found in saved.items() if name.startswith("model.")}
         entries = model_entries(model)
         check_match(entries, offered, strict=True, source=f"checkpoint {folder}")
         once, aliases = _once(entries)
         for name, tied in aliases.items():
-            if _places(metadata, f"model.{name}") != _places(metadata, f"model.{tied}"):
+            if _contents(index, f"model.{name}") != _contents(index, f"model.{tied}"):
                 raise ValueError(f"{name} and {tied} are one parameter in the model and two in the checkpoint {folder}")
         tensors = {f"model.{name}": entry for name, entry in once.items()}
+        parameters, specs = dict(model.named_parameters()), tensor_specs(model)
 
         def target(path: tuple, name: str) -> Entry:
             shape, dtype = saved[name]
             if path[:2] == ("optimizer", "state"):
-                entry = entries[path[2]]
-                return state_target(path[2], path[3], shape, dtype, entry.tensor, entry.spec)
+                parameter = parameters[path[2]]
+                return state_target(path[2], path[3], shape, dtype, parameter, specs[id(parameter)])
+            reader.check_tensor(name)  # before memory is taken for what the index says
             return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
 
         if optimizer is None:
@@ -141,18 +184,22 @@ def load(
         elif values["optimizer"] is None:
             raise ValueError(f"the checkpoint {folder} holds no optimizer: load without one")
         else:
-            groups = values["optimizer"]["groups"]
-            check_groups(optimizer, optimizer_groups(model, optimizer), groups, f"checkpoint {folder}")
-        return metadata, tensors, _unpack(values, target, tensors)
+            check_optimizer(model, optimizer, values["optimizer"], f"checkpoint {folder}")
+        return reader, tensors, _unpack(values, target, tensors)
 
-    metadata, tensors, values = together(ranks, f"loading {folder}", describe)
-    for entry in tensors.values():
-        if entry.spec.padding:
-            entry.tensor.detach().zero_()  # no box of the full tensor covers the padding
-    reader, planner = SafetensorsReader(folder, metadata), BoxLoadPlanner(tensors)
-    _run(dcp.load, ranks, f"loading {folder}", storage_reader=reader, planner=planner)
+    reader, tensors, values = together(ranks, what, describe)
+    if len(set(gather_objects(reader.index.digest, ranks))) > 1:
+        raise ValueError(
+            f"the ranks read different {INDEX} in {folder}: another job saves into it, or ranks do not share it"
+        )
+    if reader.index.save is None and ranks.rank == 0:
+        _logger.warning(
+            "the checkpoint %s has no digests, as written before: damage to its data would not show", folder
+        )
+    _run(dcp.load, ranks, what, storage_reader=reader, planner=BoxLoadPlanner(tensors))
     if optimizer is not None:
-        install_optimizer_state(model, optimizer, **_loaded(values["optimizer"]))
+        loaded = _loaded(values["optimizer"])
+        install_optimizer_state(model, optimizer, loaded["groups"], loaded["state"])
     return _loaded(values["extra"])
 
 
@@ -168,21 +215,94 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
             own, _ = error.failures.get(ranks.rank, (None, None))
             if isinstance(own, (KeyboardInterrupt, SystemExit)):  # who asks this process to end is no failed write
                 raise own from None
-            causes = "\n".join(
-                f"rank {rank} of {ranks.size}: {type(cause).__name__}: {cause}"
-                for rank, (cause, _) in sorted(error.failures.items())
-            )
-            raise RuntimeError(f"{what} failed:\n{causes}") from None
+            causes = {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
+            raise error_of_ranks(what, causes, ranks) from None
         except RuntimeError as error:
             raise explain(error, ranks, what) from error
 
 
-def _places(metadata: Any, name: str) -> list[tuple[str, str]]:
-    """Where the boxes of a tensor lie."""
-    return sorted(place for index, place in metadata.storage_data.items() if index.fqn == name)
+def _contents(index: Index, name: str) -> list[tuple]:
+    """A tensor's boxes by what they hold, or by where they lie in a checkpoint without digests."""
+    return sorted(
+        (tuple(box.offset), tuple(place.sizes), place.digest or (place.file, place.key))
+        for box, place in index.metadata.storage_data.items()
+        if box.fqn == name
+    )
+
+
+def _check_storable(tensors: Mapping[str, Entry], safetensors: Any) -> None:
+    """Raises ValueError or TypeError for a tensor without values, or of a kind that has no place in a file."""
+    known: set[torch.dtype] = set()
+    for name, entry in tensors.items():
+        tensor = entry.tensor
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: it has no values to save")
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
+            raise TypeError(f"{name} is a {kind} tensor: a checkpoint takes dense plain ones")
+        if tensor.dtype not in known:
+            try:
+                safetensors.torch.save({"tensor": torch.empty(0, dtype=tensor.dtype)})
+            except Exception as error:
+                raise TypeError(f"{name} is {tensor.dtype}, which safetensors does not store") from error
+            known.add(tensor.dtype)
+
+
+def _check_alike(what: str, values: Any, ranks: Group) -> None:
+    """Raises RuntimeError, the same on every rank, where the ranks' values differ; names the first and each one's."""
+    own = {name: repr(leaf) for name, leaf in leaves(values)}
+    if len(set(gather_objects(hashlib.sha256(repr(own).encode()).hexdigest(), ranks))) == 1:
+        return
+    everyone = gather_objects(own, ranks)
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        found = [theirs.get(name, "nothing") for theirs in everyone]
+        if len(set(found)) > 1:
+            named = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
+            raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which should be alike: {named}")
 
 
 # --- nests of values, and tensors in them ---------------------------------------------------------------------------
+
+
+def _checked_values(folder: Path, index: Index) -> dict[str, Any]:
+    """The index's plain values.
+
+    Raises:
+        ValueError: a mark that is none, or stands for another tensor than that of its place; a tensor without a mark.
+    """
+    try:
+        marked = set()
+        for path, name in _marks(index.values):
+            if name != ".".join(map(str, path)) or name not in index.metadata.state_dict_metadata:
+                raise ValueError(f"{'.'.join(map(str, path))} is said to be the tensor {reprlib.repr(name)}")
+            marked.add(name)
+        held = {name for name in index.metadata.state_dict_metadata if not name.startswith("model.")}
+        if lost := sorted(held - marked):
+            raise ValueError(f"it holds tensors that have no place in its values: {', '.join(lost[:5])}")
+    except ValueError as error:
+        raise ValueError(f"{folder / 'index.json'} cannot be read as a checkpoint's index: {error}") from None
+    return index.values
+
+
+def _marks(value: Any, path: tuple = ()) -> Iterable[tuple[tuple, Any]]:
+    """(path, name) of each mark of a tensor in a nest that `_pack` made."""
+    if len(path) > _DEPTH + 1:
+        raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
+    if isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _marks(item, (*path, place))
+    elif isinstance(value, dict):
+        if (_TENSOR in value or _TUPLE in value) and len(value) > 1:
+            raise ValueError(f"{'.'.join(map(str, path))} is a mark with more keys: {reprlib.repr(value)}")
+        if _TENSOR in value:
+            yield path, value[_TENSOR]
+        elif _TUPLE in value:
+            if not isinstance(value[_TUPLE], list):
+                raise ValueError(f"{'.'.join(map(str, path))} is no tuple: {reprlib.repr(value)}")
+            yield from _marks(value[_TUPLE], path)
+        else:
+            for key, item in value.items():
+                yield from _marks(item, (*path, key))
 
 
 def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -194,8 +314,10 @@ def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str
     return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Entry]) -> Any:
+def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> Any:
     """`value` as JSON takes it; tensors go to `tensors` under names made of their paths, marks stand in their place."""
+    if depth > _DEPTH:
+        raise ValueError(f"{name.partition('.')[0]} is nested too deep, or holds itself: {_DEPTH} levels are allowed")
     if isinstance(value, Tensor):
         value = Entry(value, WHOLE)
     if isinstance(value, Entry):
@@ -206,10 +328,10 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        packed = [_pack(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        packed = [_pack(item, f"{name}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return packed if isinstance(value, list) else {_TUPLE: packed}
     if isinstance(value, Mapping) and all(isinstance(key, str) and key not in (_TENSOR, _TUPLE) for key in value):
-        return {key: _pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return {key: _pack(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
     raise TypeError(
         f"{name} is a {type(value).__name__}: a checkpoint takes dicts with string keys, lists, tuples, numbers, "
         "strings, None and tensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,20 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .full_state import WHOLE, Entry, gather_entries, model_group, together
-from .parameters import ShardSpec, named_shard_specs
+from .bits import leaves
+from .full_state import WHOLE, Entry, gather_entries, model_group, tensor_specs, together
+from .parameters import ShardSpec
+
+_HOW = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what its state means
 
 
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
-    """{"state": {parameter name: {key: full tensor or value}}, "param_groups": [..]}, as without sharding.
+    """{"class": .., "state": {parameter name: {key: full tensor or value}}, "param_groups": [..]}, as without sharding.
 
     State tensors of the parameter's shape are sharded as it is, scalars such as `step` are whole. param_groups hold
-    names in place of parameters. Options as for `full_state_dict`. A collective.
+    names in place of parameters, "class" is the optimizer's name. Options as for `full_state_dict`. A collective.
 
     Raises:
         ValueError: a state tensor of another shape (Adafactor), or an optimizer of another model.
+        RuntimeError: as `full_state_dict`, of the optimizer's state.
     """
     group = model_group(model)
     groups, state = together(
@@ -38,27 +43,29 @@ def full_optimizer_state_dict(
     full: dict[str, dict[str, Any]] = {}
     for (name, key), value in flat.items():
         full.setdefault(name, {})[key] = gathered.get((name, key), value)
-    return {"state": full, "param_groups": groups}
+    return {"class": type(optimizer).__name__, "state": full, "param_groups": groups}
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Takes this rank's part of what `full_optimizer_state_dict` gave, at any degree. Replaces all state there is.
 
+    The optimizer's hyperparameters become the saved ones, also where they differ (a schedule's learning rate).
+
     Raises:
-        ValueError: on every rank: other parameters in the groups, or shapes that are not the parameters'.
+        ValueError: on every rank, before anything is changed: other parameters in the groups, another optimizer,
+            options that give the state another meaning (amsgrad, say), or shapes that are not the parameters'.
     """
-    specs = {name: (parameter, spec) for name, parameter, spec in named_shard_specs(model)}
 
     def local_state() -> dict[str, dict[str, Any]]:
-        check_groups(optimizer, optimizer_groups(model, optimizer), state["param_groups"], "optimizer state")
+        groups = {"groups": state.get("param_groups"), "state": state.get("state"), "class": state.get("class")}
+        check_optimizer(model, optimizer, groups, "optimizer state")
+        parameters, specs = dict(model.named_parameters()), tensor_specs(model)
         result: dict[str, dict[str, Any]] = {}
-        if unknown := sorted(state["state"].keys() - specs.keys()):
-            raise ValueError(f"the optimizer state speaks of parameters that the model lacks: {', '.join(unknown)}")
         for name, values in state["state"].items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    parameter, spec = specs[name]
-                    value = state_target(name, key, value.shape, value.dtype, parameter, spec)
+                    parameter = parameters[name]
+                    value = state_target(name, key, value.shape, value.dtype, parameter, specs[id(parameter)])
                 result.setdefault(name, {})[key] = value
         return result
 
@@ -97,7 +104,10 @@ def install_optimizer_state(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer.state.clear()
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        for key, value in saved.items():
+            if key != "params":
+                own = group.get(key)  # a learning rate that is a tensor stays on its device
+                group[key] = value.to(own.device) if isinstance(own, Tensor) and isinstance(value, Tensor) else value
         for parameter in group["params"]:
             if names[id(parameter)] not in state:
                 continue
@@ -128,13 +138,24 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
 def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state by parameter name: an Entry for each tensor, other values as they are.
 
+    State of parameters that have left the optimizer's groups (someone froze them, say) is left out.
+
     Raises:
-        ValueError: a state tensor that has neither its parameter's shape nor a single element; names it.
+        ValueError: a state tensor that has neither its parameter's shape nor a single element, or tensors in a list;
+            names it.
     """
-    specs = {id(parameter): spec for _, parameter, spec in named_shard_specs(model)}
+    specs = tensor_specs(model)
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     result: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
+        if id(parameter) not in stepped:
+            continue
         for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (Mapping, list, tuple)) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {name} is a {type(value).__name__} of tensors, which do not say "
+                    f"how they are sharded, so {type(optimizer).__name__} is not supported; use AdamW, say"
+                )
             if isinstance(value, Tensor):
                 value = Entry(value, specs[id(parameter)] if value.shape == parameter.shape else WHOLE)
                 if value.spec is WHOLE and value.tensor.dim() and value.tensor.shape != parameter.shape:
@@ -147,11 +168,69 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
     return result
 
 
-def check_groups(optimizer: Optimizer, groups: list[dict[str, Any]], saved: list[dict[str, Any]], source: str) -> None:
-    """Raises ValueError where the saved param_groups hold other parameters than the optimizer's."""
-    problems = [f"{len(saved)} param_groups against {len(groups)}"] if len(saved) != len(groups) else []
-    for index, (mine, theirs) in enumerate(zip(groups, saved, strict=False)):
-        if only := sorted(set(mine["params"]) ^ set(theirs["params"])):
-            problems.append(f"only one of the two has in param_groups[{index}]: {', '.join(only)}")
+def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], source: str) -> None:
+    """Whether a saved state is one for this optimizer.
+
+    Args:
+        saved: {"class": its name, None or absent in states that have none, "groups": [..], "state": {name: {key: ..}}}.
+
+    Raises:
+        ValueError: not of that form; an optimizer of another class; other parameters in the groups; options that differ
+            and give the state another meaning: those that are on or off (amsgrad, maximize, nesterov, centered), and
+            momentum where only one has any. Names all.
+    """
+    theirs, state, kind = saved.get("groups"), saved.get("state"), saved.get("class")
+    if not _are_groups(theirs) or not (kind is None or isinstance(kind, str)) or not isinstance(state, Mapping):
+        raise ValueError(f"the {source} has no optimizer's state: it is {reprlib.repr(dict(saved))}")
+    assert isinstance(theirs, list)
+    if strange := [name for name, values in state.items() if not _has_str_keys(values)]:
+        raise ValueError(f"the {source} has a state of {strange[0]} that is {reprlib.repr(state[strange[0]])}")
+    if unknown := sorted(map(str, state.keys() - dict(model.named_parameters()).keys())):
+        raise ValueError(f"the {source} has optimizer state of parameters that the model lacks: {', '.join(unknown)}")
+    groups, own = optimizer_groups(model, optimizer), type(optimizer).__name__
+    problems = [] if kind in (None, own) else [f"it is a state of {kind}"]
+    if len(theirs) != len(groups):
+        problems.append(f"{len(theirs)} param_groups against {len(groups)}")
+    for index, (mine, other) in enumerate(zip(groups, theirs, strict=False)):
+        where = f"param_groups[{index}]"
+        if only := sorted(set(mine["params"]) ^ set(other["params"])):
+            problems.append(f"only one of the two has in {where}: {', '.join(only)}")
+        elif len(other["params"]) != len(mine["params"]):
+            problems.append(f"{where} names a parameter twice")
+        if kind is None and mine.keys() - other.keys() and other.keys() - mine.keys() - {"initial_lr"}:
+            # one version of torch knows more options than another; only another class has others as well
+            lacks, has = sorted(mine.keys() - other.keys()), sorted(other.keys() - mine.keys())
+            problems.append(f"{where} has the options {', '.join(has)} and lacks {', '.join(lacks)}")
+        for key in sorted(mine.keys() & other.keys() - _HOW - {"params"}):
+            if not _same_meaning(key, mine[key], other[key]):
+                problems.append(f"{where} has {key}={reprlib.repr(other[key])} against {key}={mine[key]!r}")
+    grouped = {name for group in theirs for name in group["params"]}
+    if alone := sorted(state.keys() - grouped):
+        problems.append(f"it has state of parameters that are in none of its groups: {', '.join(alone)}")
     if problems:
-        raise ValueError(f"the {source} does not fit this {type(optimizer).__name__}:\n" + "\n".join(problems))
+        raise ValueError(f"the {source} does not fit this {own}:\n" + "\n".join(problems))
+
+
+def _has_str_keys(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        _has_str_keys(group)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in value
+    )
+
+
+def _same_meaning(key: str, mine: Any, theirs: Any) -> bool:
+    """Whether a state that was made with an option of one value goes on with another's optimizer."""
+    if isinstance(mine, bool) or isinstance(theirs, bool):
+        return mine is theirs
+    numbers = int, float, Tensor, Entry
+    if mine is None or theirs is None:
+        return True
+    if isinstance(mine, numbers) != isinstance(theirs, numbers):
+        return False
+    return key != "momentum" or bool(mine) == bool(theirs)

@@ -7,7 +7,7 @@ collective. The cost is one pass over the weights: milliseconds for a gigabyte o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,18 @@ from .collectives import Group, gather_major
 _SHOWN = 5
 
 
-def _hash(tensor: Tensor) -> Tensor:
+def tensor_hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the tensor's bytes, never 0: int64, 0-dim, on its device. 0 for a tensor without values."""
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
-    rows = leaf_hashes(tensor if tensor.dim() else tensor.view(1), 0)
+    tensor = tensor.resolve_conj().resolve_neg()  # whose bytes would be those of another value
+    rows = leaf_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
     return leaf_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
+
+
+def ranks_apart(alike: Iterable[Sequence[int]]) -> str:
+    """Which ranks hold one value and which another, given the ranks that hold the same."""
+    return "one value on " + ", another on ".join(f"rank {', '.join(map(str, ranks))}" for ranks in alike)
 
 
 def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -> None:
@@ -48,7 +54,7 @@ def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -
     counts = ", ".join(f"{len(tensors)} {kind}" for kind, tensors in kinds.items())
     shapes = {f"the dtype and shape of {name}": (str(t.dtype), tuple(t.shape)) for name, t in named.items()}
     check_agreement({"the model": f"{type(model).__name__}, {counts}", **shapes, **facts}, group, place, set())
-    own = torch.stack([_hash(t.detach()).to(place) for t in named.values()])
+    own = torch.stack([tensor_hash(t.detach()).to(place) for t in named.values()])
     everyone = gather_major(own, group).t().tolist()
     problems = {}
     for name, hashes in zip(named, everyone, strict=True):
@@ -57,8 +63,7 @@ def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -
             if value:
                 ranks_with.setdefault(value, []).append(rank)
         if len(ranks_with) > 1:
-            alike_on = (f"rank {', '.join(map(str, ranks))}" for ranks in ranks_with.values())
-            problems[name] = f"  {name}: one value on {', another on '.join(alike_on)}"
+            problems[name] = f"  {name}: {ranks_apart(ranks_with.values())}"
     if problems:
         found = {kind: len(tensors.keys() & problems.keys()) for kind, tensors in kinds.items()}
         where = " and ".join(f"{count} of {len(kinds[kind])} {kind}" for kind, count in found.items() if count)
