@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .collectives import Group, gather_major, resolve_group
-from .layout import unshard
+from .layout import Stride, unshard
+from .parameters import stride_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -67,7 +68,7 @@ class _Part(NamedTuple):
     dim      its leaf dim
     group    the ranks over which the leaves are spread
     rows     how many the first rank of the group has, and this one at most
-    stride   partition_stride of the leaf dim
+    stride   partition_stride of the leaf dim, or the sizes of its pieces
     whole    how many the whole parameter has
     """
 
@@ -75,7 +76,7 @@ class _Part(NamedTuple):
     dim: int
     group: Group
     rows: int
-    stride: int
+    stride: Stride
     whole: int
 
 
@@ -100,7 +101,7 @@ def _part(p: Tensor, tp_group: Group) -> _Part:
     if is_sharded(p):
         dim = p.partition_dim  # type: ignore[attr-defined]
         rows = grad.shape[dim]
-        return _Part(grad, dim, tp_group, rows, getattr(p, "partition_stride", 1), rows * tp_group.size)
+        return _Part(grad, dim, tp_group, rows, stride_of(p), rows * tp_group.size)
     rows = grad.shape[dim] if grad.dim() else 1
     return _Part(grad, dim, _ALONE, rows, 1, rows)
 
@@ -114,7 +115,7 @@ class _Order(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _order(facts: tuple[tuple[int, int, int, int, int, int], ...], device: torch.device) -> _Order:
+def _order(facts: tuple[tuple[int, int, int, int, Stride, int], ...], device: torch.device) -> _Order:
     """Of parameters with (leaves here, rows, number of the group or -1, its size, stride, leaves of the whole)."""
     from .kernels.kept import refuse_in_capture
 

@@ -12,16 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import Group, gather_major
-from .layout import shard, unshard
+from .layout import Stride, shard, unshard
 
-_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
+_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes")
 
 
-def mark_sharded(parameter: Tensor, partition_dim: int | None, stride: int) -> None:
-    """Sets Megatron-LM's attributes; partition_dim None for a parameter that every rank holds whole."""
+def mark_sharded(parameter: Tensor, partition_dim: int | None, stride: Stride) -> None:
+    """Sets Megatron-LM's attributes; partition_dim None for a parameter that every rank holds whole.
+
+    Megatron-LM has no word for pieces of different sizes: they stand in `partition_sizes`, and partition_stride is 1.
+    """
     parameter.tensor_model_parallel = partition_dim is not None  # type: ignore[attr-defined]
     parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
-    parameter.partition_stride = stride  # type: ignore[attr-defined]
+    set_stride(parameter, stride if partition_dim is not None or isinstance(stride, int) else 1)
+
+
+def set_stride(parameter: Tensor, stride: Stride) -> None:
+    """Says of what pieces a parameter's sharded dim is stacked."""
+    equal = isinstance(stride, int)
+    parameter.partition_stride = stride if equal else 1  # type: ignore[attr-defined]
+    parameter.partition_sizes = None if equal else stride  # type: ignore[attr-defined]
+
+
+def stride_of(parameter: Tensor) -> Stride:
+    """What `set_stride` or Megatron-LM said; 1 of a parameter without attributes."""
+    sizes: tuple[int, ...] | None = getattr(parameter, "partition_sizes", None)
+    return getattr(parameter, "partition_stride", 1) if sizes is None else sizes
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
@@ -70,7 +86,7 @@ class ShardSpec:
 
     group: Group
     dim: int | None
-    stride: int
+    stride: Stride
     padding: int = 0
 
     def full(self, local: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from .collectives import Group
 from .elementwise import WholeVectors
 from .feature_blocks import FeatureBlocks, is_norm
 from .gemm import GemmFn
-from .linear import Linear
+from .linear import Linear, check_sizes
 from .parallel_norm import ParallelNorm, recognise_norm
 from .parameters import ShardedModule
 from .plans import EMBEDDING_STYLE, HEADS_DIM, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
@@ -195,6 +195,11 @@ class Survey:
             options = part.linear_options()
             size_name = "out_features" if options["parallel_mode"] == "column" else "in_features"
             stride = options.get("partition_stride", 1)
+            if "partition_sizes" in options:
+                try:
+                    check_sizes(options["partition_sizes"], getattr(linear, size_name), self.group.size, size_name)
+                except ValueError as error:
+                    return self._problem(name, str(error))
             self._divides(
                 name, size_name, getattr(linear, size_name), self.group.size * stride,
                 "TP degree" if stride == 1 else "TP degree x partition_stride",
@@ -313,7 +318,8 @@ class Survey:
         options = part.linear_options()
         if "parallel_mode" not in options:
             return None
-        return 0 if options["parallel_mode"] == "column" else 1, options.get("partition_stride", 1)
+        stride = options.get("partition_sizes", options.get("partition_stride", 1))
+        return 0 if options["parallel_mode"] == "column" else 1, stride
 
     def _check_config(self) -> None:
         if not self.is_hugging_face:
