@@ -264,10 +264,14 @@ class Survey:
         linear = self.modules.get(projection)
         if heads_dim is None:
             self._problem(name, f"which dim of its input holds the heads is not known for {attention}: give heads_dim")
-        if not isinstance(linear, nn.Linear):
-            self._problem(name, f"has no {projection or 'projection'} beside it, to tell the number of heads")
+        if part.heads is not None:
+            heads = part.heads
+        elif isinstance(linear, nn.Linear):
+            heads = linear.out_features // norm.get_parameter("weight").numel()
+        else:
+            text = f"has no {projection or 'projection'} beside it, to tell the number of heads: give Part their number"
+            self._problem(name, f"{text}, Part({HEADS_STYLE!r}, heads=.., heads_dim=..)")
             return {}
-        heads = linear.out_features // norm.get_parameter("weight").numel()
         self._divides(name, "heads", heads, self.group.size)
         return dict(heads=heads, heads_dim=heads_dim)
 
