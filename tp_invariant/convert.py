@@ -35,6 +35,7 @@ from .plans import Part, own_plan
 from .regions import gather_sequence, scatter_sequence
 from .same_weights import check_same_model
 from .survey import SEQUENCE_DIM, Survey
+from .ties import ties_are_kept, ties_to_outside
 
 
 def parallelize(
@@ -91,6 +92,7 @@ def parallelize(
         return survey
 
     survey = look(model, gemm_fn)
+    survey.problems += ties_to_outside(model)
     facts = {
         "sequence_parallel": sequence_parallel,
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
@@ -144,7 +146,8 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
     tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one too, so that its id stays its own
     for name, make in swaps.items():
         old = model.get_submodule(name)
-        new = make()
+        with ties_are_kept():
+            new = make()
         for key, parameter in old.named_parameters(recurse=False):
             if id(parameter) in tied:
                 setattr(new, key, tied[id(parameter)][1])

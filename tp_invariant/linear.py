@@ -23,6 +23,7 @@ from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .owners import ShardedWeight, check_owner_map
 from .parameters import ShardSpec, full_initialisation, mark_sharded
 from .regions import gather_features, scatter_features
+from .ties import refuse_ties
 
 PARALLEL_MODES = (None, "column", "row")
 
@@ -171,7 +172,11 @@ class Linear(CheckedCalls):
         """This rank's part of a full nn.Linear: same values, dtype, device and requires_grad; options as for Linear.
 
         Every rank must hold the same full `linear`.
+
+        Raises:
+            ValueError: it is sharded already, or another module holds its weight or bias too: their tie would be lost.
         """
+        refuse_ties(linear)
         weight, bias = linear.weight, linear.bias
         if tuple(weight.shape) != (linear.out_features, linear.in_features):
             raise ValueError(
