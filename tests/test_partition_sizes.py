@@ -198,7 +198,7 @@ def test_a_plan_with_wrong_sizes_is_refused():
             tpi.parallelize(build(), None, {"qkv": tpi.Part("colwise", sizes=sizes), "o": "rowwise"})
     with pytest.raises(RankError, match=r"qkv: a piece of out_features=48, of size=13 is not divisible by TP degree=2"):
         run_ranks(parallelized, 2, {"qkv": tpi.Part("colwise", sizes=(24, 13, 11)), "o": "rowwise"})
-    with pytest.raises(ValueError, match="sizes and partition_stride"):
+    with pytest.raises(ValueError, match=r"sizes and partition_stride"):
         tpi.Part("colwise", sizes=SIZES, partition_stride=3)
     with pytest.raises(ValueError, match="sizes are of linear layers"):
         tpi.Part("replicate", sizes=SIZES)

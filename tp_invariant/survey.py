@@ -292,13 +292,24 @@ class Survey:
         )
         planned = {id(self.modules[name]) for name in self.parts}
         refused = {problem.partition(": ")[0] for problem in self.problems}
+        for name, part in self.parts.items():
+            owns = any(True for _ in self.modules[name].parameters(recurse=False))
+            if part.style in WHOLE_STYLES and owns and name not in refused and blocks.surely_shards(name):
+                self._problem(
+                    name,
+                    f"style {part.style!r}, but it comes after a column-parallel layer and before a row-parallel one: "
+                    "each rank would have a part of its gradient. Put it outside of them, or give the layer before it "
+                    f"'colwise_gather_output' and the one after it 'rowwise_split_input'; a norm of each head has the "
+                    f"style {HEADS_STYLE!r}",
+                )
         for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
             owns = any(True for _ in module.parameters(recurse=False))
             if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
                 self._problem(
                     name,
                     f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
-                    "features only: if it sees them all, give it the style 'replicate'"
+                    "features only: if it sees them all, give it the style 'replicate' (the first forward with "
+                    "gradients, and verify=True, are errors if it does not)"
                     + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
                 )
 
