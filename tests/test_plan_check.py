@@ -326,6 +326,8 @@ def test_what_verify_cannot_do_it_says():
     model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="verify=True needs something to call Sequential with: give example_inputs"):
         tpi.parallelize(model, None, {"0": "colwise"}, verify=True)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        tpi.parallelize(model, None, {"0": "colwise"}, example_inputs=torch.randn(2, 4))
     with pytest.raises(TypeError, match="example_inputs is a int"):
         tpi.parallelize(model, None, {"0": "colwise"}, verify=True, example_inputs=3)
     with pytest.raises(ValueError, match="infinite values or NaN"):

@@ -91,6 +91,8 @@ def parallelize(
         survey.run(full_plan)
         return survey
 
+    if example_inputs is not None and not verify:
+        raise ValueError("example_inputs are what verify=True calls the model with: give both, or neither")
     survey = look(model, gemm_fn)
     survey.problems += ties_to_outside(model)
     facts = {

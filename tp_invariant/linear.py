@@ -313,6 +313,8 @@ class Linear(CheckedCalls):
         text = super().extra_repr()
         if self.parallel_mode is not None:
             text += f", parallel_mode={self.parallel_mode!r}, tp={self.group.rank}/{self.group.size}"
+        if self.partition_sizes is not None:
+            text += f", partition_sizes={self.partition_sizes}"
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
 
 

@@ -111,11 +111,16 @@ def _floats(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
+def _kept(x: Tensor) -> Tensor:
+    """As it is now, whatever is done to it in place."""
+    return x.detach().to(torch.float64, copy=True)
+
+
 @contextmanager
 def _watched(model: nn.Module, run: Run) -> Iterator[None]:
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            run.seen.setdefault(name, []).extend(t.detach().double() for t in _floats(output))
+            run.seen.setdefault(name, []).extend(_kept(t) for t in _floats(output))
 
         return hook
 
@@ -168,7 +173,7 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
     model.zero_grad(set_to_none=True)
     with _watched(model, run):
         outputs, inputs = _forward(model, example, dtype)
-    run.outputs = [y.detach().double() for y in outputs]
+    run.outputs = [_kept(y) for y in outputs]
     shapes = [y.shape for y in (run if like is None else like).outputs]
     if len(shapes) != len(outputs):
         raise ValueError(f"the model gives {len(outputs)} tensors by the plan, {len(shapes)} without")
@@ -227,7 +232,7 @@ def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: G
         for mine, near, full in zip(ours.seen[name], plain.seen[name], theirs, strict=True):
             want = _expected(modules[name], full, mine.shape, group)
             if want is not None and want.shape == mine.shape:
-                found += _judge(name, _difference(mine, want), _difference(near, full))
+                found += _judge(f"the output of {name}", _difference(mine, want), _difference(near, full))
     for index, (mine, near, full) in enumerate(zip(ours.outputs, plain.outputs, exact.outputs, strict=True)):
         want = _part_of(full, mine.shape, group)
         which = f"output {index} of the model" if len(exact.outputs) > 1 else "the model's output"
@@ -287,7 +292,7 @@ def _verdict(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) 
         return ""
     lines = []
     if outputs:
-        lines.append(f"the output of {_percent(outputs[0])}. {_OUTPUT_HINT}")
+        lines.append(f"{_percent(outputs[0])}. {_OUTPUT_HINT}")
     else:
         lines.append(f"outputs are right; the gradient of {_percent(grads[0])}.{'' if ours.incomplete else _GRAD_HINT}")
     rest = [w.name for w in (grads if outputs else grads[1:])]
