@@ -83,6 +83,11 @@ def _rule_of(node: Any) -> _Rule | None:
     return None
 
 
+def _node_of(x: Tensor) -> Any:
+    """x's node in the graph, of a leaf the one that takes its gradient."""
+    return x.grad_fn if x.grad_fn is not None else x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 class IncompleteGradient(ValueError):
     """A gradient would be a part of a sum that nobody adds up."""
 
@@ -95,14 +100,17 @@ def _parameter_of(node: Any) -> Tensor | None:
     return getattr(node, "variable", None)  # AccumulateGrad's
 
 
-def incomplete_gradients(outputs: Iterable[Tensor], sharded: Mapping[int, bool], names: Mapping[int, str]) -> list[str]:
+def incomplete_gradients(
+    outputs: Iterable[Tensor], sharded: Mapping[int, bool], names: Mapping[int, str], inputs: Iterable[Tensor] = ()
+) -> list[str]:
     """What is whole and meets a part in the graph of `outputs`, one line each; [] where every gradient is complete.
 
     Args:
         sharded: by the id of a parameter, whether ranks hold parts of it; others are unknown.
         names: by the id of a parameter, its name.
+        inputs: whole tensors, at which the graph is taken to begin.
     """
-    states: dict[Any, str] = {}
+    states: dict[Any, str] = {_node_of(x): WHOLE for x in inputs if x.requires_grad}
     found: dict[tuple[str, ...], str] = {}
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     stack: list[tuple[Any, bool]] = [(root, False) for root in roots]
@@ -150,7 +158,9 @@ def _whole_parameters(node: Any, states: Mapping[Any, str], names: Mapping[int, 
 
 
 def _line(owners: tuple[str, ...], node: str) -> str:
-    if len(owners) == 1:
+    if not owners:
+        what = "an activation, made of the model's inputs"
+    elif len(owners) == 1:
         what = owners[0]
     else:
         more = f" and {len(owners) - 3} more" if len(owners) > 3 else ""
@@ -167,8 +177,8 @@ HOW_TO_MEND = (
 )
 
 
-def check_gradient_flow(model: nn.Module, outputs: Any) -> bool:
-    """Looks for gradients that would be incomplete, in the graph of what a forward of `model` gave.
+def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> bool:
+    """Looks for gradients that would be incomplete, in the graph of what a forward of `model` gave for whole `inputs`.
 
     Returns:
         Whether there was a graph to look at.
@@ -185,7 +195,8 @@ def check_gradient_flow(model: nn.Module, outputs: Any) -> bool:
         key = id(parameter)
         sharded[key] = sharded.get(key, False) or (spec.dim is not None and spec.group.size > 1)
         names.setdefault(key, name)
-    if problems := incomplete_gradients(tensors, sharded, names):
+    given = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor)]
+    if problems := incomplete_gradients(tensors, sharded, names, given):
         lines = "\n".join(f"  {line}" for line in problems)
         raise IncompleteGradient(f"{type(model).__name__} would get wrong gradients:\n{lines}\n{HOW_TO_MEND}")
     return True
@@ -200,10 +211,10 @@ class FirstForward:
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.handle: Any = None
         if group.size > 1:  # alone, every gradient is complete
-            self.handle = model.register_forward_hook(self)
+            self.handle = model.register_forward_hook(self, with_kwargs=True)
 
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if check_gradient_flow(model, output):
+        if check_gradient_flow(model, output, (args, kwargs)):
             self.handle.remove()

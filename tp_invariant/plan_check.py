@@ -178,7 +178,7 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
     if len(shapes) != len(outputs):
         raise ValueError(f"the model gives {len(outputs)} tensors by the plan, {len(shapes)} without")
     try:
-        check_gradient_flow(model, outputs)
+        check_gradient_flow(model, outputs, inputs)
     except IncompleteGradient as error:
         run.incomplete = str(error)
     differentiable = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
