@@ -29,7 +29,7 @@ class Case:
     tokens: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     bias: bool = True
-    stride: int = 1
+    stride: int | tuple[int, ...] = 1  # a tuple: partition_sizes
     sequence_parallel: bool = False
     sequence_dim: int = 0
     owner_map: str = "auto"
@@ -89,7 +89,8 @@ def build(case: Case, tp_group: Any) -> tpi.Linear:
         tp_group=tp_group,
         sequence_parallel=case.sequence_parallel,
         sequence_dim=case.sequence_dim,
-        partition_stride=1 if case.late_stride else case.stride,
+        partition_stride=1 if case.late_stride or isinstance(case.stride, tuple) else case.stride,
+        partition_sizes=case.stride if isinstance(case.stride, tuple) else None,
         gather_output=case.gather_output,
         input_is_parallel=case.input_is_parallel,
         return_bias=case.return_bias,
@@ -121,7 +122,7 @@ class Piece:
 
     local: Tensor
     dim: int | None
-    stride: int = 1
+    stride: int | tuple[int, ...] = 1
 
 
 def run_local(tp_group: Any, case: Case) -> dict[str, Piece | None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tp_invariant as tpi
 from tp_invariant import hugging_face, testing
 from tp_invariant.convert import parallelize
+from tp_invariant.gradient_flow import FirstForward, IncompleteGradient
 from tp_invariant.hugging_face_masks import attend
 from tp_invariant.plans import STYLES, Part, own_plan, resolve
 
@@ -186,7 +187,10 @@ def test_parameters_beside_sharded_features():
     assert "1: PReLU has parameters beside column-parallel layers, and may see this rank's features" in refusal(
         model, plan
     )
-    assert type(parallelize(model, None, {**plan, "1": "replicate"})[1]) is nn.PReLU
+    text = refusal(copy.deepcopy(model), {**plan, "1": "replicate"})
+    assert "1: style 'replicate', but it comes after a column-parallel layer and before a row-parallel one" in text
+    gathered = {"0": "colwise_gather_output", "1": "replicate", "2": "rowwise_split_input"}  # as the error says
+    assert type(parallelize(model, None, gathered)[1]) is nn.PReLU
 
 
 class Heads(nn.Module):
@@ -222,12 +226,20 @@ def heads_partial_on_rank(tp_group, style):
     torch.manual_seed(0)
     model = Heads(nn.Sequential(nn.PReLU()))
     parallelize(model, tp_group, {**HEADS_PLAN, "between.0": style})
-    model(torch.randn(3, 8, generator=torch.Generator().manual_seed(1))).sum().backward()
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    if tp_group.size() > 1:
+        with pytest.raises(IncompleteGradient, match=r"between\.0\.weight: the same on every rank, and"):
+            model(x)
+    with torch.no_grad():
+        model(x)
+    for key in [key for key, hook in model._forward_hooks.items() if isinstance(hook, FirstForward)]:
+        del model._forward_hooks[key]
+    model(x).sum().backward()
     return model.between[0].weight.grad
 
 
 def test_what_is_refused_would_have_been_partial():
-    """Said to see all features though it does not, its gradient is a part: what the refusal is for."""
+    """Said to see all features though it does not, its gradient is a part: what the first forward refuses."""
     one, *_ = run_ranks(heads_partial_on_rank, 1, "replicate")
     parts = run_ranks(heads_partial_on_rank, 2, "replicate")
     torch.testing.assert_close(sum(parts), one)

@@ -15,6 +15,7 @@ from .linear import Linear
 from .liveness import DeadRankError
 from .mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from .parallel_norm import ParallelNorm
+from .plans import Part
 from .version import __version__
 from .vocab_embedding import VocabParallelEmbedding
 
@@ -24,6 +25,7 @@ __all__ = [
     "LayerNormLinear",
     "Linear",
     "ParallelNorm",
+    "Part",
     "VocabParallelEmbedding",
     "__version__",
     "attention",

@@ -27,12 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import hugging_face
 from .attention_choice import SafeSdpa
 from .collectives import Group, resolve_group
-from .gemm import GemmFn, check_callable
+from .gemm import GemmFn, bundled, check_callable
+from .gradient_flow import FirstForward
 from .identity import identify
+from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
 from .regions import gather_sequence, scatter_sequence
 from .same_weights import check_same_model
 from .survey import SEQUENCE_DIM, Survey
+from .ties import ties_are_kept, ties_to_outside
 
 
 def parallelize(
@@ -42,6 +45,8 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     gemm_fn: GemmFn | None = None,
+    verify: bool = False,
+    example_inputs: Any = None,
 ) -> nn.Module:
     """Swaps modules of `model`, in place, for tensor-parallel ones with this rank's part of their weights.
 
@@ -60,23 +65,42 @@ def parallelize(
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token;
             hidden states that a model returns layer by layer are then this rank's tokens.
+        verify: run copies of the model first, with the plan and without, on the same input, forward and backward, and
+            compare outputs and gradients; see plan_check.py. It finds what no look at the modules can: a fused
+            projection whose output the model's code splits, a sum over features of which each rank has a part. The
+            copies take 12 bytes of each parameter's element for a while; the model is not touched if they differ.
+        example_inputs: what verify calls the model with: a tensor, a tuple of arguments, or a dict of them, the same on
+            every rank. Token ids are made up for a Hugging Face model.
         gemm_fn: for all linear layers, as for Linear (attention has a kernel of its own; with a mask as a matrix it may
             take the process-wide or bundled one).
 
     Raises:
         ValueError: with one line for each thing that cannot be honoured, before anything is changed: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, dropout, an attention that is forced and not safe.
+            divide, modules of other classes, dropout, an attention that is forced and not safe. With verify, also the
+            first module whose output or gradient differs from the unsharded model's, and by how much. Without it, the
+            first forward that needs gradients names what would get a part of its gradient only (gradient_flow.py).
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
     group = resolve_group(tp_group)
-    survey = Survey(model, group, sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
-    survey.run(own_plan(model) if plan is None else plan)
+    full_plan = own_plan(model) if plan is None else plan
+
+    def look(at: nn.Module, gemm_fn: GemmFn | None) -> Survey:
+        survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
+        survey.run(full_plan)
+        return survey
+
+    if example_inputs is not None and not verify:
+        raise ValueError("example_inputs are what verify=True calls the model with: give both, or neither")
+    survey = look(model, gemm_fn)
+    survey.problems += ties_to_outside(model)
     facts = {
         "sequence_parallel": sequence_parallel,
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
         "what parallelize cannot honour": survey.problems,
+        "verify": verify,
+        "example_inputs": digest_of_tensors(example_inputs),
         **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
     }
     check_same_model(model, group, facts)
@@ -85,6 +109,16 @@ def parallelize(
             f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
             "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
         )
+    if verify:
+        bundled_fn = bundled()  # float32 is none of what a gemm_fn of the caller's must take
+        check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn)), example_inputs, group)
+    _convert(model, survey)
+    FirstForward(model, group)
+    return model
+
+
+def _convert(model: nn.Module, survey: Survey) -> nn.Module:
+    """What the survey found to be done, to the model that it looked at."""
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
         hugging_face.install(model)
@@ -96,7 +130,7 @@ def parallelize(
     for caller in callers.values():
         SafeSdpa(caller)
     if survey.stack is not None:
-        hooks = _SequenceHooks(survey.group if sequence_parallel else Group(None, 0, 1))
+        hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
         survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
         for block in survey.blocks:
             model.get_submodule(block).register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
@@ -114,7 +148,8 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
     tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one too, so that its id stays its own
     for name, make in swaps.items():
         old = model.get_submodule(name)
-        new = make()
+        with ties_are_kept():
+            new = make()
         for key, parameter in old.named_parameters(recurse=False):
             if id(parameter) in tied:
                 setattr(new, key, tied[id(parameter)][1])

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .agreement import check_agreement
 from .bits import raw_bytes
 from .collectives import Group
+from .layout import piece_sizes
 from .parameters import ShardedModule, ShardSpec, named_shard_specs
 from .same_weights import ranks_apart, tensor_hash
 from .wire import gather_objects
@@ -51,14 +52,16 @@ class Entry:
         spec, local = self.spec, self.tensor.detach()
         if spec.dim is None:
             return [(torch.Size([0] * local.dim()), local)]
-        stride = spec.stride if spec.group.size > 1 else 1
-        width, boxes = local.shape[spec.dim] // stride, []
-        for part in range(stride):
-            offsets = [0] * local.dim()
-            offsets[spec.dim] = (part * spec.group.size + spec.group.rank) * width
+        world, total = spec.group.size, local.shape[spec.dim] * spec.group.size
+        here = before = 0  # where the piece begins in this rank's tensor, and in the full one
+        boxes = []
+        for piece in piece_sizes(total, spec.stride if world > 1 else 1, world):
+            width, offsets = piece // world, [0] * local.dim()
+            offsets[spec.dim] = before + spec.group.rank * width
             size = min(width, self.full_shape[spec.dim] - offsets[spec.dim])  # less where the rest is padding
             if size > 0:
-                boxes.append((torch.Size(offsets), local.narrow(spec.dim, part * width, size)))
+                boxes.append((torch.Size(offsets), local.narrow(spec.dim, here, size)))
+            here, before = here + width, before + piece
         return boxes
 
 

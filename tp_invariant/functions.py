@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from .collectives import Group, Pending, gather_dim, start_gather_dim
 from .compiled import opaque, setting
 from .gemm import GemmFn, column_sums, gemm, gemm_into, uses_bundled
-from .layout import fresh_view, own_shape
+from .layout import Stride, fresh_view, own_shape
 from .main_grad import MainGrad
 from .owners import ShardedWeight, start_product
 from .token_gathers import start_gather_tokens, token_gathers
@@ -44,7 +44,7 @@ class LinearCall:
     group: Group
     sequence_parallel: bool
     sequence_dim: int
-    stride: int
+    stride: Stride
     owner_map: str
     gemm_fn: GemmFn | None
     grad: bool = field(default_factory=torch.is_grad_enabled)  # inside an autograd function it is off

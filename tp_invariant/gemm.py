@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .compiled import constant, define
 from .identity import identify
+from .layout import Stride, deinterleave
 
 
 class GemmFn(Protocol):
@@ -248,15 +249,19 @@ class RankMajor(NamedTuple):
     `matrix()`, which copies where it must.
 
         buffer   [P, rows, K/P] for k_dim = 1, [P, K/P, cols] for k_dim = 0
-        stride   partition_stride of the sharded dim
+        stride   partition_stride of the sharded dim, or the sizes of its pieces (layout.py)
     """
 
     buffer: Tensor
     k_dim: int
-    stride: int = 1
+    stride: Stride = 1
 
     def matrix(self) -> Tensor:
         """The full matrix in TP=1's order: [rows, K] for k_dim = 1, [K, cols] for k_dim = 0."""
+        if not isinstance(self.stride, int):
+            dim, world = self.k_dim, self.buffer.shape[0]
+            in_rank_order = torch.cat(self.buffer.unbind(), dim=dim)
+            return deinterleave(in_rank_order, dim=dim, world=world, stride=self.stride)
         if self.k_dim == 0:
             return rearrange(self.buffer, "rank (stride k) col -> (stride rank k) col", stride=self.stride)
         return rearrange(self.buffer, "rank row (stride k) -> row (stride rank k)", stride=self.stride)
@@ -275,8 +280,11 @@ def gemm_rank_major(
     The bundled Triton kernel reads the buffers in place where it can; otherwise both are laid out first.
     """
     out_dtype = out_dtype or a.buffer.dtype
-    own = _as_bundled(gemm_fn, a.buffer.device) if a.buffer.is_cuda and a.stride == b.stride else None
+    own = None
+    if a.buffer.is_cuda and a.stride == b.stride and isinstance(a.stride, int):  # a kernel walks equal pieces only
+        own = _as_bundled(gemm_fn, a.buffer.device)
     if own is not None:
+        assert isinstance(a.stride, int)
         from .kernels.matmul import matmul_rank_major
 
         promote_every = None

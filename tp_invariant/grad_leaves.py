@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .collectives import Group, gather_major, resolve_group
-from .layout import unshard
+from .layout import Stride, unshard
+from .parameters import stride_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -69,7 +70,7 @@ class _Part(NamedTuple):
     dim      its leaf dim
     group    the ranks over which the leaves are spread
     rows     how many the first rank of the group has, and this one at most
-    stride   partition_stride of the leaf dim
+    stride   partition_stride of the leaf dim, or the sizes of its pieces
     whole    how many the whole parameter has
     """
 
@@ -77,7 +78,7 @@ class _Part(NamedTuple):
     dim: int
     group: Group
     rows: int
-    stride: int
+    stride: Stride
     whole: int
 
 
@@ -104,7 +105,7 @@ def _part(p: Tensor, over: Group) -> _Part:
         grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
     grad = local_part(grad)
     rows = grad.shape[dim] if grad.dim() else 1
-    stride = getattr(p, "partition_stride", 1) if over.size > 1 else 1
+    stride = stride_of(p) if over.size > 1 else 1
     return _Part(grad, dim, over, rows, stride, rows * over.size)
 
 
@@ -117,7 +118,7 @@ class _Order(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _order(facts: tuple[tuple[int, int, int, int, int, int], ...], device: torch.device) -> _Order:
+def _order(facts: tuple[tuple[int, int, int, int, Stride, int], ...], device: torch.device) -> _Order:
     """Of parameters with (leaves here, rows, number of the group or -1, its size, stride, leaves of the whole)."""
     from .kernels.kept import refuse_in_capture
 

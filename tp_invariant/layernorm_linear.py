@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .functions import LinearCall
 from .gemm import check_norm_dtype
-from .layout import TokenSharding
+from .layout import Stride, TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardSpec
@@ -110,7 +110,7 @@ class LayerNormLinear(Linear):
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
-    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple | None:
+    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple | None:
         kind = super()._kind_of_call(x, weight, bias, stride)
         if kind is None:
             return None

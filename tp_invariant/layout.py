@@ -3,7 +3,9 @@
 Legend, for this room and those that import it:
     P        tensor-parallel degree; rank r of P
     stride   partition_stride S: each rank's part of a sharded dim is S stacked pieces ([gate_r; up_r] for S = 2), so
-             the full dim is walked as (stride, rank, local) while concatenating ranks gives (rank, stride, local)
+             the full dim is walked as (stride, rank, local) while concatenating ranks gives (rank, stride, local).
+             A tuple in its place is the full sizes of pieces that are not all alike, ([q; k; v] with fewer heads in k
+             and v), of each of which a rank has its part; S stands for S equal ones.
     *_shard  this rank's part; *_full the whole; *_major a rank-major gathered buffer [P, ...shard]
 """
 
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import Tensor
+
+Stride = int | tuple[int, ...]
 
 
 def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -51,43 +55,68 @@ def split_sizes(size: int, parts: int) -> list[int]:
     return [small + (part < more) for part in range(parts)]
 
 
-def deinterleave(tensor: Tensor, *, dim: int, world: int, stride: int) -> Tensor:
+def piece_sizes(size: int, stride: Stride, world: int, size_name: str = "size") -> list[int]:
+    """The full sizes of the pieces that `size` is stacked of.
+
+    Raises:
+        ValueError: `world` does not divide each of them, or they do not add up to `size`.
+    """
+    if isinstance(stride, int):
+        return [check_divides(size, world * stride, size_name=size_name, parts_name="world * stride") * world] * stride
+    if sum(stride) != size:
+        raise ValueError(f"pieces of sizes {stride} add up to {sum(stride)}: they must add up to {size_name}={size}")
+    for piece in stride:
+        check_divides(piece, world, size_name=f"a piece of {size_name}={size}, of size", parts_name="world")
+    return list(stride)
+
+
+def deinterleave(tensor: Tensor, *, dim: int, world: int, stride: Stride) -> Tensor:
     """Ranks' shards concatenated along `dim` -> the order that TP=1 has: (rank stride local) -> (stride rank local).
 
     For gated FC1 weights (stride 2): [g0 u0 g1 u1 ...] -> [g0 g1 ... u0 u1 ...]. Any dtype, any number of dims; a copy
     unless stride or world is 1. Pattern from Transformer Engine PR 2977, generalised from stride 2 to any stride.
 
     Raises:
-        ValueError: world * stride does not divide the size of `dim`.
+        ValueError: world * stride does not divide the size of `dim`; see `piece_sizes`.
     """
-    check_divides(tensor.shape[dim], world * stride, size_name=f"size of dim {dim}", parts_name="world * stride")
+    sizes = piece_sizes(tensor.shape[dim], stride, world, f"size of dim {dim}")
     if world == 1 or stride == 1:
         return tensor
+    if not isinstance(stride, int):
+        dim %= tensor.dim()
+        pieces = tensor.unflatten(dim, (world, -1)).split([size // world for size in sizes], dim + 1)
+        return torch.cat([piece.flatten(dim, dim + 1) for piece in pieces], dim)
     flat = rearrange(
         tensor.movedim(dim, 0), "(rank stride local) ... -> (stride rank local) ...", rank=world, stride=stride
     )
     return flat.movedim(0, dim)
 
 
-def interleave(tensor: Tensor, *, dim: int, world: int, stride: int) -> Tensor:
+def interleave(tensor: Tensor, *, dim: int, world: int, stride: Stride) -> Tensor:
     """The inverse of `deinterleave`: (stride rank local) -> (rank stride local)."""
+    if not isinstance(stride, int):
+        return torch.cat([shard(tensor, dim=dim, rank=rank, world=world, stride=stride) for rank in range(world)], dim)
     return deinterleave(tensor, dim=dim, world=stride, stride=world)
 
 
-def shard(full: Tensor, *, dim: int, rank: int, world: int, stride: int = 1) -> Tensor:
+def shard(full: Tensor, *, dim: int, rank: int, world: int, stride: Stride = 1) -> Tensor:
     """Rank `rank`'s part of `full` along `dim`: its piece of each of the `stride` stacked parts. A new tensor.
 
     Raises:
-        ValueError: world * stride does not divide the size of `dim`.
+        ValueError: world * stride does not divide the size of `dim`; see `piece_sizes`.
     """
-    check_divides(full.shape[dim], world * stride, size_name=f"size of dim {dim}", parts_name="world * stride")
-    pieces = rearrange(
+    sizes = piece_sizes(full.shape[dim], stride, world, f"size of dim {dim}")
+    if not isinstance(stride, int):
+        widths = [size // world for size in sizes]
+        pieces = full.split(sizes, dim)
+        return torch.cat([p.narrow(dim, rank * n, n) for p, n in zip(pieces, widths, strict=True)], dim)
+    parts = rearrange(
         full.movedim(dim, 0), "(stride rank local) ... -> rank (stride local) ...", rank=world, stride=stride
     )
-    return pieces[rank].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return parts[rank].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def unshard(shards: Sequence[Tensor] | Tensor, *, dim: int, stride: int = 1) -> Tensor:
+def unshard(shards: Sequence[Tensor] | Tensor, *, dim: int, stride: Stride = 1) -> Tensor:
     """All ranks' parts, in rank order (a list, or a rank-major tensor), -> the full tensor. The inverse of `shard`."""
     parts = list(shards)
     return deinterleave(torch.cat(parts, dim=dim), dim=dim, world=len(parts), stride=stride).contiguous()

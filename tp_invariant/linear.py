@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from .collectives import Group, resolve_group
 from .compiled import constant, name_of
 from .functions import LinearCall
 from .gemm import GemmFn, check_callable
-from .layout import check_divides
+from .layout import Stride, check_divides
 from .linear_checks import CheckedCalls
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .owners import ShardedWeight, check_owner_map
 from .parameters import ShardSpec, full_initialisation
 from .regions import gather_features, scatter_features
+from .ties import refuse_ties
 
 PARALLEL_MODES = (None, "column", "row")
 
@@ -67,6 +68,9 @@ class Linear(CheckedCalls):
         partition_stride: in how many stacked pieces a rank holds the sharded dim; 2 for gated FC1 ([gate_r; up_r]).
             Kept as `weight.partition_stride` and read there at every call, since Megatron sets it late; then call
             `reset_parameters()` (or load a checkpoint) to have the values that other degrees have.
+        partition_sizes: the full sizes of these pieces where they are not all alike: (4096, 1024, 1024) for a fused
+            [q; k; v] with fewer heads of k and v, of which a rank holds [q_r; k_r; v_r]. Equal sizes are the same as
+            partition_stride, and kept as that.
         gather_output: column-parallel only: return [.., N], whole on every rank.
         input_is_parallel: row-parallel only: False for an x [.., K] that is whole on every rank.
         return_bias: return (y, bias) without adding it. The bias comes expanded to y's shape (a stride-0 view), so
@@ -82,7 +86,8 @@ class Linear(CheckedCalls):
     dtype wins. weight and bias gradients have their parameters' dtypes.
 
     Raises:
-        ValueError: an unknown option, or sizes that the degree (times partition_stride) does not divide.
+        ValueError: an unknown option, or sizes that the degree (times partition_stride) does not divide, or
+            partition_sizes that do not add up to the sharded dim.
         TypeError: dtypes that differ, tp_group or gemm_fn of the wrong kind.
     """
 
@@ -99,6 +104,7 @@ class Linear(CheckedCalls):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
         partition_stride: int = 1,
+        partition_sizes: Sequence[int] | None = None,
         gather_output: bool = False,
         input_is_parallel: bool = True,
         return_bias: bool = False,
@@ -127,8 +133,18 @@ class Linear(CheckedCalls):
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
-        self._stride = _check_stride(partition_stride)
         shape = [out_features, in_features]
+        self.partition_sizes: tuple[int, ...] | None = None
+        if partition_sizes is not None:
+            if parallel_mode is None or partition_stride != 1:
+                raise ValueError(
+                    f"partition_sizes={partition_sizes!r} goes with parallel_mode='column' or 'row' and no "
+                    f"partition_stride; got parallel_mode={parallel_mode!r}, partition_stride={partition_stride!r}"
+                )
+            name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
+            stride = check_sizes(partition_sizes, shape[dim], self.group.size, name)
+            partition_stride, self.partition_sizes = (stride, None) if isinstance(stride, int) else (1, stride)
+        self._stride = _check_stride(partition_stride)
         if parallel_mode is not None:
             name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
             parts_name = "TP degree" if partition_stride == 1 else f"TP degree {self.group.size} x partition_stride"
@@ -153,7 +169,11 @@ class Linear(CheckedCalls):
         """This rank's part of a full nn.Linear: same values, dtype, device and requires_grad; options as for Linear.
 
         Every rank must hold the same full `linear`.
+
+        Raises:
+            ValueError: it is sharded already, or another module holds its weight or bias too: their tie would be lost.
         """
+        refuse_ties(linear)
         weight, bias = linear.weight, linear.bias
         if tuple(weight.shape) != (linear.out_features, linear.in_features):
             raise ValueError(
@@ -193,14 +213,19 @@ class Linear(CheckedCalls):
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
             check_divides(weight.shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
+        if stride > 1 and self.partition_sizes is not None:
+            raise ValueError(f"weight.partition_stride={stride} and partition_sizes={self.partition_sizes}: leave one")
         return stride
+
+    def _pieces(self) -> Stride:
+        return self.partition_stride if self.partition_sizes is None else self.partition_sizes
 
     def shard_spec(self, name: str) -> ShardSpec:
         return self._spec(name, self.partition_stride)
 
     def _spec(self, name: str, stride: int) -> ShardSpec:
         dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
-        return ShardSpec(self.group, dims.get(name), stride)
+        return ShardSpec(self.group, dims.get(name), self.partition_sizes or stride)
 
     def reset_parameters(self) -> None:
         """Draws new values as nn.Linear does, or by init_method: for the full layer, of which this rank keeps its part.
@@ -231,7 +256,7 @@ class Linear(CheckedCalls):
             return
         if autocast_dtype(self.weight.device) is not None:  # forward will use another tensor, made then
             return
-        weight = ShardedWeight(self.weight, 1, self.partition_stride, self.group)
+        weight = ShardedWeight(self.weight, 1, self._pieces(), self.group)
         weight.prefetch("cols" if self.owner_map == "cols" else "rows")
 
     @property
@@ -252,12 +277,13 @@ class Linear(CheckedCalls):
             ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
             TypeError: a dtype that is not the weight's, outside autocast.
         """
-        stride = self.partition_stride
+        stride: Stride = self.partition_stride
         bias: Tensor | None = self.bias
         if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
             if known is None:
                 self._mark_stand_in("bias", bias, self._spec("bias", stride))
             bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
+        stride = self.partition_sizes or stride
         x, weight, bias = self._autocast(x)
         call, invariant = self._settle(x, weight, bias, stride)
         compiling = torch.compiler.is_compiling()
@@ -299,6 +325,8 @@ class Linear(CheckedCalls):
         text = super().extra_repr()
         if self.parallel_mode is not None:
             text += f", parallel_mode={self.parallel_mode!r}, tp={self.group.rank}/{self.group.size}"
+        if self.partition_sizes is not None:
+            text += f", partition_sizes={self.partition_sizes}"
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
 
 
@@ -306,6 +334,22 @@ def _check_stride(stride: Any) -> int:
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
         raise ValueError(f"partition_stride={stride!r} is not a positive integer")
     return stride
+
+
+def check_sizes(sizes: Any, size: int, world: int, size_name: str) -> Stride:
+    """partition_sizes as this library keeps them: how many there are if they are equal, else a tuple.
+
+    Raises:
+        ValueError: no sizes, one that is no positive integer or that `world` does not divide, or another sum.
+    """
+    kept = tuple(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else ()
+    if not kept or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in kept):
+        raise ValueError(f"partition_sizes={sizes!r} must be positive integers, the full sizes of the pieces")
+    if sum(kept) != size:
+        raise ValueError(f"partition_sizes={kept} add up to {sum(kept)}: they must add up to {size_name}={size}")
+    for n in kept:
+        check_divides(n, world, size_name=f"a piece of {size_name}={size}, of size", parts_name="TP degree")
+    return len(kept) if len(set(kept)) == 1 else kept
 
 
 _has_autocast = constant(lambda kind: torch.amp.is_autocast_available(kind))

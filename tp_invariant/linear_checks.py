@@ -15,7 +15,7 @@ from .compiled import constant
 from .cost_model import costs_of
 from .functions import LinearCall
 from .gemm import BUNDLED_DTYPES, GemmFn, check_dtype, gemm_fn_name
-from .layout import check_divides
+from .layout import Stride, check_divides
 from .main_grad import MainGrad
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .parameters import ShardedModule
@@ -38,7 +38,7 @@ class CheckedCalls(ShardedModule, nn.Linear):
     fuse_wgrad_accumulation: bool
     _agreed: Agreed
 
-    def _settle(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple[LinearCall, bool]:
+    def _settle(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple[LinearCall, bool]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
         key = None if torch.compiler.is_compiling() else self._kind_of_call(x, weight, bias, stride)
         try:
@@ -67,7 +67,7 @@ class CheckedCalls(ShardedModule, nn.Linear):
             stock.log_once(self.group)
         return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
 
-    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> tuple | None:
+    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple | None:
         """All that `_settle` goes by but the group and the gemm_fn; None for calls that are to be checked again."""
         try:
             if self.fuse_wgrad_accumulation or is_call_check_enabled():

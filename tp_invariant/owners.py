@@ -33,7 +33,7 @@ from .collectives import (
 )
 from .cost_model import Problem, choose, costs_of, explain
 from .gemm import GemmFn, RankMajor, gemm, gemm_rank_major
-from .layout import fresh_view, split_sizes
+from .layout import Stride, fresh_view, split_sizes
 from .weight_cache import weight_cache
 
 OWNER_MAPS = ("auto", "replicate", "rows", "cols")
@@ -104,13 +104,13 @@ class ShardedWeight(NamedTuple):
 
     local    k_dim 1: [N, K/P] (row-parallel forward); k_dim 0: [K/P, N] (column-parallel dgrad)
     k_dim    the dim that is sharded and summed over
-    stride   partition_stride of that dim
+    stride   partition_stride of that dim, or the sizes of its pieces
     grad     whether gradients are on where the product is asked for
     """
 
     local: Tensor
     k_dim: int
-    stride: int
+    stride: Stride
     group: Group
     grad: bool = False
 

@@ -19,6 +19,7 @@ from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardedModule, ShardSpec
+from .ties import refuse_ties
 
 
 class ParallelNorm(ShardedModule):
@@ -97,8 +98,9 @@ class ParallelNorm(ShardedModule):
         they differ in the last place.
 
         Raises:
-            ValueError: `norm` is none of those that `recognise_norm` knows.
+            ValueError: `norm` is none of those that `recognise_norm` knows, or another module holds its parameters too.
         """
+        refuse_ties(norm)
         found = recognise_norm(norm)
         if found is None:
             raise ValueError(

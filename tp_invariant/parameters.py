@@ -16,22 +16,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Group, gather_major, ranks_of, resolve_group
-from .layout import shard, unshard
+from .layout import Stride, shard, unshard
 
-_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "tp_group")
+_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group")
 
 
 def mark_sharded(
     parameter: Tensor,
     partition_dim: int | None,
-    stride: int,
+    stride: Stride,
     tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
 ) -> None:
     """Sets what a parameter says about itself: Megatron-LM's attributes, and the group.
 
         tensor_model_parallel   whether this rank has a part of it only; False for one on a group of one rank
         partition_dim           the dim that other degrees shard, also on a group of one; -1 if none does
-        partition_stride        in how many stacked pieces a rank holds that dim
+        partition_stride        in how many stacked pieces of one size a rank holds that dim; 1 with partition_sizes
+        partition_sizes         the global sizes of its pieces where they differ, else None; Megatron-LM has no word for it
         tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
                                 rank has anything of it, or, with tensor_model_parallel=True, nobody has said
 
@@ -44,7 +45,7 @@ def mark_sharded(
     alone = group is not None and group.size == 1
     parameter.tensor_model_parallel = partition_dim is not None and not alone  # type: ignore[attr-defined]
     parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
-    parameter.partition_stride = stride  # type: ignore[attr-defined]
+    set_stride(parameter, stride if partition_dim is not None or isinstance(stride, int) else 1)
     parameter.tp_group = None if alone else group  # type: ignore[attr-defined]
     if group is not None and not alone:
         _in_use[id(group)] = group
@@ -77,6 +78,19 @@ def carried_group(parameter: Tensor) -> Group | None:
     """
     carried = getattr(parameter, "tp_group", None)
     return carried if carried is None or isinstance(carried, Group) else resolve_group(carried)
+
+
+def set_stride(parameter: Tensor, stride: Stride) -> None:
+    """Says of what pieces a parameter's sharded dim is stacked."""
+    equal = isinstance(stride, int)
+    parameter.partition_stride = stride if equal else 1  # type: ignore[attr-defined]
+    parameter.partition_sizes = None if equal else stride  # type: ignore[attr-defined]
+
+
+def stride_of(parameter: Tensor) -> Stride:
+    """What `set_stride` or Megatron-LM said; 1 of a parameter without attributes."""
+    sizes: tuple[int, ...] | None = getattr(parameter, "partition_sizes", None)
+    return getattr(parameter, "partition_stride", 1) if sizes is None else sizes
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
@@ -132,7 +146,7 @@ class ShardSpec:
 
     group: Group
     dim: int | None
-    stride: int
+    stride: Stride
     padding: int = 0
 
     def full(self, local: Tensor) -> Tensor:
@@ -174,7 +188,8 @@ class ShardedModule(KeepsAttributes):
     def _mark(self, name: str, tensor: Tensor) -> None:
         """Has `tensor`, the parameter `name` or what stands in for it, say what this module knows."""
         spec = self.shard_spec(name)
-        stride = getattr(tensor, "partition_stride", spec.stride)  # Megatron sets it late
+        # Megatron sets it late
+        stride = getattr(tensor, "partition_stride", spec.stride) if isinstance(spec.stride, int) else spec.stride
         mark_sharded(tensor, spec.dim, stride, spec.group)
 
     def _mark_stand_in(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:

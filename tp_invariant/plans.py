@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -40,17 +40,45 @@ class Part:
     Args:
         style: one of STYLES.
         partition_stride: for linear layers: in how many stacked pieces ([gate; up] is 2) the sharded dim comes.
+        sizes: for linear layers: the full sizes of these pieces, where they are not all alike: (4096, 1024, 1024) for
+            one nn.Linear that puts out [q; k; v] with fewer heads of k and v.
+        heads: for "replicated_with_grad_allreduce": how many heads all ranks have; found by itself where a projection
+            stands beside the norm (q_norm, q_proj).
         heads_dim: for "replicated_with_grad_allreduce": the dim of the norm's input that holds the heads.
+
+    Raises:
+        ValueError: options that do not go together, or not with the style.
     """
 
     style: str
     partition_stride: int | None = None
     heads_dim: int | None = None
+    sizes: Sequence[int] | None = None
+    heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sizes is not None:
+            if not isinstance(self.sizes, Iterable):
+                raise TypeError(f"Part: sizes={self.sizes!r} must be integers, the full sizes of the pieces")
+            object.__setattr__(self, "sizes", tuple(self.sizes))  # hashable, and the same for a list
+            if self.partition_stride is not None:
+                raise ValueError(f"Part: sizes and partition_stride say the same twice: leave one of {self}")
+            if self.style not in LINEAR_STYLES and self.style in STYLES:
+                raise ValueError(f"Part: sizes are of linear layers, not of the style {self.style!r}")
+        if self.style in STYLES and self.style != HEADS_STYLE and (self.heads, self.heads_dim) != (None, None):
+            raise ValueError(f"Part: heads and heads_dim are of the style {HEADS_STYLE!r}, not of {self.style!r}")
 
     def linear_options(self) -> dict[str, Any]:
         """tpi.Linear's options; none for a style that is not for linear layers."""
-        stride = {} if self.partition_stride is None else dict(partition_stride=self.partition_stride)
-        return {**LINEAR_STYLES[self.style], **stride} if self.style in LINEAR_STYLES else {}
+        if self.style not in LINEAR_STYLES:
+            return {}
+        options = dict(LINEAR_STYLES[self.style])
+        if self.sizes is not None:
+            options.pop("partition_stride", None)
+            options["partition_sizes"] = self.sizes
+        elif self.partition_stride is not None:
+            options["partition_stride"] = self.partition_stride
+        return options
 
 
 # --- what plans do not say ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import agreed_in, check_agreement, check_gradient, refuse
 from .collectives import Group, gather_dim, resolve_group
 from .compiled import opaque
-from .layout import check_divides, deinterleave, shard
+from .layout import Stride, check_divides, deinterleave, shard
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -123,7 +123,7 @@ def scatter_sequence(
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: int, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stride: Stride, group: Group) -> Tensor:
         ctx.stride, ctx.group = stride, group
         gathered = gather_dim(x, x.dim() - 1, group)
         return deinterleave(gathered, dim=-1, world=group.size, stride=stride).contiguous()
@@ -137,7 +137,7 @@ class _GatherFeatures(torch.autograd.Function):
 
 class _ScatterFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: int, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stride: Stride, group: Group) -> Tensor:
         ctx.stride, ctx.group = stride, group
         return shard(x, dim=-1, rank=group.rank, world=group.size, stride=stride)
 
@@ -148,7 +148,7 @@ class _ScatterFeatures(torch.autograd.Function):
         return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride), None, None
 
 
-def _restore_features(ctx: Any, dtypes: Any, stride: int, group: Group) -> None:
+def _restore_features(ctx: Any, dtypes: Any, stride: Stride, group: Group) -> None:
     ctx.stride, ctx.group = stride, group
 
 
@@ -168,11 +168,11 @@ _scatter_features = opaque(
 )
 
 
-def gather_features(x: Tensor, group: Group, stride: int = 1) -> Tensor:
+def gather_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:
     """[.., N/P] -> [.., N] in TP=1's order, the same on every rank. Its adjoint takes this rank's part."""
     return x if group.size == 1 else _gather_features(x, stride, group)
 
 
-def scatter_features(x: Tensor, group: Group, stride: int = 1) -> Tensor:
+def scatter_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:
     """[.., K], the same on every rank -> this rank's [.., K/P]. Its adjoint gathers the parts."""
     return x if group.size == 1 else _scatter_features(x, stride, group)

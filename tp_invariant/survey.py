@@ -15,7 +15,7 @@ from .collectives import Group
 from .elementwise import WholeVectors
 from .feature_blocks import FeatureBlocks, is_norm
 from .gemm import GemmFn
-from .linear import Linear
+from .linear import Linear, check_sizes
 from .parallel_norm import ParallelNorm, recognise_norm
 from .parameters import ShardedModule
 from .plans import EMBEDDING_STYLE, HEADS_DIM, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
@@ -195,6 +195,11 @@ class Survey:
             options = part.linear_options()
             size_name = "out_features" if options["parallel_mode"] == "column" else "in_features"
             stride = options.get("partition_stride", 1)
+            if "partition_sizes" in options:
+                try:
+                    check_sizes(options["partition_sizes"], getattr(linear, size_name), self.group.size, size_name)
+                except ValueError as error:
+                    return self._problem(name, str(error))
             self._divides(
                 name, size_name, getattr(linear, size_name), self.group.size * stride,
                 "TP degree" if stride == 1 else "TP degree x partition_stride",
@@ -259,10 +264,14 @@ class Survey:
         linear = self.modules.get(projection)
         if heads_dim is None:
             self._problem(name, f"which dim of its input holds the heads is not known for {attention}: give heads_dim")
-        if not isinstance(linear, nn.Linear):
-            self._problem(name, f"has no {projection or 'projection'} beside it, to tell the number of heads")
+        if part.heads is not None:
+            heads = part.heads
+        elif isinstance(linear, nn.Linear):
+            heads = linear.out_features // norm.get_parameter("weight").numel()
+        else:
+            text = f"has no {projection or 'projection'} beside it, to tell the number of heads: give Part their number"
+            self._problem(name, f"{text}, Part({HEADS_STYLE!r}, heads=.., heads_dim=..)")
             return {}
-        heads = linear.out_features // norm.get_parameter("weight").numel()
         self._divides(name, "heads", heads, self.group.size)
         return dict(heads=heads, heads_dim=heads_dim)
 
@@ -283,13 +292,24 @@ class Survey:
         )
         planned = {id(self.modules[name]) for name in self.parts}
         refused = {problem.partition(": ")[0] for problem in self.problems}
+        for name, part in self.parts.items():
+            owns = any(True for _ in self.modules[name].parameters(recurse=False))
+            if part.style in WHOLE_STYLES and owns and name not in refused and blocks.surely_shards(name):
+                self._problem(
+                    name,
+                    f"style {part.style!r}, but it comes after a column-parallel layer and before a row-parallel one: "
+                    "each rank would have a part of its gradient. Put it outside of them, or give the layer before it "
+                    f"'colwise_gather_output' and the one after it 'rowwise_split_input'; a norm of each head has the "
+                    f"style {HEADS_STYLE!r}",
+                )
         for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
             owns = any(True for _ in module.parameters(recurse=False))
             if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
                 self._problem(
                     name,
                     f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
-                    "features only: if it sees them all, give it the style 'replicate'"
+                    "features only: if it sees them all, give it the style 'replicate' (the first forward with "
+                    "gradients, and verify=True, are errors if it does not)"
                     + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
                 )
 
@@ -313,7 +333,8 @@ class Survey:
         options = part.linear_options()
         if "parallel_mode" not in options:
             return None
-        return 0 if options["parallel_mode"] == "column" else 1, options.get("partition_stride", 1)
+        stride = options.get("partition_sizes", options.get("partition_stride", 1))
+        return 0 if options["parallel_mode"] == "column" else 1, stride
 
     def _check_config(self) -> None:
         if not self.is_hugging_face:

@@ -33,6 +33,7 @@ from .gemm import BUNDLED_DTYPES
 from .layout import check_divides, fresh_view, split_sizes
 from .mode import is_tp_invariant_mode_enabled
 from .parameters import ShardedModule, ShardSpec, full_initialisation
+from .ties import refuse_ties
 from .vocab import VocabShard, check_ids
 
 
@@ -123,8 +124,10 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         Every rank must hold the same full `embedding`; options as for VocabParallelEmbedding.
 
         Raises:
-            ValueError: it has max_norm, scale_grad_by_freq or sparse set, or is sharded already.
+            ValueError: it has max_norm, scale_grad_by_freq or sparse set, is sharded already, or another module holds
+                its weight too: their tie would be lost.
         """
+        refuse_ties(embedding)
         for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             value = getattr(embedding, name)
             if value != off:

@@ -1,0 +1,377 @@
+"""What a plan gets silently wrong: named by the first forward with gradients, and by parallelize(.., verify=True)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.collectives import Group
+from tp_invariant.gradient_flow import FirstForward, IncompleteGradient
+from tp_invariant.plans import own_plan
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+HIDDEN, HEADS, HEAD = 16, 4, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda group: None, 2)
+
+
+class Gain(nn.Module):
+    """One learned number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Attention(nn.Module):
+    """With q, k and v fused or not, and what may stand in the sharded region."""
+
+    def __init__(self, *, fused=False, norm=None, gain=None, scale=False, position=False, latent=False) -> None:
+        super().__init__()
+        if fused:
+            self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        else:
+            self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.o = nn.Linear(HIDDEN, HIDDEN)
+        self.norm, self.gain = norm, gain
+        if scale:
+            self.scale = nn.Parameter(torch.tensor(0.8))
+        if latent:
+            self.latent = nn.Linear(HIDDEN, HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (t.unflatten(-1, (-1, HEAD)) for t in (q, k, v))
+        if self.norm is not None:
+            q, k = self.norm(q), self.norm(k)
+        if hasattr(self, "scale"):
+            q = q * self.scale
+        if hasattr(self, "latent"):  # of all heads alike
+            k = k + self.latent(x).unsqueeze(-2)
+        y = F.scaled_dot_product_attention(*(t.transpose(-3, -2) for t in (q, k, v)), is_causal=True)
+        y = y.transpose(-3, -2).flatten(-2)
+        return self.o(y if self.gain is None else self.gain(y))
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.ln1, self.ln2, self.attn = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN), attention
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 32), between or nn.GELU(), nn.Linear(32, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.mlp(self.ln2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module, tied=False) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.norm = nn.Embedding(24, HIDDEN), nn.ModuleList(blocks), nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, 24, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+PLAN: dict[str, Any] = {
+    **{f"blocks.*.attn.{name}": "colwise" for name in "qkv"}, "blocks.*.attn.o": "rowwise",
+    "blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise", "head": "colwise_gather_output",
+}  # fmt: skip
+FUSED = {name: style for name, style in PLAN.items() if name[-2:] not in (".q", ".k", ".v")}
+HEADS_PART = tpi.Part("replicated_with_grad_allreduce", heads=HEADS, heads_dim=2)
+
+
+class Gated(nn.Module):
+    """A mean of what comes in, whole, times a part: the gradient of the input is incomplete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x) * x.mean(-1, keepdim=True))
+
+
+class Both(nn.Module):
+    """A mean over the features of which each rank has a part; forward alone is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y - y.mean(-1, keepdim=True))
+
+
+def models(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """By name, a model and a plan of it: wrong ones, and right ones beside them."""
+    torch.manual_seed(0)
+    ids = "replicate"
+    made: dict[str, tuple[Any, dict[str, Any]]] = {
+        "fused": (lambda: Model(Block(Attention(fused=True))), {**FUSED, "blocks.*.attn.qkv": "colwise"}),
+        "fused right": (
+            lambda: Model(Block(Attention(fused=True)), tied=True),
+            {**FUSED, "blocks.*.attn.qkv": tpi.Part("colwise", sizes=(HIDDEN,) * 3)},
+        ),
+        "norm": (lambda: Model(Block(Attention(norm=nn.RMSNorm(HEAD)))), {**PLAN, "blocks.*.attn.norm": ids}),
+        "norm right": (
+            lambda: Model(Block(Attention(norm=nn.RMSNorm(HEAD))), Block(Attention(norm=nn.LayerNorm(HEAD)))),
+            {**PLAN, "blocks.*.attn.norm": HEADS_PART, "head": "colwise"},
+        ),
+        "gain": (lambda: Model(Block(Attention(gain=Gain()))), {**PLAN, "blocks.*.attn.gain": ids}),
+        "gain right": (
+            lambda: Model(Block(Attention(gain=Gain()))),
+            {
+                **PLAN,
+                "blocks.*.attn.gain": ids,
+                "blocks.*.attn.o": "replicate",
+                **{f"blocks.*.attn.{n}": "colwise_gather_output" for n in "qkv"},
+            },
+        ),
+        "scale": (lambda: Model(Block(Attention(scale=True))), {**PLAN, "blocks.*.attn": ids}),
+        "latent": (lambda: Model(Block(Attention(latent=True))), {**PLAN, "blocks.*.attn.latent": ids}),
+        "mean": (lambda: nn.Sequential(Both()), {"0.up": "colwise", "0.down": "rowwise"}),
+        "whole": (lambda: Model(Block(Attention()), Block(Attention(), nn.SiLU()), tied=True), PLAN),
+    }
+    make, plan = made[name]
+    return make().double().float(), plan
+
+
+def example(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if isinstance(model, Model):
+        return torch.randint(24, (2, 6), generator=generator)
+    return torch.randn(5, HIDDEN, generator=generator)
+
+
+def checks(model: nn.Module) -> list[Any]:
+    return [hook for hook in model._forward_hooks.values() if isinstance(hook, FirstForward)]
+
+
+# --- the graph of a forward -----------------------------------------------------------------------------------------
+
+
+def first_forwards(tp_group, names, mode):
+    """By name, what the first forward with gradients says: "" for nothing."""
+    found = {}
+    with tpi.set_tp_invariant_mode(mode):
+        for name in names:
+            model, plan = models(name)
+            tpi.parallelize(model, tp_group, plan)
+            with torch.no_grad():
+                model(example(model))  # no gradients, so nothing to say
+            try:
+                model(example(model)).sum().backward()
+                found[name] = ""
+            except IncompleteGradient as error:
+                found[name] = str(error)
+            if not found[name]:
+                assert not checks(model), "the check goes away after it was done"
+    return found
+
+
+WRONG = {
+    "norm": "blocks.0.attn.norm.weight: the same on every rank, and meets this rank's part",
+    "gain": "blocks.0.attn.gain.gain: the same on every rank",
+    "scale": "blocks.0.attn.scale: the same on every rank",
+    "latent": "an activation, made of blocks.0.attn.latent",
+}
+RIGHT = ("fused right", "norm right", "gain right", "whole")
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+def test_the_first_forward_names_what_gets_a_part_of_its_gradient(mode):
+    for got in run_ranks(first_forwards, 2, (*WRONG, *RIGHT, "mean"), mode):
+        for name, text in WRONG.items():
+            assert text in got[name], (name, got[name])
+        assert [name for name in (*RIGHT, "mean") if got[name]] == []
+    assert set(first_forwards(None, (*WRONG, *RIGHT), mode).values()) == {""}, "alone every gradient is complete"
+
+
+def gated_on_rank(tp_group, leaf):
+    torch.manual_seed(0)
+    model = tpi.parallelize(nn.Sequential(Gated(), Gated()), tp_group, {"*.up": "colwise", "*.down": "rowwise"})
+    outer = nn.Linear(HIDDEN, HIDDEN)
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_(leaf)
+    with pytest.raises(IncompleteGradient) as caught:
+        model(x if leaf else outer(x))
+    return str(caught.value)
+
+
+def test_activations_that_are_whole_count_too():
+    """Also the model's inputs, whether leaves or made by something outside of the model."""
+    for leaf in (True, False):
+        for text in run_ranks(gated_on_rank, 2, leaf):
+            assert "an activation, made of the model's inputs: the same on every rank, and meets" in text
+
+
+def passing_on_rank(tp_group):
+    said = []
+    for family, sp, mode, reentrant in (("qwen3", True, True, False), ("gemma3", False, False, True)):
+        model = tpi.parallelize(hf_models.build(family), tp_group, sequence_parallel=sp)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with tpi.set_tp_invariant_mode(mode):
+            model(**hf_models.batch(), use_cache=False).loss.backward()
+        said.append(len(checks(model)))
+    return said
+
+
+def test_hugging_face_models_pass():
+    assert run_ranks(passing_on_rank, 2) == [[0, 0]] * 2
+
+
+def test_compiled_code_and_copies_have_the_check_too():
+    model = nn.Sequential(nn.Linear(HIDDEN, 4))
+    FirstForward(model, Group(None, 0, 2))
+    twin = copy.deepcopy(model)
+    torch.compile(twin, backend="eager")(example(model)).sum().backward()
+    assert len(checks(model)) == len(checks(twin)) == 1, "not while it is compiled"
+    twin(example(model))
+    assert (len(checks(model)), len(checks(twin))) == (1, 0), "a copy has a check of its own"
+
+
+def plain_norm_in_sp_on_rank(tp_group):
+    """A plain norm among sequence-parallel layers of one's own, asked by hand."""
+    from tp_invariant.gradient_flow import check_gradient_flow
+
+    options = dict(tp_group=tp_group, sequence_parallel=True)
+    said = []
+    for norm in (nn.LayerNorm(HIDDEN), tpi.ParallelNorm(HIDDEN, **options)):
+        up, down = (
+            tpi.Linear(HIDDEN, 32, parallel_mode="column", **options),
+            tpi.Linear(32, HIDDEN, parallel_mode="row", **options),
+        )
+        model = nn.Sequential(norm, up, down)
+        x = torch.randn(4, 3, HIDDEN, requires_grad=True)
+        from tp_invariant.regions import scatter_sequence
+
+        y = model(scatter_sequence(x, tp_group))
+        try:
+            said.append(check_gradient_flow(model, y))
+        except IncompleteGradient as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_plain_norm_in_a_sequence_parallel_region():
+    for plain, ours in run_ranks(plain_norm_in_sp_on_rank, 2):
+        assert "0.weight: the same on every rank" in plain and "0.bias: the same" in plain
+        assert ours is True
+
+
+# --- verify=True ----------------------------------------------------------------------------------------------------
+
+
+def facts_of(model: nn.Module) -> list[Any]:
+    """What verify must leave as it was."""
+    tensors = {n: (t.clone(), t.dtype, getattr(t, "grad", None)) for n, t in model.state_dict(keep_vars=True).items()}
+    flags = [(m.training, list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
+    return [tensors, flags, list(map(type, model.modules())), torch.get_rng_state(), torch.is_grad_enabled()]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    tensors = all(torch.equal(x[0], b[0][n][0]) and x[1] == b[0][n][1] and x[2] is b[0][n][2] for n, x in a[0].items())
+    return tensors and a[1:3] == b[1:3] and torch.equal(a[3], b[3]) and a[4] == b[4]
+
+
+def verified(tp_group, names, mode):
+    found = {}
+    with tpi.set_tp_invariant_mode(mode):
+        for name in names:
+            model, plan = models(name)
+            before = facts_of(model)
+            try:
+                inputs = (example(model),) if name == "gain" else example(model)
+                tpi.parallelize(model, tp_group, plan, verify=True, example_inputs=inputs)
+                found[name] = ""
+            except ValueError as error:
+                found[name] = str(error)
+                assert same(before, facts_of(model)), name
+            assert torch.equal(before[3], torch.get_rng_state())
+            assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+OFF_BY = {
+    "fused": "the output of blocks.0.attn.o is off by",
+    "norm": "outputs are right; the gradient of blocks.0.attn.norm.weight is off by",
+    "gain": "outputs are right; the gradient of blocks.0.attn.gain.gain is off by",
+    "scale": "outputs are right; the gradient of blocks.0.attn.scale is off by",
+    "latent": "outputs are right; the gradient of blocks.0.attn.latent.weight is off by",
+    "mean": "the output of 0.down is off by",
+}
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+def test_verify_names_the_first_module_that_is_off(mode):
+    results = run_ranks(verified, 2, (*OFF_BY, *RIGHT), mode)
+    assert results[0] == results[1], "the same error on every rank"
+    for name, text in OFF_BY.items():
+        assert text in results[0][name], (name, results[0][name])
+        assert "nothing was changed" in results[0][name]
+    assert 'tpi.Part("colwise", sizes=(..))' in results[0]["fused"]
+    assert WRONG["gain"] in results[0]["gain"]
+    assert [(name, results[0][name]) for name in RIGHT if results[0][name]] == []
+
+
+def test_verify_at_tp_1():
+    assert verified(None, ("fused", "norm right", "whole"), True) == dict.fromkeys(("fused", "norm right", "whole"), "")
+
+
+def verified_hf(tp_group):
+    for family, sp, dtype in (("qwen3", True, torch.bfloat16), ("phi3", False, torch.float32)):
+        model = hf_models.build(family, dtype)
+        plan = own_plan(model) if family == "qwen3" else None
+        tpi.parallelize(model, tp_group, plan, sequence_parallel=sp, verify=True)
+        assert next(model.parameters()).dtype == dtype
+    return True
+
+
+def test_verify_makes_inputs_for_hugging_face_models():
+    assert run_ranks(verified_hf, 2) == [True, True]
+
+
+def test_what_verify_cannot_do_it_says():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="verify=True needs something to call Sequential with: give example_inputs"):
+        tpi.parallelize(model, None, {"0": "colwise"}, verify=True)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        tpi.parallelize(model, None, {"0": "colwise"}, example_inputs=torch.randn(2, 4))
+    with pytest.raises(TypeError, match="example_inputs is a int"):
+        tpi.parallelize(model, None, {"0": "colwise"}, verify=True, example_inputs=3)
+    with pytest.raises(ValueError, match="infinite values or NaN"):
+        tpi.parallelize(model, None, {"0": "colwise"}, verify=True, example_inputs=torch.full((2, 4), torch.inf))
+    with pytest.raises(ValueError, match="on the meta device"):
+        tpi.parallelize(nn.Sequential(nn.Linear(4, 4, device="meta")), None, {"0": "colwise"}, verify=True)
+
+    class Noisy(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5, self.training)
+
+    with pytest.raises(ValueError, match="differs from one call to the next"):
+        tpi.parallelize(Noisy(nn.Linear(4, 4)), None, {"0": "colwise"}, verify=True, example_inputs=torch.randn(2, 4))
+    tpi.parallelize(
+        Noisy(nn.Linear(4, 4)).eval(), None, {"0": "colwise"}, verify=True, example_inputs=torch.randn(2, 4)
+    )

@@ -1,0 +1,94 @@
+"""Parameters that several modules share: sharding one of these modules by itself would silently untie them.
+
+A module does not know who else holds its weight. Python's collector does: it can list every module that is alive. That
+takes a tenth of a second or two in a large process, so it is asked only where a parameter has more references than that
+of a module which was just made.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import nn
+
+_kept_by_caller: ContextVar[bool] = ContextVar("_kept_by_caller", default=False)
+
+
+@contextmanager
+def ties_are_kept() -> Iterator[None]:
+    """Inside, `refuse_ties` lets everything pass: its caller ties the new modules itself."""
+    token = _kept_by_caller.set(True)
+    try:
+        yield
+    finally:
+        _kept_by_caller.reset(token)
+
+
+def _references(module: nn.Module, name: str) -> int:
+    return sys.getrefcount(module._parameters[name])
+
+
+_ALONE = _references(nn.Linear(1, 1, device="meta"), "weight")
+
+
+def holders(ids: Collection[int]) -> list[tuple[nn.Module, str, int]]:
+    """(module, name, id) of each parameter with one of these ids, in every module that is alive."""
+    found = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module):  # isinstance would ask objects that only pretend
+            parameters = thing.__dict__.get("_parameters")
+            for name, parameter in parameters.items() if isinstance(parameters, dict) else ():
+                if parameter is not None and id(parameter) in ids:
+                    found.append((thing, name, id(parameter)))
+    return found
+
+
+def others_with(module: nn.Module, name: str) -> list[str]:
+    """Which other modules hold module's parameter `name`: ["Embedding.weight"], say."""
+    if module._parameters.get(name) is None or _references(module, name) <= _ALONE:
+        return []
+    wanted = {id(module._parameters[name])}
+    if all(other is module for other, _, _ in holders(wanted)):
+        return []
+    gc.collect()  # a module that is garbage may be among them
+    return [f"{type(other).__name__}.{key}" for other, key, _ in holders(wanted) if other is not module]
+
+
+def refuse_ties(module: nn.Module) -> None:
+    """For what makes new parameters of a module's own.
+
+    Raises:
+        ValueError: a parameter of `module` that another module holds too.
+    """
+    if _kept_by_caller.get():
+        return
+    for name in module._parameters:
+        if others := others_with(module, name):
+            raise ValueError(
+                f"{type(module).__name__}.{name} is also {' and '.join(others)}: a sharded copy of it would not be "
+                "tied to it. parallelize keeps ties; or give this module a parameter of its own first "
+                f"({name} = nn.Parameter({name}.detach().clone())), and tie the sharded modules afterwards"
+            )
+
+
+def ties_to_outside(model: nn.Module) -> list[str]:
+    """One line for each parameter of `model` that a module outside of it holds too."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {id(module) for module in model.modules()}
+
+    def outside() -> list[str]:
+        return sorted(
+            f"{names[key]}: is also {type(module).__name__}.{name} of a module outside of the model, which would no "
+            "longer be tied to it: give parallelize the model that holds both"
+            for module, name, key in holders(names)
+            if id(module) not in own
+        )
+
+    if not outside():
+        return []
+    gc.collect()
+    return outside()
