@@ -93,7 +93,7 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
         fixed = [(name, value) for name, value in facts.items() if name not in shapes]
         sizes = [size for name in shapes for size in facts[name]]
         dims = [(name, len(facts[name])) for name in shapes]
-        _check_later(group_name(group), str(device), repr(fixed), repr(dims), sizes)
+        _check_later(torch.empty(0, device=device), group_name(group), repr(fixed), repr(dims), sizes)
         return
     introduce(group, device)
     known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
@@ -110,18 +110,18 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
     agreed.add(known)
 
 
-def _check_named(name: str, device: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
-    """check_agreement of compiled code, told in what a graph can hold."""
+def _check_named(place: Tensor, name: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
+    """check_agreement of compiled code, told in what a graph can hold; `place` is empty, and on the call's device."""
     facts, left = dict(_literal(fixed)), tuple(sizes)
     for shape, dim in _literal(dims):
         facts[shape], left = left[:dim], left[dim:]
     group = group_named(name)
-    check_agreement(facts, group, torch.device(device), agreed_in(group))
+    check_agreement(facts, group, place.device, agreed_in(group))
 
 
 _literal = lru_cache(maxsize=4096)(ast.literal_eval)
 _check_later = at_run_time(
-    _check_named, name="check_agreement", arguments="str group, str device, str facts, str dims, SymInt[] sizes"
+    _check_named, name="check_agreement", arguments="Tensor place, str group, str facts, str dims, SymInt[] sizes"
 )
 
 

@@ -152,7 +152,14 @@ def _read(text: str, group: Any) -> tuple:
 
 
 def at_run_time(function: Callable[..., None], *, name: str, arguments: str) -> Callable[..., None]:
-    """`function`, and while torch.compile traces an op that calls it, in the order of the ops of several ranks."""
+    """`function`, and while torch.compile traces an op that calls it, in the order of the ops of several ranks.
+
+    Its first argument is a tensor, be it an empty one: it tells inductor on which device the op runs. An op without a
+    device is written before the C++ loops that inductor has collected and not written yet, and what the op is the last
+    to be ordered after is freed with it: the loops would then read buffers that are no more.
+    """
+    if not arguments.startswith("Tensor "):
+        raise ValueError(f"tp_invariant::{name}({arguments}) must take a tensor first, which says where it runs")
     op = define(name, f"({arguments}) -> ()", function, lambda *args: None, ordered=True)
 
     def call(*args: Any) -> None:
