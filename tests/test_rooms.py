@@ -116,7 +116,7 @@ ALLOWED = {
         "stock",
     },
     "layernorm_linear": {"functions", "gemm", "layout", "linear", "norm", "parameters", "regions"},
-    "parallel_norm": {"agreement", "collectives", "gemm", "layout", "mode", "norm", "parameters"},
+    "parallel_norm": {"agreement", "collectives", "compiled", "gemm", "layout", "mode", "norm", "parameters"},
     "elementwise": {"mode"},
     "attention_checks": set(),
     "attention": {"attention_checks", "kernels"},

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from . import liveness
 from .collectives import Group, gather_major
-from .compiled import at_run_time, group_name, group_named
+from .compiled import at_run_time, group_name, group_named, plain
 from .environment import environment_facts
 from .layout import fresh_view
 from .mode import is_call_check_enabled
@@ -90,7 +90,7 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
     """
     if torch.compiler.is_compiling():
         shapes = [name for name in facts if name.startswith("the shape of ")]
-        fixed = [(name, value) for name, value in facts.items() if name not in shapes]
+        fixed = [(name, plain(value)) for name, value in facts.items() if name not in shapes]
         sizes = [size for name in shapes for size in facts[name]]
         dims = [(name, len(facts[name])) for name in shapes]
         _check_later(torch.empty(0, device=device), group_name(group), repr(fixed), repr(dims), sizes)
