@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -225,3 +226,37 @@ def test_strides_are_the_same_at_every_degree():
         for rank, part in enumerate(run_ranks(observed, degree)):
             different = differences(whole, part)
             assert not different, f"rank {rank} of {degree}, {len(different)} of {len(whole)}:\n" + "\n".join(different)
+
+
+# --- what depends on it ---------------------------------------------------------------------------------------------
+
+
+def broadcast_grads(tp_group: Any) -> list[Tensor]:
+    """Gradients of what torch broadcasts over the tokens before and after layers, which are sums of its own."""
+    torch.manual_seed(0)
+    before, between, after = (torch.zeros(size, requires_grad=True) for size in (K, N, K))
+    row = tpi.Linear(K, N, parallel_mode="row", input_is_parallel=False, partition_stride=2, tp_group=tp_group)
+    wide = testing.wide_randn(130, K, generator=torch.Generator().manual_seed(1), spread=6)
+    with tpi.set_tp_invariant_mode(True):
+        y = row(wide + before) + between
+        x = scatter_sequence((wide + after).t().contiguous().t()[:129], tp_group)
+        z = gather_sequence(x, tp_group)
+    scale = testing.wide_randn(130, N, generator=torch.Generator().manual_seed(2), spread=6)
+    ((y * scale).sum() + (z * scale[:129, :K]).sum()).backward()
+    return [t.grad for t in (before, between, after)]
+
+
+def test_sums_of_torch_over_the_tokens_are_the_same_at_every_degree():
+    (whole,) = run_ranks(broadcast_grads, 1)
+    for got in run_ranks(broadcast_grads, 3):
+        testing.assert_bitwise_equal(got, whole)
+
+
+def test_what_a_region_gives_is_ones_own():
+    """Changed in place, it leaves alone what was passed; at TP=1 as at every other degree."""
+    for function in (gather_sequence, scatter_sequence):
+        x = torch.ones(4, 3)
+        function(x, None).add_(1)
+        assert x.eq(1).all()
+        with pytest.raises(IndexError, match="sequence_dim=2 is out of range"):
+            function(x, None, 2)
