@@ -161,7 +161,7 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
   less than a promise: other values, or another CPU, may show one.
 - **Where every cut is at a multiple of {aligned} elements nothing is left over, and every entry holds**, fused ones
   too. Let a parameter's number of elements on each rank be a multiple of {aligned}, which local sizes that are
-  multiples of {aligned} give. This holds with one thread for each rank (`OMP_NUM_THREADS=1`, which torchrun sets): torch
+  multiples of {aligned} give. This is for one thread in each rank (`OMP_NUM_THREADS=1`, which torchrun sets): torch
   cuts what has more than 32768 elements once more, between its threads.
 - `ATEN_CPU_CAPABILITY=default` in the environment of every rank makes torch round each operation by itself everywhere:
   for-loop and foreach then hold at every cut in 16 bits too, more slowly. It is another reference, with other bits.

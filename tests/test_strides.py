@@ -160,10 +160,10 @@ IN_SEQUENCE: dict[str, Callable[..., Call]] = {
 
 def every_case() -> Iterator[tuple[str, Callable[..., Call], tuple[int, ...]]]:
     for name, case in CASES.items():
-        for tokens in ((6,), (2, 6), (1, 6), (2, 0)):
+        for tokens in ((2, 6), (1, 6), (2, 0)):
             yield f"{name} of {tokens}", case, tokens
     for name, case in IN_SEQUENCE.items():
-        for tokens, dim in (((12,), 0), ((12, 2), 0), ((2, 12), 1), ((1, 12), 1), ((12, 1), 0), ((0, 12), 1)):
+        for tokens, dim in (((6, 2), 0), ((2, 6), 1), ((1, 6), 1), ((6,), 0), ((0, 6), 1)):
             yield f"{name} in a sequence along {dim} of {tokens}", functools.partial(case, sequence_dim=dim), tokens
 
 
