@@ -1,11 +1,21 @@
 """What every test needs before anything imports torch or triton."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Small products on two threads are waiting, most of all, and the OpenMP of torch's wheels waits by spinning on a core
 # that ranks or other tests could use: a case of test_attention_choice.py took 7 s of CPU time, and takes 0.6 without.
 # It reads this when it is loaded, which `import torch` does.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# torch.compile: one cache for a run of the tests and all its ranks, empty at its start, so that what is tested is
+# today's; and compiled in the process itself, as starting a pool of workers takes longer than these programs do.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache = tempfile.mkdtemp(prefix="inductor-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 

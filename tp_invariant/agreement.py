@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from . import call_records, liveness
 from .call_records import doing
 from .collectives import Group, gather_major
-from .compiled import at_run_time, group_name, group_named
+from .compiled import at_run_time, group_name, group_named, plain
 from .environment import environment_facts
 from .layout import fresh_view
 from .mode import is_call_check_enabled
@@ -115,10 +115,10 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
     """
     if torch.compiler.is_compiling():
         shapes = [name for name in facts if name.startswith("the shape of ")]
-        fixed = [(name, value) for name, value in facts.items() if name not in shapes]
+        fixed = [(name, plain(value)) for name, value in facts.items() if name not in shapes]
         sizes = [size for name in shapes for size in facts[name]]
         dims = [(name, len(facts[name])) for name in shapes]
-        _check_later(group_name(group), str(device), repr(fixed), repr(dims), sizes)
+        _check_later(torch.empty(0, device=device), group_name(group), repr(fixed), repr(dims), sizes)
         return
     introduce(group, device)
     known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
@@ -167,18 +167,18 @@ def _alike(one: Mapping[str, str], other: Mapping[str, str]) -> int:
     return sum(other.get(name) == value for name, value in one.items())
 
 
-def _check_named(name: str, device: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
-    """check_agreement of compiled code, told in what a graph can hold."""
+def _check_named(place: Tensor, name: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
+    """check_agreement of compiled code, told in what a graph can hold; `place` is empty, and on the call's device."""
     facts, left = dict(_literal(fixed)), tuple(sizes)
     for shape, dim in _literal(dims):
         facts[shape], left = left[:dim], left[dim:]
     group = group_named(name)
-    check_agreement(facts, group, torch.device(device), agreed_in(group))
+    check_agreement(facts, group, place.device, agreed_in(group))
 
 
 _literal = lru_cache(maxsize=4096)(ast.literal_eval)
 _check_later = at_run_time(
-    _check_named, name="check_agreement", arguments="str group, str device, str facts, str dims, SymInt[] sizes"
+    _check_named, name="check_agreement", arguments="Tensor place, str group, str facts, str dims, SymInt[] sizes"
 )
 
 

@@ -105,17 +105,29 @@ def define(
     return getattr(torch.ops.tp_invariant, name).default
 
 
+def plain(value: Any) -> Any:
+    """A setting that text can be made of: a number (an eps), or a tuple with such.
+
+    torch.compile makes a symbol of a number once it has met another value: here it is the value again, and guarded.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    if isinstance(value, tuple):
+        return tuple([plain(item) for item in value])
+    if not isinstance(value, (int, float)):
+        return value
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy, so only here
+
+    return guard_scalar(value)
+
+
 def _encode(value: Any, groups: list[str]) -> Any:
     """`value` in literals; the names of groups in it are added to `groups`. Traced by torch.compile."""
     if isinstance(value, _group_type):
         groups.append(group_name(value))
         return ("group",)
     if isinstance(value, (int, float)):
-        # torch.compile makes a symbol of a number (an eps) once it has met another value: here it is the value again,
-        # and guarded
-        from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy, so only here
-
-        return guard_scalar(value)
+        return plain(value)
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, tuple):
@@ -152,7 +164,14 @@ def _read(text: str, group: Any) -> tuple:
 
 
 def at_run_time(function: Callable[..., None], *, name: str, arguments: str) -> Callable[..., None]:
-    """`function`, and while torch.compile traces an op that calls it, in the order of the ops of several ranks."""
+    """`function`, and while torch.compile traces an op that calls it, in the order of the ops of several ranks.
+
+    Its first argument is a tensor, be it an empty one: it tells inductor on which device the op runs. An op without a
+    device is written before the C++ loops that inductor has collected and not written yet, and what the op is the last
+    to be ordered after is freed with it: the loops would then read buffers that are no more.
+    """
+    if not arguments.startswith("Tensor "):
+        raise ValueError(f"tp_invariant::{name}({arguments}) must take a tensor first, which says where it runs")
     op = define(name, f"({arguments}) -> ()", function, lambda *args: None, ordered=True)
 
     def call(*args: Any) -> None:

@@ -106,7 +106,8 @@ def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -
 
 
 def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return own_shape(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c, shape)  # theirs may be kept by them
+    """c [T, N], contiguous, as `shape`: another gemm_fn's result may lie otherwise, and may be kept by it."""
+    return own_shape(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
 
 
 def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

@@ -31,10 +31,10 @@ def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def own_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
     """fresh_view of what a kernel of this library has just made and nobody else holds: x itself, at a fifth of the
-    host's time; fresh_view of what is a view of something or not contiguous, and where a dispatch mode (selective
-    checkpointing) may hold it."""
+    host's time; fresh_view of what is a view of something, and where a dispatch mode (selective checkpointing) may hold
+    it. Contiguous: what a kernel lays out as its input is laid out (a norm of a transposed x) is copied."""
     if x._is_view() or not x.is_contiguous() or torch._C._len_torch_dispatch_stack():
-        return fresh_view(x, shape)
+        return fresh_view(x.contiguous(), shape)
     return x.resize_(shape)  # in place, and of the same size: nothing moves
 
 

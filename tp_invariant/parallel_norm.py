@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import Agreed, check_agreement, check_gradient, refuse
 from .call_records import doing
 from .collectives import Group, resolve_group
+from .compiled import plain
 from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
@@ -230,7 +231,7 @@ class ParallelNorm(ShardedModule):
                 )
 
     def extra_repr(self) -> str:
-        text = f"{self.features}, eps={self.eps}, normalization={self.normalization!r}"
+        text = f"{self.features}, eps={plain(self.eps)}, normalization={self.normalization!r}"
         if self.zero_centered_gamma:
             text += ", zero_centered_gamma=True"
         if self.heads is not None:

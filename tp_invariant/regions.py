@@ -3,7 +3,9 @@
     gather_sequence, scatter_sequence    out of and into sequence parallelism; public, so ranks compare what they pass
     gather_features, scatter_features    the layers' own, along the last dim, in TP=1's order
 
-A gradient of something whole is whole and complete on every rank, so that no adjoint sums over ranks.
+A gradient of something whole is whole and complete on every rank, so that no adjoint sums over ranks. Results and
+gradients are contiguous at every degree, and gather_sequence and scatter_sequence give new memory at every degree: what
+torch does with them afterwards, a sum over tokens or an addition in place, is then the same thing at each.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return gather_dim(x, dim, group)
+        return gather_dim(x, dim, group) if group.size > 1 else x.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
@@ -44,7 +46,7 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_dim(grad, ctx.dim, ctx.group), None, None
+        return gather_dim(grad, ctx.dim, ctx.group).contiguous(), None, None
 
 
 def _scaled(x: Tensor, dim: int, by: int, over: int = 1) -> list[Tensor]:
@@ -84,6 +86,8 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
     except (IndexError, ValueError) as error:
         refuse(error, group, x.device, agreed)
         raise
+    if group.size == 1:
+        return fn(x, dim, group)
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
     check_agreement(facts, group, x.device, agreed)
     return check_gradient(fn(x, dim, group), name, group, agreed)
@@ -94,16 +98,15 @@ def gather_sequence(
 ) -> Tensor:
     """Leaves a sequence-parallel region: the shards [.., S/P, ..] -> the whole [.., S, ..], the same on every rank.
 
-    Its adjoint takes this rank's slice: a gradient of the whole is complete on every rank, as everywhere in this
-    library, so nothing is summed over ranks.
+    A new contiguous tensor, at TP=1 too. Its adjoint takes this rank's slice: a gradient of the whole is complete on
+    every rank, as everywhere in this library, so nothing is summed over ranks.
 
     Raises:
         IndexError: x has no such dim.
         RuntimeError: the ranks' shapes, dtypes or dims differ; the same on every rank. Compared when first seen, with
             TP_INVARIANT_CHECK=1 at every call, and in backward.
     """
-    group = resolve_group(tp_group)
-    return x if group.size == 1 else _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, group)
+    return _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, resolve_group(tp_group))
 
 
 def scatter_sequence(
@@ -111,14 +114,13 @@ def scatter_sequence(
 ) -> Tensor:
     """Enters a sequence-parallel region: the whole [.., S, ..], the same on every rank, -> this rank's [.., S/P, ..].
 
-    Its adjoint gathers the slices.
+    A new contiguous tensor, at TP=1 too. Its adjoint gathers the slices.
 
     Raises:
         IndexError, RuntimeError: see gather_sequence.
         ValueError: the degree does not divide S.
     """
-    group = resolve_group(tp_group)
-    return x if group.size == 1 else _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, group)
+    return _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, resolve_group(tp_group))
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -145,7 +147,7 @@ class _ScatterFeatures(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         gathered = gather_dim(grad, grad.dim() - 1, ctx.group)
-        return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride), None, None
+        return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride).contiguous(), None, None
 
 
 def _restore_features(ctx: Any, dtypes: Any, stride: Stride, group: Group) -> None:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from .collectives import Group, gather_dim
-from .compiled import at_run_time, opaque
+from .compiled import constant, opaque
 from .functions import LinearCall, flatten_tokens, no_op
 from .wire import explained
 
@@ -28,12 +28,13 @@ _logged = False
 
 
 def log_once(group: Group) -> None:
-    """Says once per process, at INFO, that bits depend on the degree here."""
+    """Says once per process, at INFO, that bits depend on the degree here: when called, or when compiled."""
     if group.size > 1:
         _log_once(group.size)
 
 
-def _log_once_now(size: int) -> None:
+@constant
+def _log_once(size: int) -> None:
     global _logged
     if not _logged:
         _logged = True
@@ -42,9 +43,6 @@ def _log_once_now(size: int) -> None:
             "the degree; set TP_INVARIANT_MODE=1 to turn it on",
             size,
         )
-
-
-_log_once = at_run_time(_log_once_now, name="log_stock", arguments="int size")
 
 
 def _sum(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:

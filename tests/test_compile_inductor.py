@@ -1,0 +1,258 @@
+"""What people compile, with inductor: blocks of layers with norms, activations, attention and residuals between them.
+
+Three claims. Compiled with the mode on, a rank's results are TP=1's when that is compiled too: loss, output,
+gradients, parameters after optimizer steps; in other lengths and with the mode off the same code stays right; and
+everything is as near to float64 as it is eagerly. The layers' own bits are eager's (test_compile.py); those of the code
+between them are inductor's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_cases import error
+from torch import Tensor, nn
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.bits import leaves
+from tp_invariant.regions import gather_sequence, scatter_sequence
+from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+VOCABULARY, HIDDEN, HEADS = 72, 64, 4
+ON, OFF = True, False
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="inductor's CPU backend needs a C++ compiler: install g++, or let CXX name one",
+)
+
+
+class Net(nn.Module):
+    """Every kind of layer in the two blocks of a transformer, and between them what people write in plain torch."""
+
+    def __init__(self, tp_group: Any, sequence_parallel: bool, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel
+        where = dict(dtype=dtype, device=device)
+        both = dict(tp_group=tp_group, sequence_parallel=sequence_parallel, sequence_dim=1, **where)
+        column, row = dict(parallel_mode="column", **both), dict(parallel_mode="row", **both)
+        self.embedding = tpi.VocabParallelEmbedding(VOCABULARY, HIDDEN, tp_group=tp_group, **where)
+        self.first = nn.LayerNorm(HIDDEN, **where)  # whole, before what enters the sharded region
+        self.norm = tpi.ParallelNorm(HIDDEN, **both)
+        self.qkv = tpi.Linear(HIDDEN, 3 * HIDDEN, bias=False, partition_stride=3, **column)
+        self.q_norm = tpi.ParallelNorm(HIDDEN // HEADS, heads=HEADS, heads_dim=2, tp_group=tp_group, **where)
+        self.out = tpi.Linear(HIDDEN, HIDDEN, **row)
+        self.up = tpi.LayerNormLinear(HIDDEN, 256, normalization="RMSNorm", partition_stride=2, **column)
+        self.down = tpi.Linear(128, HIDDEN, bias=False, **row)
+        self.last = nn.LayerNorm(HIDDEN, **where)
+        self.head = tpi.Linear(HIDDEN, VOCABULARY, bias=False, parallel_mode="column", tp_group=tp_group, **where)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), k, v))
+        attention = F.scaled_dot_product_attention if q.dtype == torch.float64 else tpi.attention
+        kind = dict(is_causal=True) if q.dtype == torch.float64 else dict(causal=True)
+        return self.out(attention(q, k, v, **kind).transpose(1, 2).flatten(-2))
+
+    def forward(self, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(self.embedding(ids))
+        if self.sequence_parallel:
+            x = scatter_sequence(x, self.tp_group, 1)
+        x = x + self.attend(x)
+        gate, up = self.up(x).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        if self.sequence_parallel:
+            x = gather_sequence(x, self.tp_group, 1)
+        x = self.last(x)
+        logits = self.head(x)
+        if logits.dtype == torch.float64:
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten()), x
+        return tpi.vocab_parallel_cross_entropy(logits, target, tp_group=self.tp_group), x
+
+
+def train(
+    tp_group: Any,
+    sequence_parallel: bool,
+    compiled: str | None,
+    modes: tuple[bool, ...],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    dynamic: bool | None = None,
+) -> list[Any]:
+    """Loss, output, gradients and the parameters after an optimizer's step, for steps of two lengths; all whole."""
+    torch.compiler.reset()
+    model = Net(tp_group, sequence_parallel, dtype, device)
+    with torch.no_grad():
+        for i, (_, p, spec) in enumerate(tpi.parameters.named_shard_specs(model)):
+            full = spec.full(p)
+            values = wide_randn(*full.shape, generator=torch.Generator().manual_seed(i), spread=2)
+            p.copy_(spec.local((values * 0.2 + (1 if p.dim() == 1 else 0)).to(full)))
+    call: Any = model
+    if compiled == "model":
+        call = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    elif compiled == "layers":  # each by itself, and nothing else
+        for child in model.children():
+            if not isinstance(child, nn.LayerNorm):
+                child.compile(fullgraph=True, dynamic=dynamic)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    results = []
+    for step, mode in enumerate(modes):
+        g = torch.Generator().manual_seed(step)
+        ids, target = (torch.randint(0, VOCABULARY, (2, (8, 12)[step % 2]), generator=g).to(device) for _ in range(2))
+        target[0, 0] = -100
+        optimizer.zero_grad()
+        with tpi.set_tp_invariant_mode(mode):
+            loss, x = call(ids, target)
+            (loss + x.square().mean()).backward()
+        grads = {name: None if g is None else g.cpu() for name, g in testing.full_grads(model).items()}
+        optimizer.step()
+        after = {name: p.detach().cpu() for name, p in testing.full_parameters(model).items()}
+        results.append((loss.detach().cpu(), x.detach().cpu(), grads, after))
+    return results
+
+
+def check_right(got: list[Any], exact: list[Any], bound: float) -> None:
+    for (loss, x, grads, after), (exact_loss, exact_x, exact_grads, exact_after) in zip(got, exact, strict=True):
+        assert error(loss, exact_loss.double()) < bound and error(x, exact_x.double()) < bound
+        assert grads.keys() == exact_grads.keys()
+        for name in grads:
+            assert error(grads[name], exact_grads[name].double()) < 10 * bound, name
+            assert error(after[name], exact_after[name].double()) < 10 * bound, name
+
+
+@needs_compiler
+def test_a_model():
+    """One compilation for both lengths."""
+    exact = train(None, True, None, (OFF, OFF), torch.float64)
+    arguments = (True, "model", (ON, ON), torch.float32, "cpu", True)
+    (whole,) = run_ranks(train, 1, *arguments)
+    check_right(whole, exact, 1e-5)
+    for got in run_ranks(train, 2, *arguments):
+        assert_bitwise_equal(got, whole)
+
+
+# --- small models, mode on and off ----------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """The two shortest programs in which C++ loops stand before a layer of several ranks."""
+
+    def __init__(self, tp_group: Any) -> None:
+        super().__init__()
+        column, row = (dict(parallel_mode=mode, tp_group=tp_group) for mode in ("column", "row"))
+        self.norm, self.after = nn.LayerNorm(96), tpi.Linear(96, 48, gather_output=True, **column)
+        self.mlp = nn.Sequential(tpi.Linear(48, 80, **column), nn.GELU(), tpi.Linear(80, 48, **row))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.after(self.norm(x)))
+
+
+def small(tp_group: Any, compiled: bool, modes: tuple[bool, ...], dtype: torch.dtype = torch.float32) -> list[Any]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Small(tp_group).to(dtype)
+    call = torch.compile(model, fullgraph=True) if compiled else model
+    results = []
+    for mode in modes:
+        model.zero_grad()
+        x = wide_randn(6, 96, generator=torch.Generator().manual_seed(1), spread=2).to(dtype).requires_grad_()
+        with tpi.set_tp_invariant_mode(mode):
+            y = call(x)
+            y.square().sum().backward()
+        results.append((y.detach(), x.grad, testing.full_grads(model)))
+    return results
+
+
+@needs_compiler
+def test_small_models_with_the_mode_on_and_off():
+    """TP=2 has the bits of TP=1 while the mode is on, and others while it is off; both are right."""
+    (exact,) = small(None, False, (OFF,), torch.float64)
+    whole = run_ranks(small, 1, True, (ON, OFF))[0]
+    for got in run_ranks(small, 2, True, (ON, OFF)):
+        assert_bitwise_equal(got[0], whole[0])
+        assert digest(got[1]) != digest(whole[1])
+        for y, dx, grads in (*got, *whole):
+            assert error(y, exact[0]) < 1e-5 and error(dx, exact[1]) < 1e-5
+            assert max(error(grads[name], exact[2][name]) for name in grads) < 1e-5
+
+
+# --- a Hugging Face layer -------------------------------------------------------------------------------------------
+
+
+def train_hugging_face(
+    tp_group: Any, sequence_parallel: bool, compiled: bool, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> dict[str, Any]:
+    """Two steps of a Qwen3 whose decoder layers are compiled, as `layer.compile()` does it."""
+    torch.compiler.reset()
+    with tpi.set_tp_invariant_mode(True):
+        model = tpi.parallelize(
+            hf_models.build("qwen3", dtype, num_hidden_layers=1).to(device),
+            tp_group,
+            sequence_parallel=sequence_parallel,
+        )
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        results: dict[str, Any] = {}
+        for step in range(2):
+            output = model(**{name: t.to(device) for name, t in hf_models.batch(step).items()})
+            optimizer.zero_grad()
+            output.loss.backward()
+            if step == 0:
+                results["logits"] = output.logits.detach().cpu()
+                results["grads"] = {name: g.cpu() for name, g in testing.full_grads(model).items()}
+            optimizer.step()
+            results[f"loss {step}"] = output.loss.detach().cpu()
+        return results
+
+
+@needs_compiler
+def test_a_hugging_face_layer():
+    pytest.importorskip("transformers")
+    eager = train_hugging_face(None, False, False)
+    whole = run_ranks(train_hugging_face, 1, False, True)[0]
+    for (name, got), (_, expected) in zip(leaves(whole), leaves(eager), strict=True):
+        assert error(got, expected.double()) < 1e-4, name
+    for got in run_ranks(train_hugging_face, 2, True, True):
+        assert_bitwise_equal(got, whole)
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("degree", (1, 2))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_on_gpus(degree, sequence_parallel):
+    """The model as one graph for all lengths, as one for each, and layer by layer; and the Hugging Face layer.
+
+    Where the whole model is compiled, other degrees are held to float64 and not to TP=1's bits: there inductor picks
+    the order of its own reductions by the sizes that it is given. Compiled layer by layer all bits are eager's.
+    """
+    if degree > testing.gpu_ranks():
+        pytest.skip(f"needs {degree} GPUs")
+    ranks = functools.partial(testing.run_ranks, device="cuda")
+    exact = train(None, sequence_parallel, None, (OFF,) * 3, torch.float64)
+    (eager,) = ranks(train, 1, sequence_parallel, None, (ON, ON, OFF), torch.float32, "cuda")
+    for dynamic in (None, True):
+        for got in ranks(train, degree, sequence_parallel, "model", (ON, ON, OFF), torch.float32, "cuda", dynamic):
+            check_right(got, exact, 1e-4)
+    for got in ranks(train, degree, sequence_parallel, "layers", (ON, ON, OFF), torch.float32, "cuda"):
+        check_right(got, exact, 1e-4)
+        assert_bitwise_equal(got[:2], eager[:2])
+        assert degree == 1 or digest(got[2]) != digest(eager[2])
+    pytest.importorskip("transformers")
+    (alone,) = ranks(train_hugging_face, 1, sequence_parallel, False, torch.float32, "cuda")
+    for got in ranks(train_hugging_face, degree, sequence_parallel, True, torch.float32, "cuda"):
+        for (name, value), (_, expected) in zip(leaves(got), leaves(alone), strict=True):
+            assert error(value, expected.double()) < 1e-3, name
