@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import hugging_face
+from .agreement import refuse
 from .attention_choice import SafeSdpa
 from .collectives import Group, resolve_group
 from .gemm import GemmFn, check_callable
@@ -58,8 +60,7 @@ def parallelize(
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         plan: {pattern: style or Part}, see plans.py; None takes the plan that a Hugging Face model brings.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
-            `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token;
-            hidden states that a model returns layer by layer are then this rank's tokens.
+            `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token.
         gemm_fn: for all linear layers, as for Linear (attention has a kernel of its own; with a mask as a matrix it may
             take the process-wide or bundled one).
 
@@ -79,12 +80,16 @@ def parallelize(
         "what parallelize cannot honour": survey.problems,
         **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
     }
-    check_same_model(model, group, facts)
+    error = ValueError(
+        f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
+        "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
+    )
+    if survey.distributed:  # other ranks hold other parts of it, so that there is nothing to compare
+        refuse(error, group, torch.device("cpu"), set())
+    else:
+        check_same_model(model, group, facts)
     if survey.problems:
-        raise ValueError(
-            f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
-            "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
-        )
+        raise error
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
         hugging_face.install(model)
@@ -97,10 +102,16 @@ def parallelize(
         SafeSdpa(caller)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if sequence_parallel else Group(None, 0, 1))
+        owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
+        owner.register_forward_pre_hook(hooks.start)
+        owner.register_forward_hook(hooks.gather_hidden_states)
         survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
-        for block in survey.blocks:
-            model.get_submodule(block).register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
-        model.get_submodule(survey.stack.norm_name).register_forward_hook(hooks.gather)
+        for block in map(model.get_submodule, survey.blocks):
+            block.register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
+            block.register_forward_hook(hooks.leave_block)
+        norm = model.get_submodule(survey.stack.norm_name)
+        norm.register_forward_pre_hook(hooks.scatter_before_layers)
+        norm.register_forward_hook(hooks.gather)
     return model
 
 
@@ -137,19 +148,64 @@ def _callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
 
 
 class _SequenceHooks:
-    """Into the sequence-parallel region and its blocks, and out of it; nothing moves in a group of one."""
+    """Into the sequence-parallel region and its blocks, and out of it; nothing moves in a group of one.
+
+    `inside`: whether the hidden states are sharded now, which they are from the first layer to the final norm. A model
+    may use that norm before its layers, too; it then gets this rank's tokens as well, and its output is gathered.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.inside = False
+        self.length = 0  # of the whole sequence, in a block
+
+    def start(self, owner: nn.Module, args: Any) -> None:
+        self.inside = False  # an earlier forward may have ended in an error
 
     def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        self.inside = True
         return _with_first(scatter_sequence, self.group, args, kwargs)
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return _with_first(_gather_into_block, self.group, args, kwargs)
+        args, kwargs = _with_first(_gather_into_block, self.group, args, kwargs)
+        self.length = (args[0] if args else kwargs["hidden_states"]).shape[SEQUENCE_DIM]
+        return args, kwargs
+
+    def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """Scatters what a block puts out for the whole sequence, as one does whose last layer is not row-parallel."""
+        first = output[0] if isinstance(output, tuple) else output
+        if self.group.size == 1 or not isinstance(first, Tensor) or first.shape[SEQUENCE_DIM] != self.length:
+            return output
+        first = scatter_sequence(first, self.group, SEQUENCE_DIM)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+    def scatter_before_layers(self, norm: nn.Module, args: tuple) -> tuple:
+        return args if self.inside else (scatter_sequence(args[0], self.group, SEQUENCE_DIM), *args[1:])
 
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.inside = False
         return gather_sequence(output, self.group, SEQUENCE_DIM)
+
+    def gather_hidden_states(self, owner: nn.Module, args: Any, output: Any) -> Any:
+        """Makes whole the hidden states of each layer (output_hidden_states=True) that are this rank's tokens."""
+        if self.group.size == 1:
+            return output
+        if isinstance(output, tuple):
+            whole = output[0].shape[SEQUENCE_DIM]
+            return tuple(self._whole(x, whole) if isinstance(x, tuple) else x for x in output)
+        states = getattr(output, "hidden_states", None)
+        if isinstance(states, tuple):
+            output.hidden_states = self._whole(states, output[0].shape[SEQUENCE_DIM])
+        return output
+
+    def _whole(self, states: tuple, length: int) -> tuple:
+        part = length // self.group.size
+        return tuple(
+            gather_sequence(x, self.group, SEQUENCE_DIM)
+            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == part
+            else x
+            for x in states
+        )
 
 
 def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -37,6 +37,18 @@ _HANDED_DOWN = {
 }  # fmt: skip
 
 
+def config_values(config: Any, name: str) -> frozenset[int]:
+    """The integers that a config, or the configs of its layers, have under `name`; none where it has no such field.
+
+    A field that differs from layer to layer raises an error of transformers' own when it is read from the whole.
+    """
+    try:
+        values = [getattr(config, name, None)]
+    except Exception:
+        values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", ())]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+
+
 def problem_with(config: Any, model: nn.Module) -> str | None:
     """What is wrong with the attention that a config of a Hugging Face model asks for, None if nothing is."""
     asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)

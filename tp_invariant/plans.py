@@ -40,7 +40,8 @@ class Part:
     Args:
         style: one of STYLES.
         partition_stride: for linear layers: in how many stacked pieces ([gate; up] is 2) the sharded dim comes.
-        heads_dim: for "replicated_with_grad_allreduce": the dim of the norm's input that holds the heads.
+        heads_dim: for "replicated_with_grad_allreduce": the dim of the norm's input that holds the heads; None where
+            parallelize can see it, in a Hugging Face model's forward.
     """
 
     style: str
@@ -55,15 +56,6 @@ class Part:
 
 # --- what plans do not say ------------------------------------------------------------------------------------------
 
-# Attention classes whose norms of q and k take [B, S, heads, D] (2), or [B, heads, S, D] (1).
-HEADS_DIM = {
-    "ApertusAttention": 1,
-    "Exaone4Attention": 1,
-    "Gemma3Attention": 1,
-    "HunYuanDenseV1Attention": 1,
-    "PhiAttention": 1,
-    "Qwen3Attention": 2,
-}
 # MLPs that take gate and up out of one projection by chunk(2, dim=-1). Their plan gathers its output, which keeps the
 # order of [gate; up]; with partition_stride=2 the shards keep it, and nothing needs gathering.
 FUSED_GATE_UP = ("Glm4MLP", "GlmMLP", "Phi3MLP")
