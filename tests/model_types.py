@@ -64,6 +64,7 @@ _SIZES: list[tuple[str, int]] = [
     (r".*patch_size", 4),
 ]
 # What no rule on names can know: fields of single model types, and of their sub-configs ("text_config.field").
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _OVERRIDES: dict[str, dict[str, Any]] = {}
 
 
@@ -76,10 +77,10 @@ def _shrunk(name: str, value: int) -> int:
 
 def shrink(config: Any, overrides: dict[str, Any]) -> Any:
     """A new config of the same class with small sizes; lists with an entry for each layer are cut."""
-    defaults = {k: v for k, v in config.to_dict().items() if k in vars(config) or k in _mapped(config)}
-    layers = getattr(config, "num_hidden_layers", None)
+    fields = vars(config)  # a field that differs from layer to layer cannot be read from the config itself
+    layers = next((fields[n] for n in _LAYERS if isinstance(fields.get(n), int)), None)
     changed: dict[str, Any] = {}
-    for name, value in vars(config).items():
+    for name, value in fields.items():
         if name.startswith("_") or name in ("model_type", "transformers_version"):
             continue
         if hasattr(value, "to_dict"):
@@ -96,24 +97,15 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
         elif isinstance(value, (list, tuple)) and isinstance(layers, int) and len(value) == layers > 4:
             kinds = list(dict.fromkeys(value)) if all(isinstance(v, (str, int)) for v in value) else []
             changed[name] = kinds[:4] if len(kinds) > 1 else list(value[:2])
-    counts = [len(v) for k, v in changed.items() if isinstance(v, list)]
+    counts = [len(v) for v in changed.values() if isinstance(v, list)]
     if counts:
-        for name in ("num_hidden_layers", "n_layer", "num_layers"):
-            if name in vars(config):
-                changed[name] = max(counts)
-        for name, value in vars(config).items():
-            if name in changed and isinstance(changed[name], list):
-                changed[name] = (changed[name] * 4)[: max(counts)]
-    del defaults
-    heads, kv = changed.get("num_attention_heads"), getattr(config, "num_key_value_heads", None)
-    if heads and isinstance(kv, int) and kv >= getattr(config, "num_attention_heads", 0):
+        changed |= {name: max(counts) for name in _LAYERS if name in fields}
+        changed |= {k: (v * 4)[: max(counts)] for k, v in changed.items() if isinstance(v, list)}
+    heads, kv = changed.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if heads and isinstance(kv, int) and kv >= fields["num_attention_heads"]:
         changed["num_key_value_heads"] = heads
     changed |= {k: v for k, v in overrides.items() if "." not in k}
     return type(config)(**changed)
-
-
-def _mapped(config: Any) -> set[str]:
-    return set(getattr(config, "attribute_map", {}))
 
 
 def tiny_config(model_type: str) -> Any:
@@ -121,7 +113,7 @@ def tiny_config(model_type: str) -> Any:
 
     kind = transformers.CONFIG_MAPPING[model_type]
     overrides = _OVERRIDES.get(model_type, {})
-    return shrink(kind(**{k: v for k, v in overrides.items() if k.startswith("!")}), overrides)
+    return shrink(kind(), overrides)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -138,14 +130,16 @@ def build(model_type: str, tied: bool | None) -> Any:
     import transformers
 
     config = tiny_config(model_type)
-    for one in {id(c): c for c in (config, config.get_text_config())}.values():
+    cls = getattr(transformers, class_names()[model_type])
+    if not isinstance(config, cls.config_class):  # as AutoModelForCausalLM does
+        config = config.get_text_config()
+    for one in {id(c): c for c in (config, *_text_configs(config))}.values():
         if tied is not None:
             one.tie_word_embeddings = tied
         if getattr(one, "is_decoder", None) is False:
             one.is_decoder = True  # BERT and its like are encoders otherwise
         if hasattr(one, "use_cache"):
             one.use_cache = False
-    cls = getattr(transformers, class_names()[model_type])
     with torch.device("meta"):
         count = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
     if count > MOST_PARAMETERS:
@@ -162,6 +156,13 @@ def build(model_type: str, tied: bool | None) -> Any:
                 spread = torch.exp2(torch.randint(-2, 3, parameter.shape, generator=generator).float())
                 parameter.copy_(noise * spread * 0.06)
     return model.train()
+
+
+def _text_configs(config: Any) -> list[Any]:
+    try:
+        return [config.get_text_config()]
+    except ValueError:  # several
+        return []
 
 
 def batch() -> dict[str, Tensor]:

@@ -8,9 +8,11 @@ holds what is sharded: heads, for a norm of q and k, wherever the model has put 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +93,23 @@ def _shapes(
         for name in names:
             twin.get_submodule(name).register_forward_pre_hook(_recorder(seen.setdefault(name, [])), with_kwargs=True)
         device = next(model.parameters()).device
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.no_grad(), _without_torchs_log(), FakeTensorMode(allow_non_fake_inputs=True):
             twin(input_ids=torch.zeros(_BATCH, length, dtype=torch.long, device=device), use_cache=False)
     except Exception as error:  # a foreign forward may raise anything
         begin = WITH_ALL_FEATURES if degree == 1 else f"its forward as one of {degree} ranks raises"
         raise ProbeError(f"{begin} {type(error).__name__}: {error}") from error
     return {name: shapes for name, shapes in seen.items() if shapes}
+
+
+@contextlib.contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """torch logs what fails on fake tensors, with traces; here it is part of the ProbeError."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _use_stock_attention(twin: nn.Module) -> None:

@@ -77,7 +77,12 @@ class Survey:
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
         config: Any = getattr(self.model, "config", None)
-        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.config = config
+        if hasattr(config, "get_text_config"):
+            try:
+                self.config = config.get_text_config()
+            except ValueError as error:  # it has several
+                self.problems.append(f"config.get_text_config() says: {error}".replace("\n", " "))
         self.is_hugging_face = hasattr(self.config, "_attn_implementation")
         self.distributed = self._distributed()
 
@@ -166,6 +171,9 @@ class Survey:
         asked = {name for name, part in self.parts.items() if part.style == HEADS_STYLE}
         names = [n for n, m in self.modules.items() if is_norm(m) and (n in asked or n.startswith(blocks))]
         if not self.is_hugging_face or not names:
+            return
+        if unsupported := [name for name, part in self.parts.items() if part.style not in STYLES]:
+            self.unseen = f"{unsupported[0]} is not supported"  # refused anyway, and its forward may not run there
             return
         for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
             try:
