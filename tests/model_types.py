@@ -38,7 +38,7 @@ from tp_invariant import testing
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "hugging_face.md"
 BATCH, SEQUENCE, VOCABULARY = 2, 24, 96
-MOST_PARAMETERS = 30_000_000  # of a model that counts as tiny; a larger one is a config that was not shrunk
+MOST_PARAMETERS = 60_000_000  # of a model that counts as tiny; a larger one is a config that was not shrunk
 
 # --- tiny configs ---------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,22 @@ _SIZES: list[tuple[str, int]] = [
 ]
 # What no rule on names can know: fields of single model types, and of their sub-configs ("text_config.field").
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_OVERRIDES: dict[str, dict[str, Any]] = {}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": dict(mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1),
+    "granitemoehybrid": dict(mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1),
+    "mamba2": dict(num_heads=8, head_dim=16, n_groups=1),
+    "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "reformer": dict(axial_pos_embds_dim=[32, 32], axial_pos_shape=[4, 6], num_buckets=None),
+    "cohere_compass_text": dict(
+        rope_parameters={"full_attention": dict(rope_type="default", rope_theta=1e4)},
+        layer_types=["full_attention", "full_attention"],
+    ),
+    "qwen4_exp_text": dict(
+        indexer_n_heads=4, indexer_kv_heads=2, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+    ),
+    "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
+}
 
 
 def _shrunk(name: str, value: int) -> int:
@@ -101,8 +116,15 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
     if counts:
         changed |= {name: max(counts) for name in _LAYERS if name in fields}
         changed |= {k: (v * 4)[: max(counts)] for k, v in changed.items() if isinstance(v, list)}
+    if "head_dim" in fields and fields["head_dim"] is None:
+        changed["head_dim"] = 16
+    if "qk_rope_head_dim" in changed:
+        rope, nope = changed["qk_rope_head_dim"], changed.get("qk_nope_head_dim", 0)
+        changed |= {name: size for name, size in (("head_dim", rope), ("qk_head_dim", rope + nope)) if name in changed}
+    if "num_kv_shared_layers" in fields:
+        changed["num_kv_shared_layers"] = 0
     heads, kv = changed.get("num_attention_heads"), fields.get("num_key_value_heads")
-    if heads and isinstance(kv, int) and kv >= fields["num_attention_heads"]:
+    if heads and "num_key_value_heads" in fields and (kv is None or kv >= fields["num_attention_heads"]):
         changed["num_key_value_heads"] = heads
     changed |= {k: v for k, v in overrides.items() if "." not in k}
     return type(config)(**changed)
@@ -131,8 +153,8 @@ def build(model_type: str, tied: bool | None) -> Any:
 
     config = tiny_config(model_type)
     cls = getattr(transformers, class_names()[model_type])
-    if not isinstance(config, cls.config_class):  # as AutoModelForCausalLM does
-        config = config.get_text_config()
+    if not isinstance(config, cls.config_class):  # AutoModelForCausalLM takes the part that is of the class, too
+        config = next(c for c in vars(config).values() if isinstance(c, cls.config_class))
     for one in {id(c): c for c in (config, *_text_configs(config))}.values():
         if tied is not None:
             one.tie_word_embeddings = tied
@@ -190,7 +212,9 @@ def run_on_rank(tp_group: Any, model_type: str, tied: bool | None, sp: bool, mod
             tpi.parallelize(model, tp_group, sequence_parallel=sp)
         except ValueError as error:
             return {"refused": str(error)}
-        testing.assert_bitwise_equal(testing.full_parameters(model), dict(full.named_parameters(remove_duplicate=False)))
+        testing.assert_bitwise_equal(
+            testing.full_parameters(model), dict(full.named_parameters(remove_duplicate=False))
+        )
         with tpi.set_tp_invariant_mode(mode):
             try:
                 return {"step": step(model)}

@@ -60,8 +60,7 @@ def sharded_inputs(
     found: dict[str, ShardedInput | None] = {}
     for name, calls in whole.items():
         seen = {
-            _compare(a, b, c, degree)
-            for a, b, c in zip(calls, part.get(name, []), longer.get(name, []), strict=False)
+            _compare(a, b, c, degree) for a, b, c in zip(calls, part.get(name, []), longer.get(name, []), strict=False)
         }
         if len(calls) != len(part.get(name, [])) or len(seen) != 1:
             raise ProbeError(f"{name} is called with other shapes from call to call, or other times: {calls}")

@@ -114,7 +114,9 @@ class Survey:
 
     def _distributed(self) -> str:
         """What says that another tool has sharded the model already; "" if nothing does."""
-        kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # there are none before it is imported
+        kind = getattr(
+            sys.modules.get("torch.distributed.tensor"), "DTensor", ()
+        )  # there are none before it is imported
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
         if name is None and getattr(self.model, "_tp_size", None) in (None, 1):
@@ -182,7 +184,9 @@ class Survey:
             except ProbeError as error:
                 self.unseen = self.unseen or str(error)
         if self.group.size == 1 and not self.unseen.startswith(WITH_ALL_FEATURES):
-            self.sharded = dict.fromkeys(names)  # a model that no degree but 1 divides: there are no others to agree with
+            self.sharded = dict.fromkeys(
+                names
+            )  # a model that no degree but 1 divides: there are no others to agree with
 
     def _projection_of(self, norm_name: str) -> str:
         """The name of the projection that a norm called q_norm, q_layernorm or query_layernorm would follow, or ""."""
@@ -328,7 +332,9 @@ class Survey:
         linear = self.modules.get(projection)
         if part.heads_dim is None:
             why = f", since {self.unseen}" if self.unseen else ""
-            self._problem(name, f"which dim of its input holds the heads was not seen{why}: give Part(.., heads_dim=..)")
+            self._problem(
+                name, f"which dim of its input holds the heads was not seen{why}: give Part(.., heads_dim=..)"
+            )
         if not isinstance(linear, nn.Linear):
             self._problem(name, f"has no {projection or 'projection'} beside it, to tell the number of heads")
             return {}
