@@ -92,7 +92,7 @@ def parallelize(
         raise error
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
-        hugging_face.install(model)
+        hugging_face.install(model, group.size)
         # attention of a model's own that asks no interface; the output layer stands in the model itself
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         callers = _callers(model, linears)

@@ -159,12 +159,16 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, _Mask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], False))
 
 
-def install(model: Any) -> None:
+def install(model: Any, degree: int = 1) -> None:
     """Has `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
+
+    Args:
+        degree: over how many ranks its heads are sharded.
 
     Raises:
         ValueError: a model that parallelize refuses (`problem_with`); or at its next forward with the mode on, if its
-            attention is changed to such a one.
+            attention is changed to such a one; or at a forward that is asked for attention weights which it cannot
+            give (`_refuse_attentions`).
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -179,6 +183,7 @@ def install(model: Any) -> None:
             config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
     for module in modules:  # each looks its attention up in its config, and any may be called by itself
         module.register_forward_pre_hook(_keep_safe)
+        module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())
 
@@ -194,6 +199,29 @@ def _keep_safe(module: Any, args: Any) -> None:
             raise ValueError(problem)
     elif asked in _REPLACED:
         config._attn_implementation = _PREFIX + asked
+
+
+def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """An error where transformers would return no weights, (), or this rank's heads for all.
+
+    Raises:
+        ValueError: output_attentions, unless the mode is off, one rank has all heads, and the attention is "eager".
+    """
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(module.config, "output_attentions", None)
+    if not asked:
+        return
+    begin = f"{type(module).__name__} is asked for output_attentions={asked}: "
+    if is_tp_invariant_mode_enabled():
+        raise ValueError(begin + "tpi.attention has no weights to give; turn it off, or the TP-invariant mode")
+    if degree > 1:
+        raise ValueError(begin + f"a rank has the weights of its own heads only, 1/{degree} of them; turn it off")
+    implementation = (module.config._attn_implementation or "").removeprefix(_PREFIX)
+    if implementation != "eager":
+        raise ValueError(
+            begin + f"attn_implementation={implementation!r} has no weights to give; turn it off, or choose 'eager'"
+        )
 
 
 class _Mask:

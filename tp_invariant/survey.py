@@ -116,7 +116,7 @@ class Survey:
         """What says that another tool has sharded the model already; "" if nothing does."""
         kind = getattr(
             sys.modules.get("torch.distributed.tensor"), "DTensor", ()
-        )  # there are none before it is imported
+        )  # before it is imported there are none
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
         if name is None and getattr(self.model, "_tp_size", None) in (None, 1):
@@ -161,7 +161,7 @@ class Survey:
                 self.parts[name] = Part(HEADS_STYLE)
 
     def _probe(self) -> None:
-        """Where the inputs of norms beside sharded layers are sharded; seen on fake tensors, if there are such norms."""
+        """Sees, on fake tensors, where the inputs of norms beside sharded layers are sharded."""
         options = {
             name: given
             for name, part in self.parts.items()
@@ -333,7 +333,7 @@ class Survey:
         if part.heads_dim is None:
             why = f", since {self.unseen}" if self.unseen else ""
             self._problem(
-                name, f"which dim of its input holds the heads was not seen{why}: give Part(.., heads_dim=..)"
+                name, f"which dim of its input holds the heads was not seen{why}: give Part(style, heads_dim=..)"
             )
         if not isinstance(linear, nn.Linear):
             self._problem(name, f"has no {projection or 'projection'} beside it, to tell the number of heads")
