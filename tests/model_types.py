@@ -51,6 +51,7 @@ _SIZES: list[tuple[str, int]] = [
     (r"(num_)?(hidden_|encoder_|decoder_)?layers|n_layers?|depth|num_blocks|num_.*_layers|n_layers_per.*", 2),
     (r"(moe_|num_|n_|moe_num_)?(routed_|local_)?experts|zero_expert_num", 4),
     (r".*experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|.*shared_experts", 2),
+    (r"first_k_dense_replace|num_dense_layers", 1),
     (r"n_group|topk_group|n_groups|num_expert_group|.*_n_groups|mamba_ngroups", 1),
     (r"qk_rope_head_dim|qk_nope_head_dim", 8),
     (r".*head_dim|.*_d_head|d_head|dim_head|d_kv|kv_channels|attention_head_size|mamba_headdim|.*_head_size", 16),
@@ -63,6 +64,13 @@ _SIZES: list[tuple[str, int]] = [
     (r".*image_size|crop_size", 32),
     (r".*patch_size", 4),
 ]
+# What the default config needs to be one.
+_ASSISTANT = dict(text_config=dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=0))
+_FIRST: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
+    "dbrx": dict(attn_config=dict(rope_theta=1e4)),
+}
 # What no rule on names can know: fields of single model types, and of their sub-configs ("text_config.field").
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -77,8 +85,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "full_attention"],
     ),
     "qwen4_exp_text": dict(
-        indexer_n_heads=4, indexer_kv_heads=2, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+        indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
     ),
+    "qwen4_exp": {
+        f"text_config.indexer_{name}": size
+        for name, size in dict(n_heads=4, kv_heads=1, head_dim=16, budget=8, compress_ratio=4).items()
+    },
+    "dots3_note": {"audio_config.adapter_input_size": 64},
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
 }
 
@@ -135,7 +148,7 @@ def tiny_config(model_type: str) -> Any:
 
     kind = transformers.CONFIG_MAPPING[model_type]
     overrides = _OVERRIDES.get(model_type, {})
-    return shrink(kind(), overrides)
+    return shrink(kind(**_FIRST.get(model_type, {})), overrides)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -154,7 +167,7 @@ def build(model_type: str, tied: bool | None) -> Any:
     config = tiny_config(model_type)
     cls = getattr(transformers, class_names()[model_type])
     if not isinstance(config, cls.config_class):  # AutoModelForCausalLM takes the part that is of the class, too
-        config = next(c for c in vars(config).values() if isinstance(c, cls.config_class))
+        config = next((c for c in vars(config).values() if isinstance(c, cls.config_class)), config)
     for one in {id(c): c for c in (config, *_text_configs(config))}.values():
         if tied is not None:
             one.tie_word_embeddings = tied
@@ -178,6 +191,25 @@ def build(model_type: str, tied: bool | None) -> Any:
                 spread = torch.exp2(torch.randint(-2, 3, parameter.shape, generator=generator).float())
                 parameter.copy_(noise * spread * 0.06)
     return model.train()
+
+
+def lacks(model_type: str) -> list[str]:
+    """Names of module classes that a model of the default config has, and the tiny one has not; so not tried."""
+    import transformers
+
+    cls = getattr(transformers, class_names()[model_type])
+    config = transformers.CONFIG_MAPPING[model_type](**_FIRST.get(model_type, {}))
+    if not isinstance(config, cls.config_class):
+        config = next((c for c in vars(config).values() if isinstance(c, cls.config_class)), config)
+    with _quiet():
+        tiny = build(model_type, None)
+        try:
+            with torch.device("meta"):
+                default = cls(config)
+        except Exception:  # a default that is none: fields without one
+            return []
+    names = [{type(module).__name__ for module in model.modules()} for model in (default, tiny)]
+    return sorted(names[0] - names[1] - {"Dropout"})
 
 
 def _text_configs(config: Any) -> list[Any]:
@@ -277,7 +309,7 @@ def examine(model_type: str, tied: bool | None, sp: bool) -> dict[str, str]:
     """{"state": "works" | "refused" | "defect" | "no model", "why": ..} of one model type."""
     try:
         exact, theirs = (stock(model_type, tied, dtype) for dtype in (torch.float64, torch.float32))
-    except Exception as error:  # the table says that nothing was compared
+    except Exception as error:  # then nothing is compared, but it may be refused
         exact = theirs = None  # type: ignore[assignment]
         unusable = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     try:
@@ -324,6 +356,8 @@ def variants(model_type: str) -> list[tuple[bool | None, bool]]:
 
 def examine_type(model_type: str) -> dict[str, dict[str, str]]:
     results: dict[str, dict[str, str]] = {}
+    if missing := lacks(model_type):
+        return {"plain": {"state": "no model", "why": f"the tiny model has no {', '.join(missing)}"}}
     for tied, sp in variants(model_type):
         name = ", ".join([*(["tied"] if tied else []), *(["sp"] if sp else [])]) or "plain"
         earlier = results.get("plain")
