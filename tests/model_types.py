@@ -147,8 +147,10 @@ def tiny_config(model_type: str) -> Any:
     import transformers
 
     kind = transformers.CONFIG_MAPPING[model_type]
-    overrides = _OVERRIDES.get(model_type, {})
-    return shrink(kind(**_FIRST.get(model_type, {})), overrides)
+    first = _FIRST.get(model_type, {})
+    inner = {f"{part}.{name}": v for part, fields in first.items() for name, v in fields.items()}
+    overrides = {**inner, **_OVERRIDES.get(model_type, {})}
+    return shrink(kind(**first), overrides)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def _line(why: str) -> str:
 
 
 def _reason(why: str) -> str:
-    return re.split(r"; | \(|, and |: give |: choose | since ", _line(why))[0].replace("|", "/")[:200]
+    return re.split(r"; | \(|, and |: give |: choose |, since ", _line(why))[0].replace("|", "/")[:200]
 
 
 def table(results: dict[str, dict[str, dict[str, str]]]) -> str:

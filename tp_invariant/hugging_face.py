@@ -87,9 +87,8 @@ def _own_attentions(model: nn.Module, file: str) -> list[str]:
 
 @functools.cache
 def _reaches_for_attention(module_name: str) -> bool:
-    try:
-        source = inspect.getsource(sys.modules[module_name])
-    except (OSError, TypeError):
+    source = _source_of(module_name)
+    if source is None:
         return True
     return "ALL_ATTENTION_FUNCTIONS" in source or "scaled_dot_product_attention" in source
 
@@ -101,6 +100,14 @@ def _modeling_files(model: nn.Module) -> set[str]:
     return {name for name in names if name.startswith("transformers.models.") or name.split(".")[0] not in _SHARED}
 
 
+def _source_of(module_name: str) -> str | None:
+    """The source text of a Python module; None of one typed in at a prompt, or unpickled where nobody imported it."""
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
 @functools.cache
 def _compared_names(module_name: str) -> frozenset[str]:
     """Names of attentions that the source compares a model's with, other than to look its function up.
@@ -108,10 +115,10 @@ def _compared_names(module_name: str) -> frozenset[str]:
     transformers has no way to run another function under "sdpa" or "eager" in one model alone, so that parallelize has
     to give these new names; in a few models (MiniMax-M3, Falcon, GLM-5, GPT-2's "eager") more hangs on the old ones.
     """
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module_name]))
-    except (OSError, TypeError):  # typed in at a prompt: no source
+    source = _source_of(module_name)
+    if source is None:
         return frozenset()
+    tree = ast.parse(source)
     lookups = {
         id(node.test)
         for node in ast.walk(tree)

@@ -174,8 +174,8 @@ class Survey:
         names = [n for n, m in self.modules.items() if is_norm(m) and (n in asked or n.startswith(blocks))]
         if not self.is_hugging_face or not names:
             return
-        if unsupported := [name for name, part in self.parts.items() if part.style not in STYLES]:
-            self.unseen = f"{unsupported[0]} is not supported"  # refused anyway, and its forward may not run there
+        if any(part.style not in STYLES for part in self.parts.values()):
+            self.sharded = dict.fromkeys(names)  # refused anyway, and what has that style may not run on fake tensors
             return
         for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
             try:
