@@ -205,6 +205,83 @@ def test_gradient_checkpointing_changes_no_bit():
         assert_bitwise_equal(got, expected)
 
 
+def hidden_states_on_rank(tp_group, sequence_parallel):
+    model = parallelize(hf_models.build("qwen3"), tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(True):
+        named = model(**hf_models.batch(), output_hidden_states=True, use_cache=False)
+        plain = model(**hf_models.batch(), output_hidden_states=True, use_cache=False, return_dict=False)
+    named.hidden_states[1].square().sum().backward()
+    return named.hidden_states, plain, testing.full_grads(model)
+
+
+def test_hidden_states_of_each_layer_are_whole():
+    ((expected, *others),) = run_ranks(hidden_states_on_rank, 1, False)
+    assert [tuple(x.shape) for x in expected] == [(2, 24, 64)] * 3
+    for sequence_parallel in (False, True):
+        for got in run_ranks(hidden_states_on_rank, 2, sequence_parallel):
+            assert_bitwise_equal(got, (expected, *others))
+    whole = hf_models.build("qwen3")(**hf_models.batch(), output_hidden_states=True).hidden_states
+    for mine, theirs in zip(expected, whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def attention_weights_on_rank(tp_group, implementation, mode):
+    model = hf_models.build("qwen3")
+    model.set_attn_implementation(implementation)
+    parallelize(model, tp_group)
+    with tpi.set_tp_invariant_mode(mode):
+        try:
+            return [tuple(x.shape) for x in model(**hf_models.batch(), output_attentions=True).attentions]
+        except ValueError as error:
+            return str(error)
+
+
+def test_attention_weights_are_given_whole_or_refused():
+    """transformers returned () for "sdpa", and each rank's own heads for "eager"."""
+    (sdpa,), (eager,) = (run_ranks(attention_weights_on_rank, 1, name, False) for name in ("sdpa", "eager"))
+    assert "attn_implementation='sdpa' has no weights to give; turn it off, or choose 'eager'" in sdpa
+    assert eager == [(2, 8, 24, 24)] * 2
+    for text in run_ranks(attention_weights_on_rank, 2, "eager", False):
+        assert "a rank has the weights of its own heads only, 1/2 of them" in text
+    for text in run_ranks(attention_weights_on_rank, 2, "eager", True):
+        assert "asked for output_attentions=True: tpi.attention has no weights to give" in text
+
+
+def twice_normed(dtype=torch.float32):
+    """Whose norm has a weight and is used before the layers, too."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**hf_models.SIZES))
+    model.model.norm = nn.RMSNorm(64, eps=1e-6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.to(dtype)
+
+
+def twice_normed_on_rank(tp_group, sequence_parallel):
+    model = parallelize(twice_normed(), tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(True):
+        fails = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):  # in the middle of the layers, which leaves nothing behind
+            model(**hf_models.batch())
+        fails.remove()
+        output = model(**hf_models.batch())
+        output.loss.backward()
+    return output.logits.detach(), testing.full_grads(model)
+
+
+def test_a_norm_before_and_after_the_layers():
+    ((logits, grads),) = run_ranks(twice_normed_on_rank, 1, False)
+    for got in run_ranks(twice_normed_on_rank, 2, True):
+        assert_bitwise_equal(got, (logits, grads))
+    model = twice_normed(torch.float64)
+    model(**hf_models.batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name].double(), parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
 # --- plain modules, plans of one's own ------------------------------------------------------------------------------
 
 
