@@ -69,7 +69,7 @@ _ASSISTANT = dict(text_config=dict(hidden_size_per_layer_input=0, vocab_size_per
 _FIRST: dict[str, dict[str, Any]] = {
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
-    "dbrx": dict(attn_config=dict(rope_theta=1e4)),
+    "dbrx": dict(attn_config=dict(rope_theta=1e4, clip_qkv=8.0)),
 }
 # What no rule on names can know: fields of single model types, and of their sub-configs ("text_config.field").
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")

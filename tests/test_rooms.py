@@ -128,6 +128,7 @@ ALLOWED = {
     "determinism": {"determinism_settings"},
     "plans": set(),
     "feature_blocks": set(),
+    "shape_probe": set(),
     "hugging_face_masks": {"attention"},
     "hugging_face": {"attention_choice", "cross_entropy", "hugging_face_masks", "linear", "mode"},
     "survey": {
@@ -140,9 +141,11 @@ ALLOWED = {
         "parallel_norm",
         "parameters",
         "plans",
+        "shape_probe",
         "vocab_embedding",
     },
     "convert": {
+        "agreement",
         "attention_choice",
         "collectives",
         "gemm",
