@@ -102,15 +102,18 @@ def parallelize(
         SafeSdpa(caller)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if sequence_parallel else Group(None, 0, 1))
-        owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
-        owner.register_forward_pre_hook(hooks.start)
-        owner.register_forward_hook(hooks.gather_hidden_states)
         survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
-        for block in map(model.get_submodule, survey.blocks):
-            block.register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
-            block.register_forward_hook(hooks.leave_block)
         norm = model.get_submodule(survey.stack.norm_name)
-        norm.register_forward_pre_hook(hooks.scatter_before_layers)
+        for name in survey.blocks:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
+            if hooks.group.size > 1 and name in survey.whole_blocks:
+                block.register_forward_hook(hooks.leave_block)
+        if hooks.group.size > 1:
+            owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
+            owner.register_forward_pre_hook(hooks.start)
+            owner.register_forward_hook(hooks.gather_hidden_states)
+            norm.register_forward_pre_hook(hooks.scatter_before_layers)
         norm.register_forward_hook(hooks.gather)
     return model
 
@@ -157,52 +160,46 @@ class _SequenceHooks:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.inside = False
-        self.length = 0  # of the whole sequence, in a block
+        self.tokens = 0  # of this rank's part of the sequence, in the latest forward
 
     def start(self, owner: nn.Module, args: Any) -> None:
         self.inside = False  # an earlier forward may have ended in an error
 
     def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self.inside = True
-        return _with_first(scatter_sequence, self.group, args, kwargs)
-
-    def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        args, kwargs = _with_first(_gather_into_block, self.group, args, kwargs)
-        self.length = (args[0] if args else kwargs["hidden_states"]).shape[SEQUENCE_DIM]
+        args, kwargs = _with_first(scatter_sequence, self.group, args, kwargs)
+        if self.group.size > 1:
+            self.inside, self.tokens = True, (args[0] if args else kwargs["hidden_states"]).shape[SEQUENCE_DIM]
         return args, kwargs
 
+    def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return _with_first(_gather_into_block, self.group, args, kwargs)
+
     def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """Scatters what a block puts out for the whole sequence, as one does whose last layer is not row-parallel."""
-        first = output[0] if isinstance(output, tuple) else output
-        if self.group.size == 1 or not isinstance(first, Tensor) or first.shape[SEQUENCE_DIM] != self.length:
-            return output
-        first = scatter_sequence(first, self.group, SEQUENCE_DIM)
-        return (first, *output[1:]) if isinstance(output, tuple) else first
+        """Of a block without row-parallel layers, which would scatter: every rank has its output for all tokens."""
+        if isinstance(output, tuple):
+            return scatter_sequence(output[0], self.group, SEQUENCE_DIM), *output[1:]
+        return scatter_sequence(output, self.group, SEQUENCE_DIM)
 
     def scatter_before_layers(self, norm: nn.Module, args: tuple) -> tuple:
         return args if self.inside else (scatter_sequence(args[0], self.group, SEQUENCE_DIM), *args[1:])
 
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
-        self.inside = False
+        if self.group.size > 1:
+            self.inside = False
         return gather_sequence(output, self.group, SEQUENCE_DIM)
 
     def gather_hidden_states(self, owner: nn.Module, args: Any, output: Any) -> Any:
         """Makes whole the hidden states of each layer (output_hidden_states=True) that are this rank's tokens."""
-        if self.group.size == 1:
-            return output
         if isinstance(output, tuple):
-            whole = output[0].shape[SEQUENCE_DIM]
-            return tuple(self._whole(x, whole) if isinstance(x, tuple) else x for x in output)
-        states = getattr(output, "hidden_states", None)
-        if isinstance(states, tuple):
-            output.hidden_states = self._whole(states, output[0].shape[SEQUENCE_DIM])
+            return tuple(self._whole(x) if isinstance(x, tuple) else x for x in output)
+        if isinstance(states := getattr(output, "hidden_states", None), tuple):
+            output.hidden_states = self._whole(states)
         return output
 
-    def _whole(self, states: tuple, length: int) -> tuple:
-        part = length // self.group.size
+    def _whole(self, states: tuple) -> tuple:
         return tuple(
             gather_sequence(x, self.group, SEQUENCE_DIM)
-            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == part
+            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens
             else x
             for x in states
         )

@@ -177,6 +177,7 @@ def install(model: Any, degree: int = 1) -> None:
             attention is changed to such a one; or at a forward that is asked for attention weights which it cannot
             give (`_refuse_attentions`).
     """
+    from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     modules = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
@@ -190,7 +191,8 @@ def install(model: Any, degree: int = 1) -> None:
             config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
     for module in modules:  # each looks its attention up in its config, and any may be called by itself
         module.register_forward_pre_hook(_keep_safe)
-        module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())
 

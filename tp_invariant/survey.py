@@ -70,6 +70,7 @@ class Survey:
     problems: list[str] = field(default_factory=list)
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
+    whole_blocks: frozenset[str] = frozenset()  # those of them that put the whole sequence out, too
     # norm's name: where its input is sharded, None if nowhere; of the norms that a run on fake tensors has called
     sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
     unseen: str = ""  # why there was no such run
@@ -114,9 +115,7 @@ class Survey:
 
     def _distributed(self) -> str:
         """What says that another tool has sharded the model already; "" if nothing does."""
-        kind = getattr(
-            sys.modules.get("torch.distributed.tensor"), "DTensor", ()
-        )  # before it is imported there are none
+        kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # none before its import
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
         if name is None and getattr(self.model, "_tp_size", None) in (None, 1):
@@ -136,6 +135,8 @@ class Survey:
             for name in filter(self._is_layer, blocks):
                 self._problem(name, "has column-parallel layers itself: sequence_parallel needs them in a submodule")
         self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
+        rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
+        self.whole_blocks = frozenset(n for n in self.blocks if not any(row.startswith(f"{n}.") for row in rows))
 
     def _is_layer(self, name: str) -> bool:
         return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
@@ -184,9 +185,7 @@ class Survey:
             except ProbeError as error:
                 self.unseen = self.unseen or str(error)
         if self.group.size == 1 and not self.unseen.startswith(WITH_ALL_FEATURES):
-            self.sharded = dict.fromkeys(
-                names
-            )  # a model that no degree but 1 divides: there are no others to agree with
+            self.sharded = dict.fromkeys(names)  # no other degree divides this model: there is none to agree with
 
     def _projection_of(self, norm_name: str) -> str:
         """The name of the projection that a norm called q_norm, q_layernorm or query_layernorm would follow, or ""."""
