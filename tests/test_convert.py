@@ -247,6 +247,63 @@ def test_attention_weights_are_given_whole_or_refused():
         assert "asked for output_attentions=True: tpi.attention has no weights to give" in text
 
 
+class Layer(nn.Module):
+    def __init__(self, gather: bool) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(64), nn.Linear(128, 64)
+        self.up = nn.Sequential(nn.Linear(64, 128), nn.GELU())
+        self.whole = nn.Sequential(nn.Linear(64, 64), nn.GELU()) if gather else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x))) + self.whole(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, gather: bool) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([Layer(gather), Layer(gather)]), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+STACK_PLAN = {"layers.*.up.0": "colwise", "layers.*.norm": "replicate"}
+
+
+def stack_on_rank(tp_group, gather, sp):
+    torch.manual_seed(0)
+    model = Stack(gather)
+    if gather:  # the row-parallel layer in a block of its own as well: else nothing says where the region ends
+        for layer in model.layers:
+            layer.up = nn.Sequential(*layer.up, layer.down)
+            layer.down = nn.Identity()
+    plan = {"layers.*.up.2" if gather else "layers.*.down": "rowwise", **STACK_PLAN}
+    if gather:
+        plan["layers.*.whole.0"] = "colwise_gather_output"
+    parallelize(model, tp_group, plan, sequence_parallel=sp)
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with tpi.set_tp_invariant_mode(True):
+        y = model(x)
+    y.square().mul(torch.arange(64)).sum().backward()
+    return y.detach(), x.grad, testing.full_grads(model)
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["row elsewhere", "gathers"])
+def test_blocks_without_a_row_parallel_layer(gather):
+    """Under sequence parallelism: one whose output another layer takes in parts, and one that gathers it itself."""
+    ((y, dx, grads),) = run_ranks(stack_on_rank, 1, gather, False)
+    for got in run_ranks(stack_on_rank, 4, gather, True):
+        assert_bitwise_equal(got, (y, dx, grads))
+    torch.manual_seed(0)
+    model = Stack(gather)
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    model(x).square().mul(torch.arange(64)).sum().backward()
+    torch.testing.assert_close(dx, x.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(grads["layers.0.up.0.weight"], model.layers[0].up[0].weight.grad, rtol=1e-3, atol=1e-4)
+
+
 def twice_normed(dtype=torch.float32):
     """Whose norm has a weight and is used before the layers, too."""
     import transformers

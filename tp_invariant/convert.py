@@ -175,7 +175,7 @@ class _SequenceHooks:
         return _with_first(_gather_into_block, self.group, args, kwargs)
 
     def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """Of a block without row-parallel layers, which would scatter: every rank has its output for all tokens."""
+        """Of a block that gathers its features itself: no row-parallel layer has scattered the tokens."""
         if isinstance(output, tuple):
             return scatter_sequence(output[0], self.group, SEQUENCE_DIM), *output[1:]
         return scatter_sequence(output, self.group, SEQUENCE_DIM)

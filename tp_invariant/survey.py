@@ -70,7 +70,7 @@ class Survey:
     problems: list[str] = field(default_factory=list)
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
-    whole_blocks: frozenset[str] = frozenset()  # those of them that put the whole sequence out, too
+    whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
     # norm's name: where its input is sharded, None if nowhere; of the norms that a run on fake tensors has called
     sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
     unseen: str = ""  # why there was no such run
@@ -136,7 +136,12 @@ class Survey:
                 self._problem(name, "has column-parallel layers itself: sequence_parallel needs them in a submodule")
         self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
         rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
-        self.whole_blocks = frozenset(n for n in self.blocks if not any(row.startswith(f"{n}.") for row in rows))
+        sharded = [*rows, *(name for name, options in columns.items() if not options.get("gather_output"))]
+        within = tuple(f"{block}." for block in self.blocks)
+        if all(
+            row.startswith(within) for row in rows if row.startswith(self.stack.prefix)
+        ):  # none takes a block's output
+            self.whole_blocks = frozenset(n for n in self.blocks if not any(s.startswith(f"{n}.") for s in sharded))
 
     def _is_layer(self, name: str) -> bool:
         return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
