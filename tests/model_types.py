@@ -307,13 +307,17 @@ def wrong(got: dict[str, Any], exact: dict[str, Any], theirs: dict[str, Any]) ->
     return ""
 
 
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def examine(model_type: str, tied: bool | None, sp: bool) -> dict[str, str]:
     """{"state": "works" | "refused" | "defect" | "no model", "why": ..} of one model type."""
     try:
         exact, theirs = (stock(model_type, tied, dtype) for dtype in (torch.float64, torch.float32))
     except Exception as error:  # then nothing is compared, but it may be refused
         exact = theirs = None  # type: ignore[assignment]
-        unusable = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        unusable = _in_a_line(error)
     try:
         results = [
             testing.run_ranks(run_on_rank, degree, model_type, tied, sp, mode, device="cpu", timeout=120)
@@ -420,7 +424,7 @@ def main() -> int:
         try:
             results[model_type] = examine_type(model_type)
         except Exception as error:
-            results[model_type] = {"plain": {"state": "no model", "why": f"{type(error).__name__}: {error}"}}
+            results[model_type] = {"plain": {"state": "no model", "why": _in_a_line(error)}}
         options.results.write_text(json.dumps(results, indent=1))
         for variant, found in results[model_type].items():
             print(f"{model_type:24} {variant:9} {found['state']:9} {_line(found['why'])[:200]}", flush=True)
