@@ -21,7 +21,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True)),
     "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=7)),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),  # ties its embeddings by default, scales them
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", dict(sliding_window=9, query_pre_attn_scalar=8)),  # softcaps
+    "gemma2": (  # softcaps, which transformers up to 5.17 leaves out of "sdpa"
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        dict(sliding_window=9, query_pre_attn_scalar=8, attn_implementation="eager"),
+    ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(sliding_window=9, query_pre_attn_scalar=8)),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),  # gathers q, k and v and normalises them whole

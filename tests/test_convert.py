@@ -205,6 +205,140 @@ def test_gradient_checkpointing_changes_no_bit():
         assert_bitwise_equal(got, expected)
 
 
+def hidden_states_on_rank(tp_group, sequence_parallel):
+    model = parallelize(hf_models.build("qwen3"), tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(True):
+        named = model(**hf_models.batch(), output_hidden_states=True, use_cache=False)
+        plain = model(**hf_models.batch(), output_hidden_states=True, use_cache=False, return_dict=False)
+    named.hidden_states[1].square().sum().backward()
+    return named.hidden_states, plain, testing.full_grads(model)
+
+
+def test_hidden_states_of_each_layer_are_whole():
+    ((expected, *others),) = run_ranks(hidden_states_on_rank, 1, False)
+    assert [tuple(x.shape) for x in expected] == [(2, 24, 64)] * 3
+    for sequence_parallel in (False, True):
+        for got in run_ranks(hidden_states_on_rank, 2, sequence_parallel):
+            assert_bitwise_equal(got, (expected, *others))
+    whole = hf_models.build("qwen3")(**hf_models.batch(), output_hidden_states=True).hidden_states
+    for mine, theirs in zip(expected, whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def attention_weights_on_rank(tp_group, implementation, mode):
+    model = hf_models.build("qwen3")
+    model.set_attn_implementation(implementation)
+    parallelize(model, tp_group)
+    with tpi.set_tp_invariant_mode(mode):
+        try:
+            return [tuple(x.shape) for x in model(**hf_models.batch(), output_attentions=True).attentions]
+        except ValueError as error:
+            return str(error)
+
+
+def test_attention_weights_are_given_whole_or_refused():
+    """transformers returned () for "sdpa", and each rank's own heads for "eager"."""
+    (sdpa,), (eager,) = (run_ranks(attention_weights_on_rank, 1, name, False) for name in ("sdpa", "eager"))
+    assert "attn_implementation='sdpa' has no weights to give; turn it off, or choose 'eager'" in sdpa
+    assert eager == [(2, 8, 24, 24)] * 2
+    for text in run_ranks(attention_weights_on_rank, 2, "eager", False):
+        assert "a rank has the weights of its own heads only, 1/2 of them" in text
+    for text in run_ranks(attention_weights_on_rank, 2, "eager", True):
+        assert "asked for output_attentions=True: tpi.attention has no weights to give" in text
+
+
+class Layer(nn.Module):
+    def __init__(self, gather: bool) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(64), nn.Linear(128, 64)
+        self.up = nn.Sequential(nn.Linear(64, 128), nn.GELU())
+        self.whole = nn.Sequential(nn.Linear(64, 64), nn.GELU()) if gather else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x))) + self.whole(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, gather: bool) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([Layer(gather), Layer(gather)]), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+STACK_PLAN = {"layers.*.up.0": "colwise", "layers.*.norm": "replicate"}
+
+
+def stack_on_rank(tp_group, gather, sp):
+    torch.manual_seed(0)
+    model = Stack(gather)
+    if gather:  # the row-parallel layer in a block of its own as well: else nothing says where the region ends
+        for layer in model.layers:
+            layer.up = nn.Sequential(*layer.up, layer.down)
+            layer.down = nn.Identity()
+    plan = {"layers.*.up.2" if gather else "layers.*.down": "rowwise", **STACK_PLAN}
+    if gather:
+        plan["layers.*.whole.0"] = "colwise_gather_output"
+    parallelize(model, tp_group, plan, sequence_parallel=sp)
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with tpi.set_tp_invariant_mode(True):
+        y = model(x)
+    y.square().mul(torch.arange(64)).sum().backward()
+    return y.detach(), x.grad, testing.full_grads(model)
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["row elsewhere", "gathers"])
+def test_blocks_without_a_row_parallel_layer(gather):
+    """Under sequence parallelism: one whose output another layer takes in parts, and one that gathers it itself."""
+    ((y, dx, grads),) = run_ranks(stack_on_rank, 1, gather, False)
+    for got in run_ranks(stack_on_rank, 4, gather, True):
+        assert_bitwise_equal(got, (y, dx, grads))
+    torch.manual_seed(0)
+    model = Stack(gather)
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    model(x).square().mul(torch.arange(64)).sum().backward()
+    torch.testing.assert_close(dx, x.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(grads["layers.0.up.0.weight"], model.layers[0].up[0].weight.grad, rtol=1e-3, atol=1e-4)
+
+
+def twice_normed(dtype=torch.float32):
+    """Whose norm has a weight and is used before the layers, too."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**hf_models.SIZES))
+    model.model.norm = nn.RMSNorm(64, eps=1e-6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.to(dtype)
+
+
+def twice_normed_on_rank(tp_group, sequence_parallel):
+    model = parallelize(twice_normed(), tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(True):
+        fails = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):  # in the middle of the layers, which leaves nothing behind
+            model(**hf_models.batch())
+        fails.remove()
+        output = model(**hf_models.batch())
+        output.loss.backward()
+    return output.logits.detach(), testing.full_grads(model)
+
+
+def test_a_norm_before_and_after_the_layers():
+    ((logits, grads),) = run_ranks(twice_normed_on_rank, 1, False)
+    for got in run_ranks(twice_normed_on_rank, 2, True):
+        assert_bitwise_equal(got, (logits, grads))
+    model = twice_normed(torch.float64)
+    model(**hf_models.batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name].double(), parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
 # --- plain modules, plans of one's own ------------------------------------------------------------------------------
 
 

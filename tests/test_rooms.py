@@ -141,6 +141,7 @@ ALLOWED = {
     "determinism": {"determinism_settings"},
     "plans": set(),
     "feature_blocks": set(),
+    "shape_probe": set(),
     "hugging_face_masks": {"attention"},
     "hugging_face": {"attention_choice", "cross_entropy", "hugging_face_masks", "linear", "mode"},
     "survey": {
@@ -153,9 +154,11 @@ ALLOWED = {
         "parallel_norm",
         "parameters",
         "plans",
+        "shape_probe",
         "vocab_embedding",
     },
     "convert": {
+        "agreement",
         "attention_choice",
         "collectives",
         "gemm",

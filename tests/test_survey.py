@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -18,6 +20,7 @@ from tp_invariant.convert import parallelize
 from tp_invariant.gradient_flow import FirstForward, IncompleteGradient
 from tp_invariant.hugging_face_masks import attend
 from tp_invariant.plans import STYLES, Part, own_plan, resolve
+from tp_invariant.shape_probe import ProbeError, ShardedInput, sharded_inputs
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
@@ -166,6 +169,157 @@ def test_heads_that_the_models_own_plan_leaves_out():
     model.config.base_model_tp_plan = {}
     norm = parallelize(model, None).model.layers[1].self_attn.k_norm
     assert (norm.heads, norm.heads_dim) == (4, 2)
+
+
+class GatedHeads(nn.Module):
+    """As Qwen3.5's: queries and gates out of one projection, so that its size does not tell the number of heads."""
+
+    def __init__(self, old: nn.Module, heads_dim: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.heads_dim = old.config, old.layer_idx, heads_dim
+        self.q_proj, self.k_proj = nn.Linear(64, 128), nn.Linear(64, 64)
+        self.v_proj, self.o_proj = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.for_queries, self.for_keys = nn.RMSNorm(8), nn.LayerNorm(8)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+        def heads(x: Tensor) -> Tensor:
+            x = x.unflatten(-1, (-1, 8))
+            return x.transpose(1, 2) if self.heads_dim == 1 else x
+
+        q, gate = (t.flatten(-2) for t in self.q_proj(hidden_states).unflatten(-1, (-1, 16)).chunk(2, dim=-1))
+        q, k, v = (
+            self.for_queries(heads(q)),
+            self.for_keys(heads(self.k_proj(hidden_states))),
+            heads(self.v_proj(hidden_states)),
+        )
+        if self.heads_dim == 2:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.o_proj(out * gate.tanh()), None
+
+
+def gated(heads_dim: int) -> nn.Module:
+    model = hf_models.build("llama")
+    for layer in model.model.layers:
+        layer.self_attn = GatedHeads(layer.self_attn, heads_dim)
+    return model
+
+
+def gated_on_rank(tp_group: Any, heads_dim: int) -> Any:
+    model = parallelize(gated(heads_dim), tp_group)
+    with tpi.set_tp_invariant_mode(True):
+        model(**hf_models.batch()).loss.backward()
+    norms = [model.model.layers[0].self_attn.get_submodule(name) for name in ("for_queries", "for_keys")]
+    return testing.full_grads(model), [(norm.heads, norm.heads_dim) for norm in norms]
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_heads_are_seen_where_no_name_and_no_size_tells_them(heads_dim):
+    """And their gradients are whole, the same bits at both degrees, and right."""
+    ((expected, seen),) = run_ranks(gated_on_rank, 1, heads_dim)
+    assert seen == [(8, heads_dim)] * 2
+    for got, _ in run_ranks(gated_on_rank, 4, heads_dim):
+        testing.assert_bitwise_equal(got, expected)
+    model = gated(heads_dim)
+    model(**hf_models.batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(expected[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_the_probe_leaves_the_model_as_it_is():
+    model = gated(2)
+    before, parameters = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.RMSNorm, nn.LayerNorm))]
+    options = {f"model.layers.{i}.self_attn.{n}_proj": dict(parallel_mode="column") for i in (0, 1) for n in "qkv"}
+    options |= {f"model.layers.{i}.self_attn.o_proj": dict(parallel_mode="row") for i in (0, 1)}
+    found = sharded_inputs(model, options, 2, names)
+    assert found == dict.fromkeys(names, ShardedInput(2, 8, False, False))
+    testing.assert_bitwise_equal(dict(model.state_dict()), before)
+    assert all(p is parameters[n] and type(p) is nn.Parameter for n, p in model.named_parameters())
+    assert not any(m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+    assert testing.digest(model(**hf_models.batch()).loss) == testing.digest(gated(2)(**hf_models.batch()).loss)
+
+
+def test_a_plan_that_does_not_fit_is_seen():
+    """A projection that is whole before a row-parallel layer that takes a part."""
+    model = gated(2)
+    options = {"model.layers.0.self_attn.o_proj": dict(parallel_mode="row")}
+    with pytest.raises(ProbeError, match="o_proj would get 64 features where the plan has 32 for it"):
+        sharded_inputs(model, options, 2, ["model.norm"])
+
+
+class Raises(nn.Module):
+    """A norm of another library whose own code raises what nobody foresees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
+
+    def forward(self, x: Tensor, gate: Any = None) -> Tensor:
+        return x * self.weight * gate.sigmoid()
+
+
+class RaisesNorm(Raises):
+    pass
+
+
+class NotCopiedNorm(Raises):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise LookupError("no copies")
+
+
+def test_what_raises_under_the_survey_is_a_line():
+    model = hf_models.build("llama")
+    model.model.layers[0].odd, model.model.layers[1].odd = RaisesNorm(), NotCopiedNorm()
+    assert "layers.0.odd: RaisesNorm is no LayerNorm or RMSNorm that this library knows" in refusal(
+        model, sequence_parallel=True
+    )
+    assert "  model.layers.1.odd: NotCopiedNorm was not understood: LookupError: no copies" in refusal(model)
+
+
+def test_a_config_field_that_raises():
+    """As those of configs whose layers differ do: the layers' own are asked."""
+
+    class Layered(type(hf_models.build("llama").config)):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("num_key_value_heads", "head_dim") and "ambiguous" in super().__getattribute__("__dict__"):
+                raise RuntimeError(f"{name} is a per-layer attribute")
+            return super().__getattribute__(name)
+
+        @property
+        def per_layer_config(self) -> Any:
+            return [SimpleNamespace(num_key_value_heads=4), SimpleNamespace(num_key_value_heads=1)]
+
+    model = hf_models.build("llama")
+    model.config.__class__ = Layered
+    model.config.ambiguous = True
+    assert hugging_face.config_values(model.config, "num_key_value_heads") == {4, 1}
+    assert hugging_face.config_values(model.config, "head_dim") == set()
+    parallelize(model, None)
+
+
+def already_sharded_on_rank(tp_group: Any) -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = DeviceMesh.from_group(tp_group, "cpu")
+    model = hf_models.build("llama")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh))
+    texts = []
+    for one in (model, hf_models.build("llama")):
+        one._tp_size = 2
+        with pytest.raises(ValueError) as caught:
+            parallelize(one, tp_group)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_model_that_is_sharded_already():
+    for by_tensor, by_loading in run_ranks(already_sharded_on_rank, 2):
+        lines = by_tensor.splitlines()
+        assert len(lines) == 2 and "model.layers.1.mlp.up_proj.weight is a DTensor: the model is sharded al" in lines[1]
+        assert "it was loaded over 2 ranks: the model is sharded already. Give parallelize the full" in by_loading
 
 
 def test_an_unknown_norm_stays_where_all_is_whole():

@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import hugging_face
+from .agreement import refuse
 from .attention_choice import SafeSdpa
 from .collectives import Group, resolve_group
 from .gemm import GemmFn, bundled, check_callable
@@ -63,8 +65,7 @@ def parallelize(
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         plan: {pattern: style or Part}, see plans.py; None takes the plan that a Hugging Face model brings.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
-            `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token;
-            hidden states that a model returns layer by layer are then this rank's tokens.
+            `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token.
         verify: run copies of the model first, with the plan and without, on the same input, forward and backward, and
             compare outputs and gradients; see plan_check.py. It finds what no look at the modules can: a fused
             projection whose output the model's code splits, a sum over features of which each rank has a part. The
@@ -103,12 +104,16 @@ def parallelize(
         "example_inputs": digest_of_tensors(example_inputs),
         **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
     }
-    check_same_model(model, group, facts)
+    error = ValueError(
+        f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
+        "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
+    )
+    if survey.distributed:  # other ranks hold other parts of it, so that there is nothing to compare
+        refuse(error, group, torch.device("cpu"), set())
+    else:
+        check_same_model(model, group, facts)
     if survey.problems:
-        raise ValueError(
-            f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
-            "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
-        )
+        raise error
     if verify:
         bundled_fn = bundled()  # float32 is none of what a gemm_fn of the caller's must take
         check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn)), example_inputs, group)
@@ -121,7 +126,7 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     """What the survey found to be done, to the model that it looked at."""
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
-        hugging_face.install(model)
+        hugging_face.install(model, group.size)
         # attention of a model's own that asks no interface; the output layer stands in the model itself
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         callers = _callers(model, linears)
@@ -132,9 +137,18 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
         survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
-        for block in survey.blocks:
-            model.get_submodule(block).register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
-        model.get_submodule(survey.stack.norm_name).register_forward_hook(hooks.gather)
+        norm = model.get_submodule(survey.stack.norm_name)
+        for name in survey.blocks:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
+            if hooks.group.size > 1 and name in survey.whole_blocks:
+                block.register_forward_hook(hooks.leave_block)
+        if hooks.group.size > 1:
+            owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
+            owner.register_forward_pre_hook(hooks.start)
+            owner.register_forward_hook(hooks.gather_hidden_states)
+            norm.register_forward_pre_hook(hooks.scatter_before_layers)
+        norm.register_forward_hook(hooks.gather)
     return model
 
 
@@ -172,19 +186,58 @@ def _callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
 
 
 class _SequenceHooks:
-    """Into the sequence-parallel region and its blocks, and out of it; nothing moves in a group of one."""
+    """Into the sequence-parallel region and its blocks, and out of it; nothing moves in a group of one.
+
+    `inside`: whether the hidden states are sharded now, which they are from the first layer to the final norm. A model
+    may use that norm before its layers, too; it then gets this rank's tokens as well, and its output is gathered.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.inside = False
+        self.tokens = 0  # of this rank's part of the sequence, in the latest forward
+
+    def start(self, owner: nn.Module, args: Any) -> None:
+        self.inside = False  # an earlier forward may have ended in an error
 
     def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return _with_first(scatter_sequence, self.group, args, kwargs)
+        args, kwargs = _with_first(scatter_sequence, self.group, args, kwargs)
+        if self.group.size > 1:
+            self.inside, self.tokens = True, (args[0] if args else kwargs["hidden_states"]).shape[SEQUENCE_DIM]
+        return args, kwargs
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return _with_first(_gather_into_block, self.group, args, kwargs)
 
+    def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """Of a block that gathers its features itself: no row-parallel layer has scattered the tokens."""
+        if isinstance(output, tuple):
+            return scatter_sequence(output[0], self.group, SEQUENCE_DIM), *output[1:]
+        return scatter_sequence(output, self.group, SEQUENCE_DIM)
+
+    def scatter_before_layers(self, norm: nn.Module, args: tuple) -> tuple:
+        return args if self.inside else (scatter_sequence(args[0], self.group, SEQUENCE_DIM), *args[1:])
+
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if self.group.size > 1:
+            self.inside = False
         return gather_sequence(output, self.group, SEQUENCE_DIM)
+
+    def gather_hidden_states(self, owner: nn.Module, args: Any, output: Any) -> Any:
+        """Makes whole the hidden states of each layer (output_hidden_states=True) that are this rank's tokens."""
+        if isinstance(output, tuple):
+            return tuple(self._whole(x) if isinstance(x, tuple) else x for x in output)
+        if isinstance(states := getattr(output, "hidden_states", None), tuple):
+            output.hidden_states = self._whole(states)
+        return output
+
+    def _whole(self, states: tuple) -> tuple:
+        return tuple(
+            gather_sequence(x, self.group, SEQUENCE_DIM)
+            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens
+            else x
+            for x in states
+        )
 
 
 def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -19,14 +19,14 @@ class FeatureBlocks:
         options: {name: options of tpi.Linear} of what the plan names; {} of what is no linear layer.
         layers_prefix: of the names of the decoder layers ("model.layers."), None if there are none.
         own_plan: whether the plan is the model's own, which leaves out what its authors know to see whole features.
-        head_dim: the config's, None if not known.
+        head_dims: the config's; several where layers differ, none where it is not known.
     """
 
     modules: Mapping[str, nn.Module]
     options: Mapping[str, Mapping[str, Any]]
     layers_prefix: str | None
     own_plan: bool
-    head_dim: int | None
+    head_dims: frozenset[int]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
@@ -51,7 +51,7 @@ class FeatureBlocks:
             return not below and size is None and not isinstance(module, nn.Embedding)
         if isinstance(self.modules[block], nn.Sequential):
             return self._is_sharded_before(prefix, child)
-        if not self.own_plan or size is None or size == self.head_dim:
+        if not self.own_plan or size is None or size in self.head_dims:
             return True
         return size not in self._whole_sizes(block, prefix)
 

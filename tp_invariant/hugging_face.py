@@ -37,6 +37,18 @@ _HANDED_DOWN = {
 }  # fmt: skip
 
 
+def config_values(config: Any, name: str) -> frozenset[int]:
+    """The integers that a config, or the configs of its layers, have under `name`; none where it has no such field.
+
+    A field that differs from layer to layer raises an error of transformers' own when it is read from the whole.
+    """
+    try:
+        values = [getattr(config, name, None)]
+    except Exception:
+        values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", ())]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+
+
 def problem_with(config: Any, model: nn.Module) -> str | None:
     """What is wrong with the attention that a config of a Hugging Face model asks for, None if nothing is."""
     asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
@@ -75,9 +87,8 @@ def _own_attentions(model: nn.Module, file: str) -> list[str]:
 
 @functools.cache
 def _reaches_for_attention(module_name: str) -> bool:
-    try:
-        source = inspect.getsource(sys.modules[module_name])
-    except (OSError, TypeError):
+    source = _source_of(module_name)
+    if source is None:
         return True
     return "ALL_ATTENTION_FUNCTIONS" in source or "scaled_dot_product_attention" in source
 
@@ -89,6 +100,14 @@ def _modeling_files(model: nn.Module) -> set[str]:
     return {name for name in names if name.startswith("transformers.models.") or name.split(".")[0] not in _SHARED}
 
 
+def _source_of(module_name: str) -> str | None:
+    """The source text of a Python module; None of one typed in at a prompt, or unpickled where nobody imported it."""
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
 @functools.cache
 def _compared_names(module_name: str) -> frozenset[str]:
     """Names of attentions that the source compares a model's with, other than to look its function up.
@@ -96,10 +115,10 @@ def _compared_names(module_name: str) -> frozenset[str]:
     transformers has no way to run another function under "sdpa" or "eager" in one model alone, so that parallelize has
     to give these new names; in a few models (MiniMax-M3, Falcon, GLM-5, GPT-2's "eager") more hangs on the old ones.
     """
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module_name]))
-    except (OSError, TypeError):  # typed in at a prompt: no source
+    source = _source_of(module_name)
+    if source is None:
         return frozenset()
+    tree = ast.parse(source)
     lookups = {
         id(node.test)
         for node in ast.walk(tree)
@@ -147,13 +166,18 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, _Mask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], False))
 
 
-def install(model: Any) -> None:
+def install(model: Any, degree: int = 1) -> None:
     """Has `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
+
+    Args:
+        degree: over how many ranks its heads are sharded.
 
     Raises:
         ValueError: a model that parallelize refuses (`problem_with`); or at its next forward with the mode on, if its
-            attention is changed to such a one.
+            attention is changed to such a one; or at a forward that is asked for attention weights which it cannot
+            give (`_refuse_attentions`).
     """
+    from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     modules = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
@@ -167,6 +191,8 @@ def install(model: Any) -> None:
             config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
     for module in modules:  # each looks its attention up in its config, and any may be called by itself
         module.register_forward_pre_hook(_keep_safe)
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())
 
@@ -182,6 +208,29 @@ def _keep_safe(module: Any, args: Any) -> None:
             raise ValueError(problem)
     elif asked in _REPLACED:
         config._attn_implementation = _PREFIX + asked
+
+
+def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """An error where transformers would return no weights, (), or this rank's heads for all.
+
+    Raises:
+        ValueError: output_attentions, unless the mode is off, one rank has all heads, and the attention is "eager".
+    """
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(module.config, "output_attentions", None)
+    if not asked:
+        return
+    begin = f"{type(module).__name__} is asked for output_attentions={asked}: "
+    if is_tp_invariant_mode_enabled():
+        raise ValueError(begin + "tpi.attention has no weights to give; turn it off, or the TP-invariant mode")
+    if degree > 1:
+        raise ValueError(begin + f"a rank has the weights of its own heads only, 1/{degree} of them; turn it off")
+    implementation = (module.config._attn_implementation or "").removeprefix(_PREFIX)
+    if implementation != "eager":
+        raise ValueError(
+            begin + f"attn_implementation={implementation!r} has no weights to give; turn it off, or choose 'eager'"
+        )
 
 
 class _Mask:

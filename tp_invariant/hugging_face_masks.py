@@ -124,18 +124,24 @@ def _terms(function: Any) -> Iterator[tuple[str, Any]]:
 
 def visible_keys(
     *,
-    q_length: int,
     kv_length: int,
     mask_function: Callable,
+    q_length: int | None = None,
     q_offset: int | Tensor = 0,
+    cache_position: Tensor | None = None,
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> VisibleKeys | None:
     """The arguments of a mask function of transformers' AttentionMaskInterface; None for what is not known here.
 
-    Reads a few values, as sdpa's own function does, and so waits for the GPU where there is padding or a static cache.
+    Older versions give cache_position, the places of the queries, for q_length and q_offset. Reads a few values, as
+    sdpa's own function does, and so waits for the GPU where there is padding or a static cache.
     """
+    if q_length is None:
+        if cache_position is None:
+            return None
+        q_length, q_offset = len(cache_position), cache_position[0]
     terms = list(_terms(mask_function))
     asked = dict(terms)
     causal, window, packed = "causal" in asked, asked.get("window"), asked.get("packed")

@@ -44,7 +44,8 @@ class Part:
             one nn.Linear that puts out [q; k; v] with fewer heads of k and v.
         heads: for "replicated_with_grad_allreduce": how many heads all ranks have; found by itself where a projection
             stands beside the norm (q_norm, q_proj).
-        heads_dim: for "replicated_with_grad_allreduce": the dim of the norm's input that holds the heads.
+        heads_dim: for "replicated_with_grad_allreduce": the dim of the norm's input that holds the heads; None where
+            parallelize can see it, in a Hugging Face model's forward.
 
     Raises:
         ValueError: options that do not go together, or not with the style.
@@ -83,15 +84,6 @@ class Part:
 
 # --- what plans do not say ------------------------------------------------------------------------------------------
 
-# Attention classes whose norms of q and k take [B, S, heads, D] (2), or [B, heads, S, D] (1).
-HEADS_DIM = {
-    "ApertusAttention": 1,
-    "Exaone4Attention": 1,
-    "Gemma3Attention": 1,
-    "HunYuanDenseV1Attention": 1,
-    "PhiAttention": 1,
-    "Qwen3Attention": 2,
-}
 # MLPs that take gate and up out of one projection by chunk(2, dim=-1). Their plan gathers its output, which keeps the
 # order of [gate; up]; with partition_stride=2 the shards keep it, and nothing needs gathering.
 FUSED_GATE_UP = ("Glm4MLP", "GlmMLP", "Phi3MLP")

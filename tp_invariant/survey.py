@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,8 @@ from .gemm import GemmFn
 from .linear import Linear, check_sizes
 from .parallel_norm import ParallelNorm, recognise_norm
 from .parameters import ShardedModule
-from .plans import EMBEDDING_STYLE, HEADS_DIM, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
+from .plans import EMBEDDING_STYLE, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
+from .shape_probe import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
 from .vocab_embedding import VocabParallelEmbedding
 
 SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
@@ -68,14 +70,28 @@ class Survey:
     problems: list[str] = field(default_factory=list)
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
+    whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
+    # norm's name: where its input is sharded, None if nowhere; of the norms that a run on fake tensors has called
+    sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
+    unseen: str = ""  # why there was no such run
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
         config: Any = getattr(self.model, "config", None)
-        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.config = config
+        if hasattr(config, "get_text_config"):
+            try:
+                self.config = config.get_text_config()
+            except ValueError as error:  # it has several
+                self.problems.append(f"config.get_text_config() says: {error}".replace("\n", " "))
         self.is_hugging_face = hasattr(self.config, "_attn_implementation")
+        self.distributed = self._distributed()
 
     def run(self, plan: Mapping[str, str | Part]) -> None:
+        self.parts: dict[str, Part] = {}
+        if self.distributed:
+            self.problems.append(self.distributed)
+            return
         self.parts, unused = resolve(plan, self.modules)
         if not self.own_plan:
             self.problems += [f"plan[{pattern!r}]: no module has such a name" for pattern in unused]
@@ -89,10 +105,26 @@ class Survey:
         self._plan_ties()
         self._plan_heads()
         for name, module in self.modules.items():
-            self._look_at(name, module)
+            try:
+                self._look_at(name, module)
+            except Exception as error:  # to look at a module may run its code, which is not this library's
+                self._problem(name, f"{type(module).__name__} was not understood: {type(error).__name__}: {error}")
         self._check_features()
         self._check_ties()
         self._check_config()
+
+    def _distributed(self) -> str:
+        """What says that another tool has sharded the model already; "" if nothing does."""
+        kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # none before its import
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
+        if name is None and getattr(self.model, "_tp_size", None) in (None, 1):
+            return ""
+        what = f"{name} is a DTensor" if name else f"it was loaded over {self.model._tp_size} ranks"
+        return (
+            f"{what}: the model is sharded already. Give parallelize the full model on every rank: load it without "
+            "tp_plan=.. and device_mesh=.., and call neither parallelize_module nor fully_shard before"
+        )
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
@@ -103,6 +135,13 @@ class Survey:
             for name in filter(self._is_layer, blocks):
                 self._problem(name, "has column-parallel layers itself: sequence_parallel needs them in a submodule")
         self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
+        rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
+        sharded = [*rows, *(name for name, options in columns.items() if not options.get("gather_output"))]
+        within = tuple(f"{block}." for block in self.blocks)
+        if all(
+            row.startswith(within) for row in rows if row.startswith(self.stack.prefix)
+        ):  # none takes a block's output
+            self.whole_blocks = frozenset(n for n in self.blocks if not any(s.startswith(f"{n}.") for s in sharded))
 
     def _is_layer(self, name: str) -> bool:
         return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
@@ -120,12 +159,38 @@ class Survey:
                 self.parts.setdefault(name, Part(EMBEDDING_STYLE))
 
     def _plan_heads(self) -> None:
-        """Norms of each head that the model's own plan leaves out (older ones do): the attention's class tells."""
+        """Finds the norms of each head; the model's own plan may leave them out, as older ones do."""
+        self._probe()
         for name, module in self.modules.items():
-            known = is_norm(module) and type(self._parent(name)).__name__ in HEADS_DIM
             whole = self.parts.get(name, Part("replicate")).style in WHOLE_STYLES
-            if self.own_plan and known and whole and self._is_over_heads(name):
+            if self.own_plan and is_norm(module) and whole and self._is_over_heads(name):
                 self.parts[name] = Part(HEADS_STYLE)
+
+    def _probe(self) -> None:
+        """Sees, on fake tensors, where the inputs of norms beside sharded layers are sharded."""
+        options = {
+            name: given
+            for name, part in self.parts.items()
+            if (given := part.linear_options()) and type(self.modules[name]) is nn.Linear
+        }
+        parents = {name.rpartition(".")[0] for name in options}
+        layers = "" if self.stack is None else self.stack.prefix
+        blocks = tuple(f"{parent}." for parent in parents if parent and not layers.startswith(f"{parent}."))
+        asked = {name for name, part in self.parts.items() if part.style == HEADS_STYLE}
+        names = [n for n, m in self.modules.items() if is_norm(m) and (n in asked or n.startswith(blocks))]
+        if not self.is_hugging_face or not names:
+            return
+        if any(part.style not in STYLES for part in self.parts.values()):
+            self.sharded = dict.fromkeys(names)  # refused anyway, and what has that style may not run on fake tensors
+            return
+        for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
+            try:
+                self.sharded = sharded_inputs(self.model, options, degree, names)
+                return
+            except ProbeError as error:
+                self.unseen = self.unseen or str(error)
+        if self.group.size == 1 and not self.unseen.startswith(WITH_ALL_FEATURES):
+            self.sharded = dict.fromkeys(names)  # no other degree divides this model: there is none to agree with
 
     def _projection_of(self, norm_name: str) -> str:
         """The name of the projection that a norm called q_norm, q_layernorm or query_layernorm would follow, or ""."""
@@ -134,6 +199,8 @@ class Survey:
         return f"{parent}{dot}{ {'query': 'q', 'key': 'k'}.get(stem, stem) }_proj" if stem else ""
 
     def _is_over_heads(self, norm_name: str) -> bool:
+        if norm_name in self.sharded:
+            return self.sharded[norm_name] is not None
         options = self.parts.get(self._projection_of(norm_name), Part("replicate")).linear_options()
         return options.get("parallel_mode") == "column" and not options.get("gather_output")
 
@@ -241,7 +308,7 @@ class Survey:
         final = self.sequence_parallel and self.stack is not None and name == self.stack.norm_name
         options: dict[str, Any] = {}
         if recognise_norm(norm) is None:
-            if part.style not in WHOLE_STYLES or over_heads or final or self._in_stack(name):
+            if part.style not in WHOLE_STYLES or over_heads or final or self._sees_part(name):
                 self._problem(name, f"{type(norm).__name__} is no LayerNorm or RMSNorm that this library knows")
             return  # else every rank computes the same on the whole
         if part.style == HEADS_STYLE:
@@ -249,7 +316,8 @@ class Survey:
         elif part.style not in WHOLE_STYLES:
             self._problem(name, f"style {part.style!r} is not for a norm")
         elif over_heads:
-            self._problem(name, f"normalises what {projection} has sharded: it needs the style {HEADS_STYLE!r}")
+            what = projection if projection in self.parts else "a column-parallel layer"
+            self._problem(name, f"normalises what {what} has sharded: it needs the style {HEADS_STYLE!r}")
         elif self._sees_part(name) and not self._is_layer(parent):
             self._problem(
                 name, "is a norm neither of a decoder layer itself nor in a block: which tokens it sees is unknown"
@@ -259,11 +327,25 @@ class Survey:
         self.swaps[name] = lambda: ParallelNorm.from_norm(norm, tp_group=self.group, **options)
 
     def _heads(self, name: str, norm: nn.Module, part: Part, projection: str) -> dict[str, Any]:
-        attention = type(self.modules[name.rpartition(".")[0]]).__name__
-        heads_dim = HEADS_DIM.get(attention) if part.heads_dim is None else part.heads_dim
+        if name in self.sharded:
+            found = self.sharded[name]
+            if found is None:  # it sees all heads
+                return {}
+            if found.last or found.with_tokens:
+                what = "the features that it normalises" if found.last else "heads and tokens in one dim"
+                self._problem(name, f"dim {found.dim} of its input, which is sharded, holds {what}: not supported")
+            if part.heads_dim not in (None, found.dim):
+                self._problem(name, f"heads_dim={part.heads_dim}, but the model has its heads in dim {found.dim}")
+            if part.heads not in (None, found.size):
+                self._problem(name, f"heads={part.heads}, but the model has {found.size}")
+            self._divides(name, "heads", found.size, self.group.size)
+            return dict(heads=found.size, heads_dim=found.dim)
         linear = self.modules.get(projection)
-        if heads_dim is None:
-            self._problem(name, f"which dim of its input holds the heads is not known for {attention}: give heads_dim")
+        if part.heads_dim is None:
+            why = f", since {self.unseen}" if self.unseen else ""
+            self._problem(
+                name, f"which dim of its input holds the heads was not seen{why}: give Part(style, heads_dim=..)"
+            )
         if part.heads is not None:
             heads = part.heads
         elif isinstance(linear, nn.Linear):
@@ -273,7 +355,7 @@ class Survey:
             self._problem(name, f"{text}, Part({HEADS_STYLE!r}, heads=.., heads_dim=..)")
             return {}
         self._divides(name, "heads", heads, self.group.size)
-        return dict(heads=heads, heads_dim=heads_dim)
+        return dict(heads=heads, heads_dim=part.heads_dim)
 
     # --- the whole model
 
@@ -288,7 +370,7 @@ class Survey:
             {name: part.linear_options() for name, part in self.parts.items()},
             None if self.stack is None else self.stack.prefix,
             self.own_plan,
-            getattr(self.config, "head_dim", None),
+            hugging_face.config_values(self.config, "head_dim"),
         )
         planned = {id(self.modules[name]) for name in self.parts}
         refused = {problem.partition(": ")[0] for problem in self.problems}
@@ -346,7 +428,7 @@ class Survey:
                 self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
         if any(p.style == "colwise" and "att" in type(self._parent(n)).__name__.lower() for n, p in self.parts.items()):
             for name in ("num_attention_heads", "num_key_value_heads"):
-                if isinstance(heads := getattr(self.config, name, None), int):
+                for heads in sorted(hugging_face.config_values(self.config, name)):
                     self._divides("config", name, heads, self.group.size)
 
     def _parent(self, name: str) -> nn.Module:
