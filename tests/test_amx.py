@@ -1,13 +1,21 @@
 """CPUs that list AMX units and trap their instructions: what is set, by whom, and that the library itself needs none."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from tp_invariant import amx
+import tp_invariant as tpi
+from tp_invariant import amx, verify_checks
+from tp_invariant.attention_choice import safe_attention
+from tp_invariant.examples.small_transformer import causal_attention
+from tp_invariant.testing import run_ranks
 
 CONFTEST = Path(__file__).with_name("conftest.py")
 TRAPPED = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 avx512_bf16 amx_tile amx_int8\n"
@@ -128,3 +136,80 @@ def test_the_tests_own_start_sets_it_for_this_process_and_its_ranks(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "AVX512_CORE AVX512_CORE AVX512_CORE"
+
+
+# --- the library itself ---------------------------------------------------------------------------------------------
+
+PRODUCTS = re.compile(
+    r"aten::_?(mm|addmm|addmm_|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|addr|ger|convolution|conv\w*"
+    r"|scaled_dot_product\w*|scaled_grouped_mm|grouped_mm|int_mm|\w*lstm\w*|einsum)$|mkldnn|onednn"
+)
+SIXTEEN_BITS = {"c10::BFloat16", "c10::Half"}
+
+
+def products_in_16_bits(run):
+    """The names of torch's products that `run` reached with 16-bit operands, in forward and backward."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        run()
+    events = recorded.profiler.kineto_results.events()
+    return sorted({e.name() for e in events if PRODUCTS.search(e.name()) and SIXTEEN_BITS & set(e.dtypes())})
+
+
+def run_all(tp_group, cases):
+    """The 16-bit products of all cases, and of what is no case."""
+
+    def run():
+        for case in cases:
+            case.run(tp_group)
+        attention_in_every_way()
+        demo_attention()
+
+    return products_in_16_bits(run)
+
+
+def attention_in_every_way():
+    """What `safe_attention` and `attention` have other code for."""
+    q, k, v = (torch.randn(1, 4, 24, 16).bfloat16().requires_grad_() for _ in range(3))
+    mask = torch.rand(24, 24) > 0.2
+    for options in ({"attn_mask": mask}, {"is_causal": True, "softcap": 20.0}, {"attn_mask": mask.bfloat16()}):
+        safe_attention(q, k, v, **options).sum().backward()
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (torch.randn(1, 4, 24, 16).to(dtype).requires_grad_() for _ in range(3))
+        tpi.attention(q, k, v, causal=True, window=5).sum().backward()
+        tpi.attention(q[:, :, :1], k, v, causal=True)
+
+
+def demo_attention():
+    with tpi.set_tp_invariant_mode(True):
+        q, k, v = (torch.randn(1, 2, 16, 8).bfloat16().requires_grad_() for _ in range(3))
+        causal_attention(q, k, v).sum().backward()
+
+
+@pytest.fixture(scope="module")
+def cases_of_verify():
+    """Every case that `tp-invariant verify --quick` runs, in both 16-bit dtypes."""
+    cases = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify_checks, "check_cases", lambda some, *rest: cases.extend(some))
+        for check in verify_checks.CHECKS:
+            if check.name not in ("gemm", "state", "checkpoint"):  # a product by itself; training steps once more
+                check.run(verify_checks.Setup((1, 2), "cpu", quick=True))
+    assert len({type(case) for case in cases}) >= 8
+    return list(dict.fromkeys(c.with_(dtype=dtype) for c in cases for dtype in (torch.bfloat16, torch.float16)))
+
+
+def test_the_librarys_own_path_needs_none_of_torchs_16_bit_products(cases_of_verify):
+    cases = {dtype: [case for case in cases_of_verify if case.dtype == dtype] for dtype in (torch.bfloat16, torch.half)}
+    assert run_ranks(run_all, 2, cases[torch.bfloat16], device="cpu") == [[], []]
+    assert run_ranks(run_all, 1, cases[torch.half], device="cpu") == [[]]
+
+
+def test_the_stock_path_does_so_that_the_test_above_can_fail(cases_of_verify):
+    def run():
+        with tpi.set_tp_invariant_mode(False):
+            layer = tpi.Linear(64, 32, dtype=torch.bfloat16)
+            layer(torch.randn(8, 64).bfloat16()).sum().backward()
+
+    assert products_in_16_bits(run)
+    q = torch.randn(1, 2, 16, 8).bfloat16()
+    assert products_in_16_bits(lambda: F.scaled_dot_product_attention(q, q, q))
