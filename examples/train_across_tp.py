@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tp_invariant as tpi
+from tp_invariant.amx import avoid_trapped_units
 from tp_invariant.examples.demo_options import TrainConfig, check_options, make_parser
 from tp_invariant.examples.demo_report import Runs, Step, Watch, print_table, save_picture, verdict
 from tp_invariant.examples.small_transformer import Transformer
+from tp_invariant.processes import temporary_folder
 from tp_invariant.rank_pool import discard_pool
 from tp_invariant.testing import RankError, digest, full_grads, full_parameters, run_ranks
 
@@ -103,8 +104,8 @@ def run(degrees: Sequence[int], config: TrainConfig, invariant: bool, watch: Wat
     runs: dict[int, list[list[Step]]] = {}
     device = config.model.device
     for degree in degrees:
-        with tempfile.TemporaryDirectory(prefix="tp_invariant_demo_") as folder:
-            path = Path(folder) / "progress"
+        with temporary_folder("demo") as folder:
+            path = folder / "progress"
             path.touch()
             label = f"mode {'on ' if invariant else 'off'} TP={degree}"
             arguments = (train, degree, config, invariant, str(path))
@@ -122,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     degrees, config = check_options(options, parser.error)
     if config.model.sequence >= len(read_text()):
         parser.error(f"--sequence {config.model.sequence} is too long for the {len(read_text()):,} bytes of text")
+    if config.model.device == "cpu" and config.model.dtype != torch.float32:
+        avoid_trapped_units()  # the stock path, with the mode off, takes torch's own 16-bit products
     try:
         return _compare(degrees, config, options)
     except KeyboardInterrupt:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from .processes import how_it_ended
 
 VARIABLE, VALUE = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE"
 EXPORT = f"export {VARIABLE}={VALUE}"
@@ -51,13 +52,13 @@ print("done", flush=True)
 
 @dataclass(frozen=True)
 class Death:
-    """A process that a product ended: by which signal (its name), and in which product."""
+    """How a process ended ("ended by SIGILL"), and in which product."""
 
-    signal: str
+    how: str
     product: str
 
     def __str__(self) -> str:
-        return f"torch's own product {self.product} ends the process with {self.signal}"
+        return f"a process {self.how} in torch's own product {self.product}"
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,7 @@ def probe(environment: Mapping[str, str]) -> Death | None:
         return None
     if done.returncode >= 0:
         return None
-    return Death(signal_name(-done.returncode), (done.stdout.splitlines() or ["of torch's import"])[-1])
-
-
-def signal_name(number: int) -> str:
-    """"SIGILL" for 4; the number of one that has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return Death(how_it_ended(done.returncode), (done.stdout.splitlines() or ["of torch's import"])[-1])
 
 
 @functools.cache
