@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import tp_invariant as tpi
 from tp_invariant import amx, verify_checks
 from tp_invariant.attention_choice import safe_attention
+from tp_invariant.doctor_claims import FAILS, HOLDS, products_claim
 from tp_invariant.examples.small_transformer import causal_attention
 from tp_invariant.testing import run_ranks
 
@@ -30,7 +31,7 @@ if os.environ.get("ONEDNN_MAX_CPU_ISA") != "AVX512_CORE":
 """
 ALWAYS_DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 RUNS = "print('done')"
-FAILS = "raise SystemExit(4)"  # no signal: torch is broken in another way, which this is not about
+BROKEN = "raise SystemExit(4)"  # no signal: torch is broken in another way, which this is not about
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_a_variable_that_does_not_help_is_not_set_and_it_is_said(machine, capsys
     assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE does not help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", [RUNS, FAILS])
+@pytest.mark.parametrize("program", [RUNS, BROKEN])
 def test_products_that_run_are_left_alone(machine, program, capsys):
     machine(TRAPPED, program)
     assert amx.avoid_trapped_units().died is None
@@ -91,8 +92,29 @@ def test_what_the_user_has_set_stays(machine, monkeypatch, name):
     machine(TRAPPED, DIES)
     monkeypatch.setenv(name, "AVX2")
     monkeypatch.setattr("subprocess.run", None)
-    assert amx.avoid_trapped_units().chosen == f"{name}=AVX2"
+    assert amx.avoid_trapped_units().died is None and amx.chosen() == f"{name}=AVX2"
     assert os.environ[name] == "AVX2" and os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX2") == "AVX2"
+
+
+def test_doctor_says_what_to_export(machine, monkeypatch):
+    machine("flags\t\t: fpu avx512f avx512_bf16\n", DIES)
+    assert products_claim().status == HOLDS
+    machine(TRAPPED, RUNS)
+    assert products_claim().status == HOLDS
+    machine(TRAPPED, DIES)
+    claim = products_claim()
+    assert claim.status == FAILS and "ended by SIGILL in torch's own product bfloat16 matmul" in claim.detail
+    assert claim.next_step == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE before Python starts"
+    amx.avoid_trapped_units()
+    assert products_claim().status == HOLDS and "ONEDNN_MAX_CPU_ISA=AVX512_CORE is set" in products_claim().detail
+    machine(TRAPPED, DIES)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+    claim = products_claim()
+    assert claim.status == FAILS and claim.next_step == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE instead"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    machine(TRAPPED, ALWAYS_DIES)
+    claim = products_claim()
+    assert claim.status == FAILS and "ONEDNN_MAX_CPU_ISA=AVX512_CORE does not help" in claim.next_step
 
 
 def test_the_probe_runs_every_product_here():

@@ -65,20 +65,23 @@ class Death:
 class Finding:
     """What `find` saw.
 
-    units    the AMX units that the CPU lists; without any there is nothing to find
-    chosen   the variable and value that the user has set, which is left as it is
-    died     how a process ended in which nothing was set, None if it did not
-    helps    whether a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE ran through, None if it was not asked
+    units    the AMX units that the CPU lists; without any nothing else is asked
+    died     how a process ended in which nothing was set; None if it ran through, or if the user had set the variable
+    helps    whether a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE ran through; None if it was not asked
     """
 
     units: tuple[str, ...] = ()
-    chosen: str | None = None
     died: Death | None = None
     helps: bool | None = None
 
     @property
     def listed(self) -> str:
         return f"this CPU lists {', '.join(self.units)}"
+
+
+def chosen() -> str | None:
+    """The variable that limits oneDNN in this process and its value, by the user or by `avoid_trapped_units`."""
+    return next((f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)), None)
 
 
 def listed_units(cpuinfo: Path) -> tuple[str, ...]:
@@ -115,10 +118,10 @@ def find() -> Finding:
     units = listed_units(CPUINFO)
     if not units:
         return Finding()
-    if chosen := next((f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)), None):
-        return Finding(units, chosen)
+    if chosen() is not None:
+        return Finding(units)
     died = probe(os.environ)
-    return Finding(units, None, died, None if died is None else probe({**os.environ, VARIABLE: VALUE}) is None)
+    return Finding(units, died, None if died is None else probe({**os.environ, VARIABLE: VALUE}) is None)
 
 
 def avoid_trapped_units() -> Finding:
