@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 
 import tp_invariant as tpi
 from tp_invariant.amx import avoid_trapped_units
+from tp_invariant.doctor_facts import cpu_model
 from tp_invariant.examples.demo_options import TrainConfig, check_options, make_parser
 from tp_invariant.examples.demo_report import Runs, Step, Watch, print_table, save_picture, verdict
 from tp_invariant.examples.small_transformer import Transformer
@@ -92,6 +94,15 @@ def read_text(limit: int = 1_000_000) -> bytes:
     return bytes(text[:limit])
 
 
+def machine(device: str) -> str:
+    """What the digests depend on besides the options: other sources are other data, other vector units other bits."""
+    if device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"{torch.backends.cpu.get_cpu_capability()} on {cpu_model()}"
+    return f"Python {platform.python_version()}, torch {torch.__version__}, {where}"
+
+
 # --- running and watching -------------------------------------------------------------------------------------------
 
 
@@ -143,7 +154,7 @@ def _compare(degrees: list[int], config: TrainConfig, options: argparse.Namespac
         f"A transformer of {model.layers} blocks, hidden {model.hidden}, {model.heads} heads, ffn {model.ffn}, "
         f"{str(model.dtype).removeprefix('torch.')} on {model.device}{extra};\n"
         f"{config.steps} steps of {config.batch} x {model.sequence} bytes out of {len(read_text()):,} of the sources "
-        f"of Python's library.\nStarting {max(degrees)} rank processes ..",
+        f"of Python's library.\n{machine(model.device)}.\nStarting {max(degrees)} rank processes ..",
         flush=True,
     )
     run_ranks(_start, max(degrees), device=model.device)  # the most at once: a pool that grows starts anew

@@ -1,4 +1,4 @@
-"""CPUs that list AMX units and trap their instructions: what is set, by whom, and that the library itself needs none."""
+"""CPUs that list AMX units and trap their instructions: what is set, by whom; that the library itself needs none."""
 
 import os
 import re

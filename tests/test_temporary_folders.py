@@ -1,6 +1,5 @@
 """Folders of processes that were killed: gone when the next one starts, and nobody else's are touched."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -41,7 +40,9 @@ def test_folders_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path):
     other = tmp_path / "tp_invariant_test_without_owner"
     other.mkdir()
     owners = [
-        subprocess.Popen([sys.executable, "-c", HOLDS, FOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS, FOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     dead, alive = (tmp_path / process.stdout.readline().strip() for process in owners)

@@ -12,6 +12,7 @@ from .gemm import check_norm_dtype
 from .layout import TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
+from .options import Normalization, ParallelMode
 from .parameters import ShardSpec, mark_sharded
 from .regions import gather_sequence
 
@@ -42,11 +43,11 @@ class LayerNormLinear(Linear):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,

@@ -17,6 +17,7 @@ from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
+from .options import Normalization
 from .parameters import ShardedModule, ShardSpec, mark_sharded
 
 
@@ -52,7 +53,7 @@ class ParallelNorm(ShardedModule):
         features: int,
         eps: float | None = 1e-6,
         *,
-        normalization: str = "RMSNorm",
+        normalization: Normalization = "RMSNorm",
         bias: bool = False,
         zero_centered_gamma: bool = False,
         tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,

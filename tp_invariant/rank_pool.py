@@ -139,12 +139,10 @@ class RankPool:
                 try:
                     connection.recv_bytes()
                 except (EOFError, OSError):
-                    raise RuntimeError(
-                        f"the {self.size} rank processes did not start: {self._ending(rank)}"
-                    ) from None
+                    raise RuntimeError(f"the {self.size} rank processes did not start: {self._ending(rank)}") from None
 
     def _ending(self, rank: int) -> str:
-        """"the process of rank 3 ended by SIGILL", or with which status it left."""
+        """ "the process of rank 3 ended by SIGILL", or with which status it left."""
         try:
             status = self._processes[rank].wait(timeout=1.0)
         except subprocess.TimeoutExpired:
