@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tp_invariant as tpi
+from tp_invariant.amx import avoid_trapped_units
+from tp_invariant.doctor_facts import cpu_model
 from tp_invariant.examples.demo_options import TrainConfig, check_options, make_parser
 from tp_invariant.examples.demo_report import Runs, Step, Watch, print_table, save_picture, verdict
 from tp_invariant.examples.small_transformer import Transformer
+from tp_invariant.processes import temporary_folder
 from tp_invariant.rank_pool import discard_pool
 from tp_invariant.testing import RankError, digest, full_grads, full_parameters, run_ranks
 
@@ -91,6 +94,15 @@ def read_text(limit: int = 1_000_000) -> bytes:
     return bytes(text[:limit])
 
 
+def machine(device: str) -> str:
+    """What the digests depend on besides the options: other sources are other data, other vector units other bits."""
+    if device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"{torch.backends.cpu.get_cpu_capability()} on {cpu_model()}"
+    return f"Python {platform.python_version()}, torch {torch.__version__}, {where}"
+
+
 # --- running and watching -------------------------------------------------------------------------------------------
 
 
@@ -103,8 +115,8 @@ def run(degrees: Sequence[int], config: TrainConfig, invariant: bool, watch: Wat
     runs: dict[int, list[list[Step]]] = {}
     device = config.model.device
     for degree in degrees:
-        with tempfile.TemporaryDirectory(prefix="tp_invariant_demo_") as folder:
-            path = Path(folder) / "progress"
+        with temporary_folder("demo") as folder:
+            path = folder / "progress"
             path.touch()
             label = f"mode {'on ' if invariant else 'off'} TP={degree}"
             arguments = (train, degree, config, invariant, str(path))
@@ -122,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     degrees, config = check_options(options, parser.error)
     if config.model.sequence >= len(read_text()):
         parser.error(f"--sequence {config.model.sequence} is too long for the {len(read_text()):,} bytes of text")
+    if config.model.device == "cpu" and config.model.dtype != torch.float32:
+        avoid_trapped_units()  # the stock path, with the mode off, takes torch's own 16-bit products
     try:
         return _compare(degrees, config, options)
     except KeyboardInterrupt:
@@ -140,7 +154,7 @@ def _compare(degrees: list[int], config: TrainConfig, options: argparse.Namespac
         f"A transformer of {model.layers} blocks, hidden {model.hidden}, {model.heads} heads, ffn {model.ffn}, "
         f"{str(model.dtype).removeprefix('torch.')} on {model.device}{extra};\n"
         f"{config.steps} steps of {config.batch} x {model.sequence} bytes out of {len(read_text()):,} of the sources "
-        f"of Python's library.\nStarting {max(degrees)} rank processes ..",
+        f"of Python's library.\n{machine(model.device)}.\nStarting {max(degrees)} rank processes ..",
         flush=True,
     )
     run_ranks(_start, max(degrees), device=model.device)  # the most at once: a pool that grows starts anew

@@ -19,6 +19,12 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
+from tp_invariant.amx import avoid_trapped_units
+
+# torch's own bfloat16 products are the measure of many tests, and end the process on some virtual machines: there this
+# sets a variable of oneDNN's, which must be before oneDNN is first used, for this process and the ranks.
+avoid_trapped_units()
+
 if not torch.cuda.is_available():
     # Triton kernels then run in its interpreter, on CPU tensors; it must know before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -10,7 +10,7 @@ import pytest
 
 from tp_invariant.examples import demo_report
 from tp_invariant.examples.demo_report import Step, differences, loss_differences, print_table, save_picture, verdict
-from tp_invariant.examples.train_across_tp import main
+from tp_invariant.examples.train_across_tp import machine, main
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_across_tp.py"
 SMALL = "--degrees 1,2 --steps 3 --layers 1 --hidden 64 --heads 2 --ffn 64 --batch 2 --sequence 64 --device cpu"
@@ -63,6 +63,39 @@ def test_bfloat16(capsys):
 def test_one_degree_is_nothing_to_compare(capsys):
     assert main(small("--degrees", "2", "--no-picture")) == 0
     assert "one degree alone, so there was nothing to compare it with" in capsys.readouterr().out
+
+
+README = Path(__file__).parents[1] / "README.md"
+_UPDATE = "what the demo prints is no longer what the README shows: run the README's command and put its output there"
+
+
+def readme_output() -> str:
+    """The block of the README that begins as the demo's output does."""
+    (block,) = re.findall(r"```text\n(A transformer of .*?)```", README.read_text(), flags=re.DOTALL)
+    return block
+
+
+def shape_of(output: str) -> list[str]:
+    """The kinds of lines, in order: digits, digests, rules of tables and what names a machine count for nothing."""
+    lines = (re.sub(r"[0-9a-f]{12}|\d[\d.,e+-]*|[^\x00-\x7f]+", "#", line) for line in output.splitlines())
+    lines = (re.sub(r"Python #.*|Picture: .*|Verdict: .*", lambda m: m[0].split()[0], line) for line in lines)
+    kinds = [re.sub(r"\s+|#", "", line) for line in lines]
+    return [kind for i, kind in enumerate(kinds) if kind and kind not in kinds[:i]]
+
+
+def test_the_readme_shows_what_the_demo_prints(capsys):
+    """Everywhere its form; its numbers on the kind of machine that it names, which alone gives those bits."""
+    shown = readme_output()
+    on, off = table_digests(shown)
+    assert len(set(on)) == 1 and len(set(off)) == len(off) == len(on) == 4
+    assert main(["--degrees", "1", "--mode", "on", "--no-picture", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    missing = [kind for kind in shape_of(printed) if kind not in shape_of(shown) and "onedegreealone" not in kind]
+    assert not missing, f"{_UPDATE}: {missing}"
+    own = machine("cpu")
+    if f"\n{own}.\n" not in shown:
+        pytest.skip(f"the README's digest is another machine's; this one is {own}")
+    assert table_digests(printed)[0] == on[:1], f"{_UPDATE}: the digest with the mode on is {table_digests(printed)[0]}"
 
 
 # --- options --------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_claims_without_a_gpu(facts):
             assert claim["status"] == UNCHECKED
             assert claim["next_step"] == "no GPU: GPU claims are not checked; run this on a machine with one"
         if claim["claim"].startswith("CPU"):
-            assert claim["status"] == HOLDS
+            assert claim["status"] == HOLDS, claim
     assert claim_named(facts, "at every TP degree")["next_step"] == "tp-invariant verify --device cpu"
 
 
@@ -122,6 +122,19 @@ def test_tables_for_people(facts, rich, monkeypatch, capsys):
     for text in ("Versions", "Devices", "Gate", "What runs with the mode on", "MLP down", "yours, 640 to 48", "Claims"):
         assert text in out
     assert out.splitlines()[-1].startswith(f"Verdict: of {len(facts['claims'])} claims ")
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["without a GPU", "with one"])
+def test_settings_that_matter_on_gpus_alone_are_behind_a_flag(facts, gpu, monkeypatch, capsys):
+    gpus = [{"device": "cuda:0", "name": "NVIDIA H200", "capability": "9.0"}] if gpu else []
+    unset = [row["setting"] for row in facts["settings"] if not row["set"]]
+    assert len(unset) > 15 and "NCCL_ALGO" in unset
+    monkeypatch.setattr(doctor, "collect", lambda *_, **options: {**facts, "devices": facts["devices"][:1] + gpus})
+    for options, shown in (([], gpu), (["--all"], True)):
+        main(["doctor", *options])
+        out = capsys.readouterr().out
+        assert all((name in out) == shown for name in unset if len(name) < 40)  # longer ones are folded
+        assert ("matter on GPUs; --all lists them" in out) != shown
 
 
 # --- what does not hold ---------------------------------------------------------------------------------------------
@@ -208,7 +221,9 @@ def test_heads_and_rows_that_see_others_do_not_hold(monkeypatch):
 def test_a_blas_in_another_order_is_said(monkeypatch):
     from tp_invariant.kernels import reference
 
-    monkeypatch.setattr(reference, "_blas_tile", lambda a, b: torch.mm(torch.cat(a, 1), torch.cat(b)))
+    # sums in float64: no order of float32 sums, on any CPU; one call for all panels has the same bits on some
+    exact = lambda a, b: torch.mm(torch.cat(a, 1).double(), torch.cat(b).double()).float()  # noqa: E731
+    monkeypatch.setattr(reference, "_blas_tile", exact)
     reference._blas_agrees.cache_clear()
     try:
         claim = doctor_claims._tried("fast form", doctor_claims._blas, "slower")

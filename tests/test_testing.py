@@ -194,17 +194,38 @@ def test_ranks_that_do_not_answer_in_time(own_pool):
 def test_a_process_that_dies(own_pool):
     def case(tp_group):
         if tp_group.rank() == 1:
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGILL)
         return "fine"
 
     assert_ranks_answer()
-    with pytest.raises(RankError, match=r"^rank 1 of 2:\nthe process of rank 1 ended$"):
+    with pytest.raises(RankError, match=r"^rank 1 of 2:\nthe process of rank 1 ended by SIGILL$"):
         run_ranks(case, 2)
     assert_ranks_answer()
 
 
-def test_a_process_that_died_between_calls(own_pool):
-    """Reported or replaced, but not for ever in the way."""
+def test_ranks_that_end_while_they_start_are_named(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"^the 2 rank processes did not start: the process of rank \d ended with "):
+        rank_pool.RankPool(2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((2, at_the_top), r"run_ranks\(fn, world_size, \*args\): fn=2 cannot be called; the function comes first"),
+        ((at_the_top, "2"), r"world_size='2' is no whole number"),
+        ((at_the_top, True), r"world_size=True is no whole number"),
+        ((at_the_top, 2.0), r"world_size=2.0 is no whole number"),
+    ],
+)
+def test_arguments_in_another_order_are_said(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        run_ranks(*arguments)
+
+
+def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):
+    """Reported or replaced, but not for ever in the way; and a pool has no files, which a killed parent would leave."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _, victim = run_ranks(lambda tp_group: os.getpid(), 2)
     (process,) = [p for p in rank_pool._pools["cpu"]._processes if p.pid == victim]
     process.send_signal(signal.SIGKILL)
@@ -212,8 +233,9 @@ def test_a_process_that_died_between_calls(own_pool):
     try:
         assert_ranks_answer()
     except RankError as error:
-        assert "ended" in str(error)
+        assert "the process of rank 1 ended by SIGKILL" in str(error)
     assert_ranks_answer()
+    assert list(tmp_path.iterdir()) == []
 
 
 class Peculiar(Exception):

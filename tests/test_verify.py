@@ -88,19 +88,64 @@ def test_every_check_holds_without_optional_packages(bare_environment, tmp_path)
     assert last.startswith(f"Verdict: all {len(NAMES)} checks held: TP=1, 2 are byte for byte the same on every rank (")
 
 
-def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, capsys):
+def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, capfd):
     (tmp_path / "broken_gemm.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)  # where a module of the user's is found
     monkeypatch.setattr(sys, "path", list(sys.path))
     only = ["--only", "gemm", "--only", "linear-row", "--only", "data-parallel"]
     options = ["--gemm-fn", "broken_gemm:Callable.matmul", "--quick", "--device", "cpu", "--degrees", "1,2"]
     assert main(["verify", *options, *only]) == 1
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "gemm_fn broken_gemm:Callable.matmul\n" in out
     assert "FAILED  gemm " in out and "not slice-invariant for a (33, 300)" in out
     assert "FAILED  linear-row " in out and "is not TP=1: ['y0']: " in out and "LayerCase(" in out
     assert "held    data-parallel " in out, "it has no GEMM"
     assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, linear-row (2 of 3 checks, ")
+
+
+# ends the process that runs the checks, from a rank, while a checkpoint is there
+DEADLY = """
+import os, pathlib, signal, tempfile
+from tp_invariant.kernels import reference
+
+def matmul(a, b, *, bias=None, out_dtype=None):
+    if list(pathlib.Path(tempfile.gettempdir()).glob("tp_invariant_verify_*/checkpoint")):
+        os.kill(os.getppid(), signal.SIGILL)
+    return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
+"""
+
+
+def test_a_check_that_ends_its_process_is_named_and_leaves_nothing_behind(tmp_path):
+    (tmp_path / "deadly_gemm.py").write_text(DEADLY)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    leftover = folder / "tp_invariant_verify_of_a_killed_process"
+    leftover.mkdir()
+    (leftover / "owner.lock").write_text("")
+    code = "import sys; from tp_invariant.cli import main; sys.exit(main(sys.argv[1:]))"
+    only = [word for name in ("checkpoint", "data-parallel") for word in ("--only", name)]
+    options = ["--quick", "--device", "cpu", "--degrees", "2", "--gemm-fn", "deadly_gemm:matmul", *only]
+    command = [sys.executable, "-c", code, "verify", *options]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    heading, *lines, verdict = done.stdout.splitlines()
+    assert heading.startswith("TP=1, 2 on the CPU (gloo); ")
+    assert [line.split()[:2] for line in lines if line[0] != " "] == [
+        ["FAILED", "checkpoint"],
+        ["held", "data-parallel"],
+    ]
+    assert lines[1] == "        the process that ran it ended by SIGILL"
+    assert verdict.startswith("Verdict: FAILED: checkpoint (1 of 2 checks, ")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_process_that_cannot_start_fails_every_check(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert main(["verify", "--quick", "--device", "cpu", "--degrees", "2", "--only", "gemm", "--only", "norm"]) == 1
+    out = capfd.readouterr().out
+    assert "FAILED  gemm " in out and "the process that ran it ended with status 1 before it began" in out
+    assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, norm (2 of 2 checks, ")
 
 
 # --- what makes a check fail ----------------------------------------------------------------------------------------

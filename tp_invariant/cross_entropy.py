@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,10 @@ from .functions import flatten_tokens
 from .gemm import BUNDLED_DTYPES
 from .layout import fresh_view
 from .mode import is_tp_invariant_mode_enabled
+from .options import Reduction
 from .vocab import VocabShard, check_ids
 
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = get_args(Reduction)
 MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and what V of them lose is below 2^-19; for V = 2^18, below 2^-25
 
 
@@ -47,7 +48,7 @@ class CrossEntropyCall:
     shard: VocabShard
     label_smoothing: float
     ignore_index: int
-    reduction: str
+    reduction: Reduction
     z_loss: float
 
 
@@ -59,7 +60,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
     """torch's cross_entropy over the last dim of logits that are sharded along it; the same bits at every degree.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from .digest_log import FORMAT
 
 _SHOWN = 5
+_LONGEST = 300  # characters of a log that an error repeats
 
 
 class LogError(ValueError):
@@ -52,35 +54,75 @@ def read_log(path: str | Path) -> Log:
             break  # the run was killed while it wrote
         try:
             _take(log, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LogError(f"line {number} of {path} is no line of a digest log: {error!r}") from error
+        except RecursionError:  # of json's: lists in lists, hundreds deep
+            raise LogError(f"line {number} of {path} is no line of a digest log: it is nested too deeply") from None
+        except ValueError as error:
+            raise LogError(f"line {number} of {path} is no line of a digest log: {_beginning(str(error))}") from error
     if not log.steps:
         raise LogError(f"{path} holds no steps: is it a digest log?")
     return log
 
 
-def _take(log: Log, record: dict[str, Any]) -> None:
+def _take(log: Log, record: Any) -> None:
+    """Adds a header or a step to the log; ValueError for what DigestLog never writes."""
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
     if "format" not in record:
         if not log.degrees:
             raise ValueError("there is no header before it")
-        log.steps[int(record["step"])] = {
-            "loss": record["loss"],
-            "tensors": dict(record["tensors"]),
-            "ranks_differ": dict(record.get("ranks_differ", {})),
+        step, ranks_differ = _field(record, "step", _is_count), record.get("ranks_differ", {})
+        if not _is_dict_of(_is_ranks)(ranks_differ):
+            raise ValueError(f"its 'ranks_differ' is {_shown(ranks_differ)}")
+        log.steps[step] = {
+            "loss": _field(record, "loss", lambda loss: loss is None or isinstance(loss, (int, float))),
+            "tensors": _field(record, "tensors", _is_dict_of(lambda digest: digest is None or isinstance(digest, str))),
+            "ranks_differ": ranks_differ,
         }
         return
     if record["format"] != FORMAT:
-        raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
-    if log.degrees and record["parameters"] != log.parameters:
-        raise ValueError(f"the model has changed: {_first_difference(log.parameters, record['parameters'])}")
-    log.parameters = dict(record["parameters"])
-    log.degrees.append(record["degree"])
-    log.modes.append(record["mode"])
+        raise ValueError(f"its format is {_shown(record['format'])}, not {FORMAT!r}")
+    parameters = _field(record, "parameters", _is_dict_of(lambda shape: isinstance(shape, str)))
+    degree = _field(record, "degree", _is_count)
+    mode = _field(record, "mode", lambda mode: isinstance(mode, bool))
+    if log.degrees and parameters != log.parameters:
+        raise ValueError(f"the model has changed: {_first_difference(log.parameters, parameters)}")
+    log.parameters = parameters
+    log.degrees.append(degree)
+    log.modes.append(mode)
+
+
+def _field(record: dict[str, Any], name: str, is_right: Callable[[Any], bool]) -> Any:
+    if name not in record:
+        raise ValueError(f"it has no {name!r}")
+    if not is_right(record[name]):
+        raise ValueError(f"its {name!r} is {_shown(record[name])}")
+    return record[name]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _is_dict_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _shown(value: Any) -> str:
+    """A value of JSON in an error: short, however long and however deep it is."""
+    return reprlib.repr(value)
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}.. ({len(text):,} characters)"
 
 
 def _first_difference(a: dict[str, str], b: dict[str, str]) -> str:
     name = next(name for name in (*a, *b) if a.get(name) != b.get(name))
-    return f"{name} is {a.get(name, 'not there')} and {b.get(name, 'not there')}"
+    return f"{_beginning(name)} is {_beginning(a.get(name, 'not there'))} and {_beginning(b.get(name, 'not there'))}"
 
 
 def compare(a: Log, b: Log) -> tuple[str, bool]:

@@ -1,6 +1,7 @@
 """What this machine has, and which of the library's claims hold on it.
 
 tp-invariant doctor                     tables for people; --json for machines
+tp-invariant doctor --all               on a machine without GPUs also the settings that matter on GPUs alone
 tp-invariant doctor --layer 8192,2048   also what owner_map="auto" picks for a layer of yours
 """
 
@@ -35,6 +36,8 @@ def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192, measu
     return facts | {"claims": [dataclasses.asdict(claim) for claim in claims(facts)]}
 
 
+_SETTINGS = "Settings for code around the layers, whose own bits need none (tpi.determinism)"
+
 # --- printing -------------------------------------------------------------------------------------------------------
 
 Rows = list[tuple[str, ...]]
@@ -46,8 +49,8 @@ def _shown(value: Any) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
-def tables(facts: dict[str, Any]) -> list[tuple[str, Rows]]:
-    """(title, heading and rows) of every table."""
+def tables(facts: dict[str, Any], everything: bool) -> list[tuple[str, Rows]]:
+    """(title, heading and rows) of every table; everything: also what has no effect on this machine."""
     versions: Rows = [("what", "version"), *((name, _shown(value)) for name, value in facts["versions"].items())]
     devices: Rows = [("device", "what it is")]
     for found in facts["devices"]:
@@ -60,8 +63,9 @@ def tables(facts: dict[str, Any]) -> list[tuple[str, Rows]]:
         links.append(("all-gather", f"{measured['GB/s received by a rank']} GB/s a rank", measured["of"]))
     gate: Rows = [("gate", "value"), *((name, _shown(value)) for name, value in facts["gate"].items())]
     settings: Rows = [("not set", "profiles", "now", "wanted", "without it")]
+    has_gpu = len(facts["devices"]) > 1
     for row in facts["settings"]:
-        if not row["set"]:
+        if not row["set"] and (everything or has_gpu):
             shown = (_shown(row["now"]), _shown(row["wanted"]), row["without it"])
             settings.append((row["setting"], ", ".join(row["profiles"]), *shown))
     runs: Rows = [("for", "what runs")]
@@ -80,10 +84,7 @@ def tables(facts: dict[str, Any]) -> list[tuple[str, Rows]]:
         ("Devices", devices),
         *([("Links", links)] if len(links) > 1 else []),
         ("Gate", gate),
-        (
-            f"Settings for code around the layers, whose own bits need none (tpi.determinism); {settled} are set",
-            settings,
-        ),
+        *([(f"{_SETTINGS}; {settled} are set", settings)] if len(settings) > 1 else []),
         ("What runs with the mode on", runs),
         (f"Owner maps that auto picks: {tokens} tokens, sequence-parallel", owner_maps),
     ]
@@ -148,6 +149,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="Exit status: 0 if all that was checked holds, 1 if something does not, 2 for a wrong option.",
     )
     parser.add_argument("--json", action="store_true", help="everything, for a program to read")
+    parser.add_argument("--all", action="store_true", help="without GPUs: also the settings of cuBLAS, cuDNN and NCCL")
     parser.add_argument("--measure", action="store_true", help="measure an all-gather between ranks too")
     parser.add_argument(
         "--layer",
@@ -164,8 +166,11 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
-        for title, rows in tables(facts):
+        shown = tables(facts, options.all)
+        for title, rows in shown:
             print_table(title, rows)
+        if not any(title.startswith(_SETTINGS) for title, _ in shown):
+            print(f"\n{_SETTINGS} matter on GPUs; --all lists them.")
         print_table("Claims", _claim_rows(found))
         print(verdict(found))
     return 1 if any(claim.status == FAILS for claim in found) else 0

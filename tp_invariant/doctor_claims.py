@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import doctor_facts
+from . import amx, doctor_facts
 from .attention_choice import safe_attention
 from .bits import assert_bitwise_equal
 from .collectives import resolve_group
@@ -73,6 +74,27 @@ def version_claim(package: str, found: str | None, tested: tuple[tuple[int, int]
 def _gate() -> str:
     checked = "every call is compared" if is_call_check_enabled() else "first calls are compared"
     return f"the mode is {'on' if is_tp_invariant_mode_enabled() else 'off'}; {checked} over the ranks"
+
+
+def products_claim() -> Claim:
+    """Whether torch's own 16-bit products run here, which need not be so where the CPU lists AMX units: see amx.py."""
+    claim = "CPU: torch's own 16-bit products run"
+    finding, chosen = amx.find(), amx.chosen()
+    if not finding.units:
+        return Claim(claim, HOLDS, "this CPU lists no AMX units, which some virtual machines list and trap")
+    if chosen is not None:  # by the user, or by this process once it knew that it helps
+        died = None if finding.helps else amx.probe(os.environ)
+        detail = f"{finding.listed}; {chosen} is set, and " + ("they ran" if died is None else str(died))
+        wanted = f"{amx.EXPORT} instead"
+    else:
+        died = finding.died
+        detail = f"{finding.listed}, and " + ("they ran" if died is None else str(died))
+        wanted = f"{amx.EXPORT} before Python starts"
+    if died is None:
+        return Claim(claim, HOLDS, detail)
+    if finding.helps is False:
+        wanted = f"none is known: {amx.VARIABLE}={amx.VALUE} does not help; this library needs no such product"
+    return Claim(claim, FAILS, detail, wanted)
 
 
 def _gemm(device: str) -> str:
@@ -176,6 +198,7 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
         version_claim("torch", versions["torch"], TESTED_TORCH),
         _triton(versions["triton"], gpus),
         _tried("the gate's variables are understood", _gate, "set them to 1 or 0, or unset them"),
+        products_claim(),
         _tried("CPU: the bundled GEMM is slice-invariant", lambda: _gemm("cpu"), broken),
         _tried(
             "CPU: its fast form has the order of its definition",

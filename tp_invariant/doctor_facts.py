@@ -63,7 +63,8 @@ def versions() -> dict[str, str | None]:
     return found | {"cuda of torch": torch.version.cuda, "driver": driver or None, "nccl": nccl}
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The CPU's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -76,7 +77,7 @@ def devices() -> list[dict[str, Any]]:
     """The CPU, then every GPU."""
     cpu = {
         "device": "cpu",
-        "name": _cpu_model(),
+        "name": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch threads": torch.get_num_threads(),

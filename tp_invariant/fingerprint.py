@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -228,21 +229,41 @@ def read_lines(path: str) -> dict[str, str]:
     """{"result dtype shape": digest} of a file that this command wrote.
 
     Raises:
-        FileFormatError: a line that is no such line, or one result with two digests.
+        FileFormatError: a line that is no such line, one result with two digests, or no line at all.
     """
     found: dict[str, str] = {}
     for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
         if text.startswith("#") or not text.strip():
             continue
         key, _, value = text.rpartition(" ")
-        if len(key.split(" ")) != 3 or len(value) != 64:
+        if len(key.split(" ")) != 3 or len(text) > _LONGEST_LINE or not re.fullmatch("[0-9a-f]{64}", value):
             raise FileFormatError(
-                f"{path}, line {number}: {text!r} is no line of a fingerprint, which is: result dtype shape digest"
+                f"{path}, line {number}: {_beginning(text)} is no line of a fingerprint, which is: result dtype shape "
+                "digest"
             )
         if found.get(key, value) != value:
             raise FileFormatError(f"{path}, line {number}: {key} has another digest above: a file of two machines?")
         found[key] = value
+    if not found:
+        raise FileFormatError(f"{path} holds no line of a fingerprint, so there is nothing to compare with")
     return found
+
+
+_LONGEST_LINE, _SHOWN = 1000, 80
+
+
+def _beginning(text: str) -> str:
+    """A line as an error shows it: whole where it is short."""
+    if len(text) <= _SHOWN:
+        return repr(text)
+    return f"{text[:_SHOWN]!r}.. ({len(text):,} characters)"
+
+
+def _told_apart(one: str, other: str) -> tuple[str, str]:
+    """The beginnings of two digests that differ: twelve digits of each, or more, up to the first that differs."""
+    first = next(index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    digits = max(12, first + 1)
+    return one[:digits], other[:digits]
 
 
 def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted: bool = False) -> int:
@@ -258,11 +279,15 @@ def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted:
         [key for key in one if key not in {*other, *left_out}] for one, other in ((ours, theirs), (theirs, ours))
     )
     for key in differ:
-        print(f"differs: {key}: {ours[key][:12]} here, {theirs[key][:12]} in {path}")
+        here_digits, there_digits = _told_apart(ours[key], theirs[key])
+        print(f"differs: {key}: {here_digits} here, {there_digits} in {path}")
     for where, keys in (("here", here), (f"in {path}", there)):
         if keys:
             print(f"only {where}: {', '.join(dict.fromkeys(key.split(' ')[0] for key in keys))}")
-    print(f"{len(shared) - len(differ)} of {len(shared)} results are the same bits as in {path}", end="")
+    if shared:
+        print(f"{len(shared) - len(differ)} of {len(shared)} results are the same bits as in {path}", end="")
+    else:
+        print(f"nothing was compared: no result is both here and in {path}", end="")
     print(f"; {len(here)} are only here and {len(there)} only there", end="")
     print(f"; {len(left_out)} that the model does not predict are left out" if left_out else "")
     return 1 if differ or here or there or not shared else 0

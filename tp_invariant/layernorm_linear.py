@@ -13,6 +13,7 @@ from .layout import Stride, TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardSpec
+from .options import Normalization, ParallelMode
 from .regions import gather_sequence
 
 
@@ -44,11 +45,11 @@ class LayerNormLinear(Linear):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from .gemm import GemmFn, check_callable
 from .layout import Stride, check_divides
 from .linear_checks import CheckedCalls
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from .options import OwnerMap, ParallelMode
 from .owners import ShardedWeight, check_owner_map
 from .parameters import ShardSpec, full_initialisation
 from .regions import gather_features, scatter_features
 from .ties import refuse_ties
 
-PARALLEL_MODES = (None, "column", "row")
+PARALLEL_MODES = (None, *get_args(ParallelMode))
 
 _INVARIANT: dict[str | None, Callable[..., Tensor]] = {
     None: functions.replicated_linear,
@@ -99,7 +100,7 @@ class Linear(CheckedCalls):
         out_features: int,
         bias: bool = True,
         *,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode | None = None,
         tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
@@ -111,7 +112,7 @@ class Linear(CheckedCalls):
         fuse_wgrad_accumulation: bool = False,
         init_method: Callable[[Tensor], Any] | None = None,
         gemm_fn: GemmFn | None = None,
-        owner_map: str = "auto",
+        owner_map: OwnerMap = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -162,7 +163,7 @@ class Linear(CheckedCalls):
         cls,
         linear: nn.Linear,
         *,
-        parallel_mode: str | None,
+        parallel_mode: ParallelMode | None,
         tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
         **options: Any,
     ) -> Linear:

@@ -18,6 +18,7 @@ from .gemm import BUNDLED_DTYPES, GemmFn, check_dtype, gemm_fn_name
 from .layout import Stride, check_divides
 from .main_grad import MainGrad
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from .options import OwnerMap, ParallelMode
 from .parameters import ShardedModule
 from .weight_cache import weight_cache
 
@@ -28,8 +29,8 @@ class CheckedCalls(ShardedModule, nn.Linear):
     group: Group
     gemm_fn: GemmFn | None
     _gemm_fn_name: str
-    parallel_mode: str | None
-    owner_map: str
+    parallel_mode: ParallelMode | None
+    owner_map: OwnerMap
     sequence_parallel: bool
     sequence_dim: int
     gather_output: bool

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,13 @@ from .collectives import Group, Pending, gather_dim
 from .compiled import opaque, setting
 from .functions import flatten_tokens
 from .layout import TokenSharding, own_shape
+from .options import Normalization
 from .small_gathers import start_gather_major
 from .stock import complete_grad
 
 LEAF_ROWS = 32
 
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+NORMALIZATIONS = get_args(Normalization)
 
 
 setting(TokenSharding)

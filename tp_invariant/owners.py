@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -34,12 +34,13 @@ from .collectives import (
 from .cost_model import Problem, choose, costs_of, explain
 from .gemm import GemmFn, RankMajor, gemm, gemm_rank_major
 from .layout import Stride, fresh_view, split_sizes
+from .options import OwnerMap
 from .weight_cache import weight_cache
 
-OWNER_MAPS = ("auto", "replicate", "rows", "cols")
+OWNER_MAPS = get_args(OwnerMap)
 
 
-def check_owner_map(owner_map: str) -> str:
+def check_owner_map(owner_map: OwnerMap) -> OwnerMap:
     if owner_map not in OWNER_MAPS:
         raise ValueError(f"owner_map={owner_map!r} is unknown: choose one of {', '.join(map(repr, OWNER_MAPS))}")
     return owner_map

@@ -21,6 +21,7 @@ from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from .parameters import ShardedModule, ShardSpec
 from .ties import refuse_ties
+from .options import Normalization
 
 
 class ParallelNorm(ShardedModule):
@@ -57,7 +58,7 @@ class ParallelNorm(ShardedModule):
         features: int,
         eps: float | None = 1e-6,
         *,
-        normalization: str = "RMSNorm",
+        normalization: Normalization = "RMSNorm",
         bias: bool = False,
         zero_centered_gamma: bool = False,
         tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,

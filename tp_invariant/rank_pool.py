@@ -1,9 +1,10 @@
 """A pool of rank processes that outlives many cases: starting eight takes many seconds, a case milliseconds.
 
 Each rank is a fresh interpreter that runs rank_process.py's `serve`, with a connection to the parent for work and
-results and a default process group among the ranks (gloo on CPUs, NCCL besides where there are GPUs). Groups of the
-first 1, 2, 3, .. ranks are made when first asked for. Functions travel by cloudpickle where it is installed, so local
-ones work.
+results and a default process group among the ranks (gloo on CPUs, NCCL besides where there are GPUs). The connection is
+a pair of sockets that the rank inherits one end of: it has no address, so nobody else can connect, and a parent that is
+killed leaves no file behind. Groups of the first 1, 2, 3, .. ranks are made when first asked for. Functions travel by
+cloudpickle where it is installed, so local ones work.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import pickle
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, PathFinder
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from types import ModuleType
 from typing import Any
 
 from . import mode
+from .processes import how_it_ended
 
 _GRACE_SECONDS = 20.0  # how long the others get once one rank has failed
 _START_SECONDS = 300.0  # starting is seconds on a free machine; a loaded one takes longer
@@ -94,8 +95,6 @@ class RankPool:
 
     def __init__(self, size: int, device: str, threads: int = 1) -> None:
         self.size, self.device = size, device
-        self._folder = tempfile.TemporaryDirectory(prefix="tp_invariant_ranks_")
-        address = os.path.join(self._folder.name, "parent")
         environment = dict(os.environ)
         environment.update(
             TP_INVARIANT_RANK_DEVICE=device,
@@ -105,38 +104,50 @@ class RankPool:
             MASTER_PORT=str(_free_port()),
             PYTHONPATH=os.pathsep.join(sys.path),
         )
-        command = "import sys; from tp_invariant.rank_process import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
-        listener = Listener(address, "AF_UNIX", backlog=size)
-        # a session of their own, so that Ctrl-C reaches the parent alone, which then ends them
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", command, address, str(rank), str(size)], env=environment, start_new_session=True
-            )
-            for rank in range(size)
-        ]
+        command = "import sys; from tp_invariant.rank_process import serve; serve(*map(int, sys.argv[1:]))"
+        self._processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
         try:
-            connections = self._accept_all(listener)
+            for rank in range(size):
+                ours, theirs = socket.socketpair()
+                self._connections.append(Connection(ours.detach()))
+                with theirs:  # the rank's copy alone stays open, so that its end is noticed
+                    # a session of their own, so that Ctrl-C reaches the parent alone, which then ends them
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", command, str(theirs.fileno()), str(rank), str(size)],
+                        env=environment,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                    )
+                self._processes.append(process)
+            self._wait_for_all()
         except BaseException:
-            self._end_processes()
+            self.close()
             raise
-        finally:
-            listener.close()
-        self._connections = [connections[rank] for rank in range(size)]
 
-    def _accept_all(self, listener: Listener) -> dict[int, Connection]:
-        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-        connections: dict[int, Connection] = {}
+    def _wait_for_all(self) -> None:
+        """Until every rank has said that it runs."""
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + _START_SECONDS
-        while len(connections) < self.size:
-            try:
-                connection = listener.accept()
-                connections[connection.recv()] = connection
-            except TimeoutError:
-                ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
-                if ended or time.monotonic() > deadline:
-                    reason = f"ranks {ended} ended" if ended else f"no answer in {_START_SECONDS:.0f} s"
-                    raise RuntimeError(f"the {self.size} rank processes did not start: {reason}") from None
-        return connections
+        while waiting:
+            ready: list[Any] = wait_for(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = f"ranks {sorted(waiting.values())} did not answer in {_START_SECONDS:.0f} s"
+                raise RuntimeError(f"the {self.size} rank processes did not start: {missing}")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    connection.recv_bytes()
+                except (EOFError, OSError):
+                    raise RuntimeError(f"the {self.size} rank processes did not start: {self._ending(rank)}") from None
+
+    def _ending(self, rank: int) -> str:
+        """ "the process of rank 3 ended by SIGILL", or with which status it left."""
+        try:
+            status = self._processes[rank].wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return f"the process of rank {rank} has closed its connection"
+        return f"the process of rank {rank} {how_it_ended(status)}"
 
     def _end_processes(self) -> None:
         for process in self._processes:
@@ -153,7 +164,7 @@ class RankPool:
             try:
                 self._connections[rank].send_bytes(message)
             except OSError:
-                ended = EOFError(f"the process of rank {rank} ended before this call")
+                ended = EOFError(f"{self._ending(rank)} before this call")
                 return [Outcome(error=ended)] * world_size
         waiting = {connection: rank for rank, connection in enumerate(self._connections[:world_size])}
         deadline = time.monotonic() + timeout
@@ -166,7 +177,7 @@ class RankPool:
                 try:
                     outcome = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    outcome = Outcome(error=EOFError(f"the process of rank {rank} ended"))
+                    outcome = Outcome(error=EOFError(self._ending(rank)))
                 outcomes[rank] = outcome
                 if outcome.error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -177,7 +188,6 @@ class RankPool:
         self._end_processes()
         for connection in self._connections:
             connection.close()
-        self._folder.cleanup()
 
 
 def packed(fn: Callable, args: tuple) -> bytes:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -20,12 +18,13 @@ import torch.distributed as dist
 from . import agreement, mode
 from .gemm import set_default_gemm_fn
 from .owners import weight_cache
+from .processes import end_with_parent
 from .rank_pool import Outcome, dumps
 from .token_gathers import token_gathers
 
 
-def serve(address: str, rank: int, size: int) -> None:
-    """Takes work from the parent at `address` until it goes away."""
+def serve(descriptor: int, rank: int, size: int) -> None:
+    """Takes work from the parent, at the other end of the socket `descriptor`, until it goes away."""
     device = os.environ["TP_INVARIANT_RANK_DEVICE"]
     torch.set_num_threads(int(os.environ["TP_INVARIANT_RANK_THREADS"]))
     backend = "gloo"
@@ -36,9 +35,10 @@ def serve(address: str, rank: int, size: int) -> None:
         if size > gpus:  # they share, which NCCL does not take and symmetric memory only if it is told to
             backend = "gloo"
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    connection = Client(address, "AF_UNIX")
-    connection.send(rank)
+    end_with_parent()
+    os.set_inheritable(descriptor, False)  # a process that a case starts must not keep the parent waiting
+    connection = Connection(descriptor)
+    connection.send_bytes(b"running")
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     groups: dict[int, Any] = {}
     while True:
@@ -85,13 +85,6 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         weight_cache.ahead_in_graphs = in_graphs
         weight_cache.clear()
         token_gathers.clear()
-
-
-def _end_with_parent(parent: int) -> None:
-    """Ends this process once its parent has gone, also while a case runs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _dump_outcome(outcome: Outcome) -> bytes:

@@ -73,9 +73,14 @@ def run_ranks(
 
     Raises:
         RankError: fn raised on some rank, a rank died, or did not answer within `timeout` seconds; names the ranks.
+        TypeError: fn cannot be called, or world_size is no whole number, as where they are swapped.
         ValueError: no ranks, or more than GPUs.
     """
     device = device or default_device()
+    if not callable(fn):
+        raise TypeError(f"run_ranks(fn, world_size, *args): fn={fn!r} cannot be called; the function comes first")
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"run_ranks(fn, world_size, *args): world_size={world_size!r} is no whole number")
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
     if device == "cuda" and world_size > gpu_ranks():

@@ -10,17 +10,24 @@ naive way) do not, and its errors against float64 are within bounds of torch's o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import importlib.util
+import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .rank_pool import discard_pool
+from .amx import avoid_trapped_units
+from .processes import end_with_parent, how_it_ended, temporary_folder
 from .testing import run_ranks
 from .verify_case import load_gemm_fn
 from .verify_checks import CHECKS, Check, Setup
@@ -34,11 +41,15 @@ def _start(tp_group: Any) -> None:
     """Nothing: a first call, so that the pool starts."""
 
 
-def run_checks(checks: Sequence[Check], setup: Setup) -> list[str]:
-    """Runs and prints each check; the names of those that did not hold. An error is a failure of its check alone."""
+def run_checks(checks: Sequence[Check], setup: Setup, began: Callable[[str], None] = lambda name: None) -> list[str]:
+    """Runs and prints each check; the names of those that did not hold. An error is a failure of its check alone.
+
+    began: is told each check's name before it runs, and its verdict afterwards, "held" or "FAILED".
+    """
     failed = []
     for check in checks:
         start = time.monotonic()
+        began(check.name)
         if sys.stdout.isatty():
             print(f"..      {check.name}", end="\r", flush=True)
         try:
@@ -48,9 +59,108 @@ def run_checks(checks: Sequence[Check], setup: Setup) -> list[str]:
             kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
             found, word = ["", *f"{kind}{error}".splitlines()], "FAILED"
             failed.append(check.name)
-        took = time.monotonic() - start
-        print(f"{word:<8}{check.name:<17}{took:6.1f} s  " + "\n        ".join(found), flush=True)
+        _print_line(word, check.name, time.monotonic() - start, found)
+        began(word)
     return failed
+
+
+def _print_line(word: str, name: str, seconds: float, found: Sequence[str]) -> None:
+    """`found` is a line each; the first goes beside the name."""
+    print(f"{word:<8}{name:<17}{seconds:6.1f} s  " + "\n        ".join(found), flush=True)
+
+
+# --- in a process of their own --------------------------------------------------------------------------------------
+# A product that the CPU refuses, a kernel that faults or a machine out of memory end the process that runs a check. So
+# another one runs them, in a folder that this one removes; this one says which check it was and has the others run.
+
+
+_PROGRESS = "progress"
+
+
+def run_checks_apart(checks: Sequence[Check], setup: Setup) -> list[str]:
+    """`run_checks` in another process, and again in a new one after a check that ended it."""
+    failed: list[str] = []
+    left = [check.name for check in checks]
+    while left:
+        start = time.monotonic()
+        with temporary_folder("verify") as folder:
+            status = _run_child(left, setup, folder, heading=len(left) == len(checks))
+            said = (folder / _PROGRESS).read_text().splitlines() if (folder / _PROGRESS).exists() else []
+        done = list(zip(said[::2], said[1::2], strict=False))  # a check that was running has no verdict
+        failed += [name for name, word in done if word == "FAILED"]
+        left = left[len(done) :]
+        ended = f"the process that ran it {how_it_ended(status)}"
+        if left and len(said) % 2:
+            _print_line("FAILED", left[0], time.monotonic() - start, ["", ended])
+            failed.append(left.pop(0))
+        elif left:  # it came to none of them, and another one would not either
+            _print_line("FAILED", left[0], time.monotonic() - start, ["", f"{ended} before it began"])
+            return failed + left
+        elif status:
+            print(f"after the last check the process that ran them {how_it_ended(status)}", file=sys.stderr)
+    return failed
+
+
+def _run_child(names: Sequence[str], setup: Setup, folder: Path, *, heading: bool) -> int:
+    """The exit status of a process that runs these checks, with all its temporary files in `folder`."""
+    asked = {"names": names, "setup": dataclasses.asdict(setup), "heading": heading}
+    work = json.dumps({**asked, "progress": str(folder / _PROGRESS)})
+    command = [sys.executable, "-c", "import sys; from tp_invariant.verify import serve; serve(sys.argv[1])", work]
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    sys.stdout.flush()
+    # a session of its own, so that Ctrl-C reaches this process alone, which then ends that one; its ranks follow
+    with (
+        _ends_like_an_error(signal.SIGTERM, signal.SIGHUP),
+        subprocess.Popen(command, env=environment, start_new_session=True) as child,
+    ):
+        try:
+            return child.wait()
+        finally:
+            child.kill()
+
+
+@contextlib.contextmanager
+def _ends_like_an_error(*signals: signal.Signals) -> Iterator[None]:
+    """These signals end the process by SystemExit, so that what it has begun is ended and removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = {number: signal.signal(number, leave) for number in signals}
+    except ValueError:  # not the main thread, which alone may set handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def serve(work: str) -> None:
+    """What the other process runs; `work` is _run_child's."""
+    end_with_parent()
+    asked = json.loads(work)
+    setup = Setup(**{**asked["setup"], "degrees": tuple(asked["setup"]["degrees"])})
+    if asked["heading"]:
+        print_heading(setup)
+    avoid_trapped_units()
+    with open(asked["progress"], "a", buffering=1) as progress:
+        checks = [check for check in CHECKS if check.name in asked["names"]]
+        run_checks(checks, setup, lambda text: print(text, file=progress))
+
+
+def _named(degrees: Sequence[int]) -> str:
+    return f"TP={', '.join(map(str, degrees))}"
+
+
+def print_heading(setup: Setup) -> None:
+    """By the process that runs the checks: the name of a GPU is asked of CUDA, which takes memory of it."""
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
+    where = "the CPU (gloo)" if setup.device == "cpu" else f"{torch.cuda.get_device_name()} (NCCL)"
+    gemm_fn = setup.gemm_fn or "bundled"
+    print(f"{_named(setup.degrees)} on {where}; {dtypes}; seed {setup.seed}; gemm_fn {gemm_fn}", flush=True)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -140,15 +250,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     setup = _setup(options, parser.error)
     chosen = _chosen(options.only, parser.error)
-    degrees = f"TP={', '.join(map(str, setup.degrees))}"
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
-    where = "the CPU (gloo)" if setup.device == "cpu" else f"{torch.cuda.get_device_name()} (NCCL)"
-    print(f"{degrees} on {where}; {dtypes}; seed {setup.seed}; gemm_fn {setup.gemm_fn or 'bundled'}", flush=True)
+    degrees = _named(setup.degrees)
     start = time.monotonic()
     try:
-        failed = run_checks(chosen, setup)
+        failed = run_checks_apart(chosen, setup)
     except KeyboardInterrupt:
-        discard_pool(setup.device)
         print("interrupted", file=sys.stderr)
         return 130
     took = f"{time.monotonic() - start:.0f} s"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .gemm import GemmFn, bundled_gemm_fn
+from .options import Normalization, ParallelMode
 from .owners import OWNER_MAPS
 from .testing import assert_slice_invariant, check_large_slices
 from .verify_case import Case, Outcome, check_cases, load_gemm_fn
@@ -104,7 +105,9 @@ def check_gemm(setup: Setup) -> Outcome:
     return Outcome(cases=len(shapes) * len(setup.dtypes), controls=len(setup.dtypes))
 
 
-def _layer_cases(setup: Setup, parallel_mode: str, norm: str | None, base: dict[str, Any]) -> Iterator[Case]:
+def _layer_cases(
+    setup: Setup, parallel_mode: ParallelMode, norm: Normalization | None, base: dict[str, Any]
+) -> Iterator[Case]:
     unit = setup.unit
     for stride in (2,) if setup.quick else (2, 1):
         sizes = (setup.features(), setup.features(stride))
@@ -129,7 +132,7 @@ def _layer_cases(setup: Setup, parallel_mode: str, norm: str | None, base: dict[
         yield case.with_(**({"gather_output": True} if parallel_mode == "column" else {"input_is_parallel": False}))
 
 
-def check_layers(setup: Setup, parallel_mode: str, norms: Sequence[str | None]) -> Outcome:
+def check_layers(setup: Setup, parallel_mode: ParallelMode, norms: Sequence[Normalization | None]) -> Outcome:
     cases = setup.each_dtype(
         lambda **base: [c for norm in norms for c in _layer_cases(setup, parallel_mode, norm, base)]
     )

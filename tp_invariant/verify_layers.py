@@ -16,6 +16,7 @@ from .layernorm_linear import LayerNormLinear
 from .layout import shard, unshard
 from .linear import Linear
 from .mode import set_tp_invariant_mode
+from .options import Normalization, OwnerMap, ParallelMode
 from .testing import full_grads
 from .verify_case import Case, Results, wide
 
@@ -27,7 +28,7 @@ class LayerCase(Case):
     late_stride: set weight.partition_stride after construction, as Megatron does.
     """
 
-    parallel_mode: str | None
+    parallel_mode: ParallelMode | None
     in_features: int
     out_features: int
     tokens: tuple[int, ...]
@@ -35,8 +36,8 @@ class LayerCase(Case):
     stride: int = 1
     sequence_parallel: bool = False
     sequence_dim: int = 0
-    owner_map: str = "auto"
-    norm: str | None = None
+    owner_map: OwnerMap = "auto"
+    norm: Normalization | None = None
     zero_centered: bool = False
     return_norm: bool = False
     return_norm_gathered: bool = False

@@ -16,11 +16,14 @@ from .data_parallel import MicroBatchTree
 from .grad_norm import clip_grad_norm_
 from .layout import shard
 from .mode import set_tp_invariant_mode
+from .options import Normalization, Reduction
 from .parallel_norm import ParallelNorm
 from .parameters import mark_sharded
 from .testing import full_grads, wide_randn
 from .verify_case import Case, Results, wide
 from .vocab_embedding import VocabParallelEmbedding
+
+_REDUCTIONS: tuple[Reduction, ...] = ("none", "mean")
 
 
 def _part(full: Tensor, dim: int, group: Group, stride: int = 1) -> Tensor:
@@ -41,7 +44,7 @@ class NormCase(Case):
     tokens   heads is None: those of all ranks; else S
     """
 
-    normalization: str
+    normalization: Normalization
     tokens: int
     features: int
     heads: int | None = None
@@ -162,7 +165,7 @@ class LossCase(Case):
         group = resolve_group(tp_group)
         full, target = (t.to(self.device) for t in self._data())
         results: Results = {}
-        for reduction in ("none", "mean"):
+        for reduction in _REDUCTIONS:
             logits = _part(full, 1, group)
             with set_tp_invariant_mode(self.mode):
                 loss = vocab_parallel_cross_entropy(
@@ -179,7 +182,7 @@ class LossCase(Case):
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
         full, target = (t.to(self.device) for t in self._data())
         results: dict[str, Tensor] = {}
-        for reduction in ("none", "mean"):
+        for reduction in _REDUCTIONS:
             # the loss in fp32 at least, as ours: torch's own would be 16 bits
             logits = full.to(dtype).requires_grad_()
             wider = logits if dtype == torch.float64 else logits.float()
