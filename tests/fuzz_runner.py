@@ -1,0 +1,253 @@
+"""Runs many programs on the pool's ranks and says of each what differs: from TP=1 byte for byte, and from float64.
+
+The rule for float64: of every tensor of the first step (outputs, gradients, their norm, clipped gradients) the
+norm-wise error is at most ALLOWED times that of the same model whose every operation is rounded once, as torch's own
+layers do in that dtype, or at most FLOOR roundings of the dtype. Left out are tensors that are not finite in either, and
+those of which that model, too, has no digit right (the gradient of a bias before a softmax, which is 0).
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+
+import torch
+from fuzz_runtime import refer, run
+from fuzz_source import compiled, layers_source, run_options, script, torch_source
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import tp_invariant as tpi
+
+ALLOWED = 4.0
+FLOOR = 8.0
+NOISE = 0.05
+
+
+# --- on ranks -------------------------------------------------------------------------------------------------------
+
+
+def _digests(results):
+    return {name: None if tensor is None else tpi.testing.digest(tensor) for name, tensor in results.items()}
+
+
+def _run(group, program, mode, device="cpu"):
+    return run(group, compiled(layers_source(program), "case"), mode=mode, device=device, **run_options(program))
+
+
+def at_degree(tp_group, programs, mode, device, tensors=False):
+    """Each program on this rank: {name: digest}, or with `tensors` the tensors."""
+    found = []
+    for program in programs:
+        try:
+            results = _run(tp_group, program, mode, device)
+        except Exception as error:
+            raise type(error)(f"{error}\nin the program {json.dumps(program)}") from error
+        found.append(results if tensors else _digests(results))
+    return found
+
+
+@dataclasses.dataclass
+class Alone:
+    """What one process says of a program: TP=1's digests with the mode on and off, and the errors."""
+
+    on: dict
+    off: dict
+    errors: dict  # name: (ours, that of one rounding an operation)
+    error: str = ""
+
+
+def alone(tp_group, programs, device, with_errors=True):
+    """Of every size-th program, from this rank's number on."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
+    found = {}
+    for index in range(rank, len(programs), size):
+        program = programs[index]
+        try:
+            results = _run(None, program, True, device)
+            errors = errors_of(program, results) if with_errors else {}
+            found[index] = Alone(_digests(results), _digests(_run(None, program, False, device)), errors)
+        except Exception as error:
+            found[index] = Alone({}, {}, {}, f"TP=1: {type(error).__name__}: {error}")
+    return found
+
+
+def errors_of(program, results):
+    """{name: (norm-wise error of `results`, that of the model with one rounding an operation)}, both against float64."""
+    reference = compiled(torch_source(program), "reference")
+    exact = refer(reference, **run_options(program), exact=True)
+    rounded = refer(reference, **run_options(program), exact=False)
+    errors = {}
+    for name, want in exact.items():
+        got, other = results[name], rounded[name]
+        if want is None or got is None:
+            if (want is None) != (got is None):
+                errors[name] = (float("inf"), 0.0)
+            continue
+        if got.shape != want.shape:
+            errors[name] = (float("inf"), 0.0)
+            continue
+        scale = want.norm()
+        if not (torch.isfinite(want).all() and torch.isfinite(other).all()) or not 1e-30 < scale < 1e30:
+            continue
+        errors[name] = tuple(float((t.double() - want).norm() / scale) for t in (got, other))
+    return errors
+
+
+# --- here -----------------------------------------------------------------------------------------------------------
+
+
+def wrong(program, errors):
+    """The tensors that are further from float64 than the rule allows."""
+    eps = torch.finfo(getattr(torch, program["dtype"])).eps
+    return [
+        f"TP=1, {name}: relative error {ours:.1e} against float64, where one rounding an operation has {other:.1e}"
+        for name, (ours, other) in errors.items()
+        if other < NOISE and not ours <= max(ALLOWED * other, FLOOR * eps)
+    ]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a run of the fuzzer looked at."""
+
+    programs: int = 0
+    tensors: int = 0  # compared with TP=1, on every rank and degree
+    off: int = 0  # programs whose bits differ somewhere with the mode off
+    compared: int = 0  # tensors compared with float64
+    finite: float = 0.0
+
+    def __str__(self):
+        return (
+            f"{self.programs} composed models, {self.tensors:,} tensors compared with TP=1's and {self.compared:,} with "
+            f"float64; with the mode off {self.off} of {self.programs} models differ"
+        )
+
+
+def check(programs, device="cpu", counts=None):
+    """What is wrong with each program: a list of sentences for each, empty where all is well."""
+    counts = Counts() if counts is None else counts
+    problems = [[] for _ in programs]
+    ranks = functools.partial(tpi.testing.run_ranks, device=device, timeout=120.0 + 5.0 * len(programs))
+    single = {}
+    for found in ranks(alone, max(d for p in programs for d in p["degrees"]), programs, device, device == "cpu"):
+        single |= found
+    for index, program in enumerate(programs):
+        one = single[index]
+        problems[index] += [one.error] if one.error else wrong(program, one.errors)
+        counts.programs += 1
+        counts.compared += len(one.errors)
+    for degree in sorted({d for p in programs for d in p["degrees"]}):
+        here = [i for i, p in enumerate(programs) if degree in p["degrees"] and not single[i].error]
+        if not here:
+            continue
+        for rank, results in enumerate(ranks(at_degree, degree, [programs[i] for i in here], True, device)):
+            for index, result in zip(here, results, strict=True):
+                counts.tensors += len(result)
+                want = single[index].on
+                differ = [name for name in want if result.get(name) != want[name]]
+                if differ or result.keys() != want.keys():
+                    problems[index].append(
+                        f"rank {rank} of TP={degree} differs from TP=1 in {len(differ)} of {len(want)} tensors, first "
+                        f"in {', '.join(differ[:3])}"
+                    )
+        last = [i for i in here if degree == max(programs[i]["degrees"])]
+        for index, result in zip(last, ranks(at_degree, degree, [programs[i] for i in last], False, device)[0], strict=True):
+            counts.off += result != single[index].off
+    return problems
+
+
+def _key(program):
+    return json.dumps(program, sort_keys=True)
+
+
+def collect(strategy, count, number):
+    """The programs that hypothesis draws, each once; the same for the same seed."""
+    found = {}
+
+    @seed(number)
+    @settings(_SETTINGS, max_examples=count, phases=[Phase.generate])
+    @given(strategy)
+    def draw(program):
+        found.setdefault(_key(program), program)
+
+    draw()
+    return list(found.values())
+
+
+_SETTINGS = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Found(AssertionError):
+    """A program that differs; `program` is the shrunk one."""
+
+    def __init__(self, text, program):
+        super().__init__(text)
+        self.program = program
+
+
+def _problems_of(program, device):
+    """check of one program, errors of ranks among what is wrong with it."""
+    try:
+        return check([program], device)[0]
+    except tpi.testing.RankError as error:
+        return [str(error)]
+
+
+def fuzz(strategy, count, number, device="cpu", batch=25, problems_of=None, checks=check):
+    """Checks `count` programs; the counts of what was compared.
+
+    Raises:
+        Found: a program that differs, shrunk, as a script.
+    """
+    counts = Counts()
+    programs = collect(strategy, count, number)
+    failed = []
+    for start in range(0, len(programs), batch):
+        some = programs[start : start + batch]
+        try:
+            found = checks(some, device, counts)
+        except tpi.testing.RankError:  # the others of the batch were lost with it
+            found = [_problems_of(program, device) for program in some]
+        failed += [program for program, problems in zip(some, found, strict=True) if problems]
+        if failed:
+            break
+    if failed:
+        program, problems = shrunk(strategy, count, number, failed, device, problems_of or _problems_of)
+        why = "\n".join(problems)
+        raise Found(f"{why}\n{len(failed)} of {counts.programs} programs; as a script:\n\n{script(program)}", program)
+    return counts
+
+
+def shrunk(strategy, count, number, failed, device, problems_of):
+    """(the smallest program that hypothesis finds from the first of `failed`, what is wrong with it).
+
+    The same programs are drawn once more; those that were seen to be well are not run again.
+    """
+    known = {_key(program) for program in failed}
+    last = {}
+
+    @seed(number)
+    @settings(_SETTINGS, max_examples=count, phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False)
+    @given(strategy)
+    def again(program):
+        if not last and _key(program) not in known:
+            return
+        problems = problems_of(program, device)
+        if problems:
+            last["program"], last["problems"] = program, problems
+            raise AssertionError("differs")
+
+    try:
+        again()
+    except AssertionError:
+        pass
+    if not last:  # what failed among others is well by itself: say which it was
+        return failed[0], ["differs only after the programs before it"]
+    return last["program"], last["problems"]
+
+
+def summary(problems):
+    """How many programs have which kind of problem."""
+    return collections.Counter(line.split(",")[0][:60] for lines in problems for line in lines)
