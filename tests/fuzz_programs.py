@@ -395,8 +395,10 @@ class _Builder:
             heads = kv * self.pick(1, 2)
             fixed = dict(stride=1, group=group, gather_output=False, late_stride=False)
             numbers = []
-            for size in (heads, kv, kv):
-                number = self.linear(t, "column", out=size * head_dim, **fixed)
+            for name, size in (("q", heads), ("k", kv), ("v", kv)):
+                # the gradient of a bias of the keys is a sum that cancels, of which no digit is right
+                bias = {"bias": False} if name == "k" else {}
+                number = self.linear(t, "column", out=size * head_dim, **fixed, **bias)
                 self.call(number, x)
                 numbers.append(len(self.types) - 1)
             q, k, v = numbers
@@ -458,3 +460,51 @@ def programs(draw, without=(), most=12):
     for _ in range(draw(st.integers(1, most))):
         builder.step()
     return builder.finish()
+
+
+# --- ranks that drift apart -----------------------------------------------------------------------------------------
+
+DRIFTS = ("order", "data", "plain norm")
+
+
+@st.composite
+def drifting(draw, kind):
+    """Programs in which one rank does something else than the others, which every rank must be told.
+
+    "order": it calls two layers of one shape in another order. "data": it has another input, so that the gradients of
+    whole parameters differ. "plain norm": torch's own norm, which sees a rank's own tokens only, on every rank.
+    """
+    builder = _Builder(draw, frozenset(["mixed groups", "zero tokens", "replaced parameters", "checkpoint"]))
+    builder.degrees = (draw(st.sampled_from([2, 3])),)
+    builder.unit = builder.degrees[0]
+    builder.values, builder.dtype, builder.tokens = "normal", "float32", (2 * builder.unit, 3)
+    features = builder.size()
+    builder.add(
+        op="input", tokens=list(builder.tokens), features=features, layout="plain", place=list(WHOLE), grad=True
+    )
+    for _ in range(draw(st.integers(0, 3))):
+        builder.step()
+    drift = {"kind": kind, "rank": draw(st.integers(0, builder.unit - 1))}
+    fixed = dict(frozen=[], fuse=False, tied=None, replace=None, copied=False, late_stride=False)
+    t = builder.types[0]
+    if kind == "order":
+        mode = draw(st.sampled_from(["column", "row", "column gathered"]))
+        first = builder.linear(t, mode.split()[0], group="world", out=features, **fixed)
+        builder.layers[first] |= fixed | {"gather_output": "gathered" in mode}
+        builder.layers.append({**builder.layers[first]})
+        drift["layers"] = [first, first + 1]
+        for number in drift["layers"]:
+            builder.call(number, 0)
+            builder.ops[-1]["prefetch"] = False
+    elif kind == "data":
+        x = builder.linear(t, "column", group="world", **fixed)
+        builder.layers[x] |= fixed | {"norm": None, "bias": True}
+        builder.call(x, 0)
+        y = builder.linear(builder.types[-1], "row", **fixed)
+        builder.layers[y] |= fixed | {"bias": True}
+        builder.call(y, len(builder.types) - 1)
+    else:
+        x = builder.add(op="scatter", x=0, group="world", dim=0)
+        builder.add(op="plain norm", x=x)
+    program = builder.finish()
+    return {**program, "drift": drift, "dropped": [], "max_norm": 1.0, "norm_type": 2.0, "twice": False}

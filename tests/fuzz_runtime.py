@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
@@ -52,8 +53,23 @@ def groups_of(world):
         width = size // 2 if size % 2 == 0 else 1
         first = rank - rank % width
         ranks = dist.get_process_group_ranks(world)[first : first + width]
-        _groups[world] = dist.new_group(ranks, use_local_synchronization=True)
+        _groups[world] = _group_of(ranks, f"ranks {ranks} of the {size} of {world.group_name}")
     return {"world": world, "half": _groups[world], "none": None}
+
+
+def _group_of(ranks, name):
+    """A process group that these ranks alone make.
+
+    dist.new_group(.., use_local_synchronization=True) names it after how many groups a process has, which differs
+    between the ranks of a pool: they would wait for each other under different names.
+    """
+    backend, rank = dist.Backend(dist.get_backend()), dist.get_rank()
+    timeout = c10d._get_default_timeout(backend)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), ranks.index(rank), ranks, backend, c10d._get_default_store(), c10d.GroupName(name), timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -217,6 +233,9 @@ class Run(Data):
 
     def keep(self, name, tensor, over=None, dim=None, stride=1):
         value = None if tensor is None else tensor.detach().clone(memory_format=torch.contiguous_format)
+        if value is not None and value.is_floating_point():
+            # a NaN is a NaN: which one torch's own elementwise operations make goes by an element's place on a CPU
+            value.masked_fill_(value.isnan(), math.nan)
         size = self.rank_and_size(over)[1]
         self.kept.append((name, value, (over, dim, stride) if dim is not None and size > 1 else None))
 
@@ -272,7 +291,7 @@ class Run(Data):
                 if main_grad:
                     self.keep(f"main_grad of {name} step {step}", p.main_grad, over, dim, stride)
                     if p.requires_grad:
-                        p.grad = p.main_grad.to(p.dtype)
+                        p.grad = p.main_grad.to(p.dtype, copy=True)
                     p.main_grad.zero_()
                 self.keep(f"grad of {name} step {step}", p.grad, over, dim, stride)
             tensors = [p for _, p, *_ in params]

@@ -319,7 +319,9 @@ def _torch_op_lines(op, new, t, made, program):
         if layer["kind"] == "norm":
             rms = layer["normalization"] == "RMSNorm"
             rest = f"{name}_weight, {bias}, 1e-6, {rms}, {layer['zero_centered']}"
-            return [f"{v} = o.heads({x}, {layer['features']}, {rest})" if layer["heads"] else f"{v} = o.norm({x}, {rest})"]
+            return [
+                f"{v} = o.heads({x}, {layer['features']}, {rest})" if layer["heads"] else f"{v} = o.norm({x}, {rest})"
+            ]
         lines = []
         if layer["norm"]:
             rms, z = layer["norm"] == "RMSNorm", layer["zero_centered"]
@@ -372,6 +374,8 @@ def script(program, mode=True, why=""):
             f'"""{why}"""' if why else "",
             "",
             inspect.getsource(fuzz_runtime).split('"""', 2)[2].lstrip(),
+            "import sys  # noqa: E402",
+            "",
             "from tp_invariant.regions import gather_sequence, scatter_sequence  # noqa: E402",
             "",
             f"PROGRAM = {json.dumps(json.dumps(program))}  # for fuzz_source.script",
@@ -396,7 +400,7 @@ def script(program, mode=True, why=""):
                 if not program.get("drift")
                 else []
             ),
-            f"    for degree in {degrees}:",
+            f"    for degree in () if '--one' in sys.argv else {degrees}:",
             "        for rank, found in enumerate(tpi.testing.run_ranks(on_rank, degree, device='cpu')):",
             "            for name in one:",
             "                try:",
