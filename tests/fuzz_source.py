@@ -365,6 +365,15 @@ def run_options(program):
     return {key: program[key] for key in ("seed", "dtype", "values")}
 
 
+_SHOW_ERRORS = """\
+    exact = refer(reference, {options}, exact=True)
+    for name, tensor in one.items():
+        if exact.get(name) is not None and tensor is not None:
+            off = (tensor.double() - exact[name]).norm() / exact[name].norm()
+            print(f"TP=1, {{name}}: relative error {{off:.1e}}")
+"""
+
+
 def script(program, mode=True, why=""):
     """A program of its own that shows what the fuzzer saw: plain Python, of which the ranks are processes."""
     degrees = program["degrees"]
@@ -391,15 +400,7 @@ def script(program, mode=True, why=""):
             "",
             'if __name__ == "__main__":',
             f"    one = run(None, case, mode={mode}, {options})",
-            *(
-                [f"    exact = refer(reference, {options}, exact=True)"]
-                + ["    for name, tensor in one.items():"]
-                + ["        if exact.get(name) is not None and tensor is not None:"]
-                + ["            off = (tensor.double() - exact[name]).norm() / exact[name].norm()"]
-                + ["            print(f'TP=1, {name}: relative error {off:.1e}')"]
-                if not program.get("drift")
-                else []
-            ),
+            *([] if program.get("drift") else _SHOW_ERRORS.format(options=options).splitlines()),
             f"    for degree in () if '--one' in sys.argv else {degrees}:",
             "        for rank, found in enumerate(tpi.testing.run_ranks(on_rank, degree, device='cpu')):",
             "            for name in one:",
