@@ -130,10 +130,10 @@ ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "leaky_relu", "abs", "sigmoid", "
 class _Builder:
     """A program as it grows; `without` are names of what is left out: the known defects of a version, say."""
 
-    def __init__(self, draw, without):
+    def __init__(self, draw, without, degrees=None):
         self.draw, self.without = draw, without
         self.layers, self.ops, self.types = [], [], []
-        self.degrees = draw(st.sampled_from([(2,), (2, 3, 4), (3,), (4,), (2, 4)]))
+        self.degrees = degrees or draw(st.sampled_from([(2,), (2, 3, 4), (3,), (4,), (2, 4)]))
         self.unit = math.lcm(*self.degrees)
         self.values = draw(st.sampled_from(["normal", "wide", "wide", "sparse", "tiny", "nonfinite"]))
         self.dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"]))
@@ -451,9 +451,9 @@ class _Builder:
 
 
 @st.composite
-def programs(draw, without=(), most=12):
-    """Programs of up to `most` operations after the first input."""
-    builder = _Builder(draw, frozenset(without))
+def programs(draw, without=(), most=12, degrees=None):
+    """Programs of up to `most` operations after the first input, for these degrees or drawn ones."""
+    builder = _Builder(draw, frozenset(without), degrees)
     builder.start()
     if builder.rarely(3):
         builder.start()
@@ -474,9 +474,8 @@ def drifting(draw, kind):
     "order": it calls two layers of one shape in another order. "data": it has another input, so that the gradients of
     whole parameters differ. "plain norm": torch's own norm, which sees a rank's own tokens only, on every rank.
     """
-    builder = _Builder(draw, frozenset(["mixed groups", "zero tokens", "replaced parameters", "checkpoint"]))
-    builder.degrees = (draw(st.sampled_from([2, 3])),)
-    builder.unit = builder.degrees[0]
+    without = frozenset(["mixed groups", "zero tokens", "replaced parameters", "checkpoint"])
+    builder = _Builder(draw, without, (draw(st.sampled_from([2, 3])),))
     builder.values, builder.dtype, builder.tokens = "normal", "float32", (2 * builder.unit, 3)
     features = builder.size()
     builder.add(

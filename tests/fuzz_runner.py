@@ -166,6 +166,10 @@ def _key(program):
     return json.dumps(program, sort_keys=True)
 
 
+class _Enough(Exception):
+    """As many programs are drawn as were asked for."""
+
+
 def _draws(count):
     """How often hypothesis draws, so that there are `count` different programs: it repeats some."""
     return 3 * count + 20
@@ -176,13 +180,15 @@ def collect(strategy, count, number):
     found = {}
 
     @seed(number)
-    @settings(_SETTINGS, max_examples=_draws(count), phases=[Phase.generate])
+    @settings(_SETTINGS, max_examples=_draws(count), phases=[Phase.generate], report_multiple_bugs=False)
     @given(strategy)
     def draw(program):
-        if len(found) < count:
-            found.setdefault(_key(program), program)
+        found.setdefault(_key(program), program)
+        if len(found) >= count:
+            raise _Enough
 
-    draw()
+    with contextlib.suppress(_Enough):
+        draw()
     return list(found.values())
 
 

@@ -20,8 +20,7 @@ def _planted(tp_group, name, programs):
 @pytest.fixture(scope="module")
 def programs():
     """(programs, {index: what TP=1 gives}): the same for all defects, of degree 2 for speed."""
-    drawn = fuzz_runner.collect(fuzz_programs.programs(most=6), 3 * MOST, 1)
-    chosen = [p for p in drawn if 2 in p["degrees"]][:MOST]
+    chosen = fuzz_runner.collect(fuzz_programs.programs(most=8, degrees=(2,)), MOST, 1)
     single = {}
     for found in tpi.testing.run_ranks(fuzz_runner.alone, 2, chosen, "cpu", False, False, device="cpu"):
         single |= found
