@@ -28,3 +28,15 @@ avoid_trapped_units()
 if not torch.cuda.is_available():
     # Triton kernels then run in its interpreter, on CPU tensors; it must know before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("fuzz", "random composed models (tests/test_fuzz.py)")
+    group.addoption("--fuzz", type=int, default=None, metavar="N", help="as many models, instead of the fixed few")
+    group.addoption(
+        "--fuzz-seed", type=int, default=None, metavar="S", help="which ones; printed where it is not given"
+    )
+    group.addoption("--fuzz-device", choices=("cpu", "cuda"), default="cpu")
+    group.addoption(
+        "--fuzz-scripts", default=tempfile.gettempdir(), metavar="DIR", help="where failing ones are written"
+    )

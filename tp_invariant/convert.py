@@ -126,7 +126,7 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     """What the survey found to be done, to the model that it looked at."""
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
-        hugging_face.install(model, group.size)
+        hugging_face.install(model, survey.group.size)
         # attention of a model's own that asks no interface; the output layer stands in the model itself
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         callers = _callers(model, linears)

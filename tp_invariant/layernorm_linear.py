@@ -12,8 +12,8 @@ from .gemm import check_norm_dtype
 from .layout import Stride, TokenSharding
 from .linear import Linear, autocast_dtype
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
-from .parameters import ShardSpec
 from .options import Normalization, ParallelMode
+from .parameters import ShardSpec
 from .regions import gather_sequence
 
 

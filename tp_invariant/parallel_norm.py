@@ -19,9 +19,9 @@ from .gemm import check_norm_dtype
 from .layout import TokenSharding, check_divides
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
+from .options import Normalization
 from .parameters import ShardedModule, ShardSpec
 from .ties import refuse_ties
-from .options import Normalization
 
 
 class ParallelNorm(ShardedModule):

@@ -32,7 +32,7 @@ def mark_sharded(
         tensor_model_parallel   whether this rank has a part of it only; False for one on a group of one rank
         partition_dim           the dim that other degrees shard, also on a group of one; -1 if none does
         partition_stride        in how many stacked pieces of one size a rank holds that dim; 1 with partition_sizes
-        partition_sizes         the global sizes of its pieces where they differ, else None; Megatron-LM has no word for it
+        partition_sizes         the full sizes of its pieces where they differ, else None; Megatron-LM has no such word
         tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
                                 rank has anything of it, or, with tensor_model_parallel=True, nobody has said
 

@@ -1,0 +1,130 @@
+"""Defects that a library like this one can have, put back into the ranks, so that the fuzzer is seen to find them.
+
+Each is a context manager for a rank's process. What it changes is looked up by the function's name in all modules of
+the library, so that it need not know where that stands today.
+"""
+
+import contextlib
+import sys
+
+import fuzz_runtime
+import torch
+from fuzz_runtime import restrided
+
+from tp_invariant.collectives import resolve_group
+
+
+@contextlib.contextmanager
+def _replaced(names, name, new):
+    """names[name] is new, for a while."""
+    old, names[name] = names[name], new
+    try:
+        yield
+    finally:
+        names[name] = old
+
+
+@contextlib.contextmanager
+def _in_place_of(name, make):
+    """make(the library's function `name`) in its place, wherever it was imported to."""
+    modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == "tp_invariant" and name in vars(m)]
+    old = {id(vars(m)[name]): vars(m)[name] for m in modules}
+    if len(old) != 1:
+        raise LookupError(f"the library has {len(old)} things called {name}")
+    (old,) = old.values()
+    new = make(old)
+    for module in modules:
+        setattr(module, name, new)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, name, old)
+
+
+def gathered_in_rank_order():
+    """Pieces of partition_stride > 1 stay in the order in which ranks hold them."""
+    return _in_place_of("deinterleave", lambda old: lambda tensor, *, dim, world, stride: tensor)
+
+
+@contextlib.contextmanager
+def whole_layers_count_as_sharded():
+    """Parameters of layers without tp_group say that they are sharded over all ranks: the norm counts them P times."""
+    old = fuzz_runtime.clip
+
+    def clip(parameters, max_norm, norm_type, world):
+        group = resolve_group(world)
+        for p in parameters:
+            if not getattr(p, "tensor_model_parallel", True) and p.dim() == 2 and group.size > 1:
+                p.tensor_model_parallel, p.partition_dim, p.partition_stride, p.tp_group = True, 0, 1, group
+        return old(parameters, max_norm, norm_type, world)
+
+    with _replaced(vars(fuzz_runtime), "clip", clip):
+        yield
+
+
+def gradients_with_other_strides():
+    """What a row-parallel layer hands back for a whole input has the strides of a transposed tensor."""
+
+    def make(old):
+        class Restrided(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                return restrided(grad)
+
+        return lambda x, *args, **options: old(Restrided.apply(x), *args, **options)
+
+    return _in_place_of("scatter_features", make)
+
+
+@contextlib.contextmanager
+def sums_on_the_wire():
+    """Row-parallel layers add what ranks have computed, as stock tensor parallelism does."""
+    from tp_invariant import linear, stock
+
+    with _replaced(linear._INVARIANT, "row", stock.row_linear):
+        yield
+
+
+def tokens_in_reverse():
+    """Gathered tokens come in the reverse order of ranks."""
+
+    def make(old):
+        def gather_dim(local, dim, group):
+            gathered = old(local, dim, group)
+            return torch.cat(gathered.tensor_split(group.size, dim)[::-1], dim) if group.size > 1 else gathered
+
+        return gather_dim
+
+    return _in_place_of("gather_dim", make)
+
+
+@contextlib.contextmanager
+def results_off_by_a_thousandth():
+    """Norms whose results are wrong by 0.1%, at every degree alike."""
+    from tp_invariant.kernels import reference_norm
+
+    old = reference_norm.norm_forward
+
+    def norm_forward(*args, **options):
+        y, mean, rstd = old(*args, **options)
+        return y * 1.001, mean, rstd
+
+    with _replaced(vars(reference_norm), "norm_forward", norm_forward):
+        yield
+
+
+AT_DEGREES = {
+    f.__name__: f
+    for f in (
+        gathered_in_rank_order,
+        whole_layers_count_as_sharded,
+        gradients_with_other_strides,
+        sums_on_the_wire,
+        tokens_in_reverse,
+    )
+}

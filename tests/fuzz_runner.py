@@ -1,0 +1,286 @@
+"""Runs many programs on the pool's ranks and says of each what differs: from TP=1 byte for byte, and from float64.
+
+The rule for float64: of every tensor of the first step (outputs, gradients, their norm, clipped gradients) the
+norm-wise error is at most ALLOWED times that of the same model whose every operation is rounded once, as torch's own
+layers do in that dtype, or at most FLOOR roundings of the dtype. Left out are tensors that are not finite in either,
+and those of which that model, too, has no digit right (the gradient of a bias before a softmax, which is 0).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+
+import torch
+from fuzz_runtime import refer, run
+from fuzz_source import compiled, layers_source, run_options, script, torch_source
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import tp_invariant as tpi
+
+ALLOWED = 4.0
+FLOOR = {"float32": 32.0, "float16": 4.0, "bfloat16": 4.0}
+NOISE = 0.05
+SHRINK_SECONDS = 120.0  # for as long a failing program is made smaller
+
+
+# --- on ranks -------------------------------------------------------------------------------------------------------
+
+
+def _digests(results):
+    return {name: None if tensor is None else tpi.testing.digest(tensor) for name, tensor in results.items()}
+
+
+def _run(group, program, mode, device="cpu"):
+    return run(group, compiled(layers_source(program), "case"), mode=mode, device=device, **run_options(program))
+
+
+def at_degree(tp_group, programs, mode, device, tensors=False):
+    """Each program on this rank: {name: digest}, or with `tensors` the tensors."""
+    found = []
+    for program in programs:
+        try:
+            results = _run(tp_group, program, mode, device)
+        except Exception as error:
+            raise type(error)(f"{error}\nin the program {json.dumps(program)}") from error
+        found.append(results if tensors else _digests(results))
+    return found
+
+
+@dataclasses.dataclass
+class Alone:
+    """What one process says of a program: TP=1's digests with the mode on and off, and the errors."""
+
+    on: dict
+    off: dict
+    errors: dict  # name: (ours, that of one rounding an operation)
+    error: str = ""
+
+
+def alone(tp_group, programs, device, with_errors=True, with_control=True):
+    """Of every size-th program, from this rank's number on."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
+    found = {}
+    for index in range(rank, len(programs), size):
+        program = programs[index]
+        try:
+            results = _run(None, program, True, device)
+            errors = errors_of(program, results) if with_errors else {}
+            stock = _digests(_run(None, program, False, device)) if with_control else {}
+            found[index] = Alone(_digests(results), stock, errors)
+        except Exception as error:
+            found[index] = Alone({}, {}, {}, f"TP=1: {type(error).__name__}: {error}")
+    return found
+
+
+def errors_of(program, results):
+    """{name: (error of `results` against float64, that of the model with one rounding an operation)}, norm-wise."""
+    reference = compiled(torch_source(program), "reference")
+    exact = refer(reference, **run_options(program), exact=True)
+    rounded = refer(reference, **run_options(program), exact=False)
+    errors = {}
+    for name, want in exact.items():
+        got, other = results[name], rounded[name]
+        if want is None or got is None:
+            if (want is None) != (got is None):
+                errors[name] = (float("inf"), 0.0)
+            continue
+        if got.shape != want.shape:
+            errors[name] = (float("inf"), 0.0)
+            continue
+        scale = want.norm()
+        if not (torch.isfinite(want).all() and torch.isfinite(other).all()) or not 1e-30 < scale < 1e30:
+            continue
+        errors[name] = tuple(float((t.double() - want).norm() / scale) for t in (got, other))
+    return errors
+
+
+# --- here -----------------------------------------------------------------------------------------------------------
+
+
+def wrong(program, errors):
+    """The tensors that are further from float64 than the rule allows."""
+    eps = torch.finfo(getattr(torch, program["dtype"])).eps
+    return [
+        f"TP=1, {name}: relative error {ours:.1e} against float64, where one rounding an operation has {other:.1e}"
+        for name, (ours, other) in errors.items()
+        if other < NOISE and not ours <= max(ALLOWED * other, FLOOR[program["dtype"]] * eps)
+    ]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a run of the fuzzer looked at."""
+
+    programs: int = 0
+    tensors: int = 0  # compared with TP=1, on every rank and degree
+    off: int = 0  # programs whose bits differ somewhere with the mode off
+    compared: int = 0  # tensors compared with float64
+
+    def __str__(self):
+        return (
+            f"{self.programs} composed models, {self.tensors:,} tensors compared with TP=1's and {self.compared:,} "
+            f"with float64; with the mode off {self.off} of {self.programs} models differ"
+        )
+
+
+def check(programs, device="cpu", counts=None):
+    """What is wrong with each program: a list of sentences for each, empty where all is well."""
+    counts = Counts() if counts is None else counts
+    problems = [[] for _ in programs]
+    ranks = functools.partial(tpi.testing.run_ranks, device=device, timeout=120.0 + 5.0 * len(programs))
+    single = {}
+    for found in ranks(alone, max(d for p in programs for d in p["degrees"]), programs, device, device == "cpu"):
+        single |= found
+    for index, program in enumerate(programs):
+        one = single[index]
+        problems[index] += [one.error] if one.error else wrong(program, one.errors)
+        counts.programs += 1
+        counts.compared += len(one.errors)
+    for degree in sorted({d for p in programs for d in p["degrees"]}):
+        here = [i for i, p in enumerate(programs) if degree in p["degrees"] and not single[i].error]
+        if not here:
+            continue
+        for rank, results in enumerate(ranks(at_degree, degree, [programs[i] for i in here], True, device)):
+            for index, result in zip(here, results, strict=True):
+                counts.tensors += len(result)
+                want = single[index].on
+                differ = [name for name in want if result.get(name) != want[name]]
+                if differ or result.keys() != want.keys():
+                    problems[index].append(
+                        f"rank {rank} of TP={degree} differs from TP=1 in {len(differ)} of {len(want)} tensors, first "
+                        f"in {', '.join(differ[:3])}"
+                    )
+        last = [i for i in here if degree == max(programs[i]["degrees"])]
+        for index, result in zip(
+            last, ranks(at_degree, degree, [programs[i] for i in last], False, device)[0], strict=True
+        ):
+            counts.off += result != single[index].off
+    return problems
+
+
+def _key(program):
+    return json.dumps(program, sort_keys=True)
+
+
+class _Enough(Exception):
+    """As many programs are drawn as were asked for."""
+
+
+def _draws(count):
+    """How often hypothesis draws, so that there are `count` different programs: it repeats some."""
+    return 3 * count + 20
+
+
+def collect(strategy, count, number):
+    """The programs that hypothesis draws, each once; the same for the same seed."""
+    found = {}
+
+    @seed(number)
+    @settings(_SETTINGS, max_examples=_draws(count), phases=[Phase.generate], report_multiple_bugs=False)
+    @given(strategy)
+    def draw(program):
+        found.setdefault(_key(program), program)
+        if len(found) >= count:
+            raise _Enough
+
+    with contextlib.suppress(_Enough):
+        draw()
+    return list(found.values())
+
+
+_SETTINGS = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Found(AssertionError):
+    """A program that differs: `program`, shrunk, and as `script`."""
+
+    def __init__(self, text, program, script):
+        super().__init__(text)
+        self.program, self.script = program, script
+
+
+def _alone(program, device, check):
+    """What is wrong with one program, errors of ranks among it."""
+    try:
+        return check([program], device, None)[0]
+    except tpi.testing.RankError as error:
+        return [str(error)]
+
+
+def fuzz(strategy, count, number, device="cpu", batch=25, check=check, script=script, counts=None):
+    """Draws up to `count` programs and checks them; the counts of what was compared.
+
+    Args:
+        check: check(programs, device, counts) -> for each program what is wrong with it.
+        script: script(program) -> its source.
+
+    Raises:
+        Found: a program that differs, shrunk.
+    """
+    counts = Counts() if counts is None else counts
+    programs = collect(strategy, count, number)
+    for start in range(0, len(programs), batch):
+        some = programs[start : start + batch]
+        try:
+            found = check(some, device, counts)
+        except tpi.testing.RankError:  # the others of the batch were lost with it
+            found = [_alone(program, device, check) for program in some]
+        failed = [program for program, problems in zip(some, found, strict=True) if problems]
+        if failed:
+            program, problems = shrunk(strategy, count, number, failed, device, check)
+            text = "\n".join([*problems, f"and {len(failed) - 1} more of {len(some)} programs"])
+            raise Found(text, program, script(program))
+    return counts
+
+
+def shrunk(strategy, count, number, failed, device, check):
+    """(the smallest program that hypothesis finds from one of `failed`, what is wrong with it).
+
+    The same programs are drawn once more; those that were seen to be well are not run again.
+    """
+    known = {_key(program) for program in failed}
+    last = {}
+    deadline = time.monotonic() + SHRINK_SECONDS
+
+    @seed(number)
+    @settings(_SETTINGS, max_examples=_draws(count), phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False)
+    @given(strategy)
+    def again(program):
+        if (not last and _key(program) not in known) or time.monotonic() > deadline:
+            return
+        problems = _alone(program, device, check)
+        if problems:
+            last["program"], last["problems"] = program, problems
+            raise AssertionError("differs")
+
+    with contextlib.suppress(Exception):  # hypothesis' own of a test that is flaky, once the time is over
+        again()
+    if not last:
+        return failed[0], ["differs only after the programs before it"]
+    return last["program"], last["problems"]
+
+
+# --- ranks that drift apart -----------------------------------------------------------------------------------------
+
+
+def _drift_on_rank(tp_group, program):
+    """The error that this rank gets, as text; None if it trains on as if nothing were."""
+    try:
+        _run(tp_group, program, True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def drift_outcome(program):
+    """What is wrong with how a program ends whose ranks drift apart: None if every rank gets an error."""
+    try:
+        errors = tpi.testing.run_ranks(_drift_on_rank, program["degrees"][0], program, device="cpu", timeout=30.0)
+    except tpi.testing.RankError as error:
+        return f"no error on some ranks, which wait: {str(error)[:200]}"
+    silent = [rank for rank, error in enumerate(errors) if error is None]
+    return f"no error on ranks {silent}" if silent else None
