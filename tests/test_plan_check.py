@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from typing import Any
 
 import hf_models
@@ -365,6 +366,17 @@ def test_what_verify_cannot_do_it_says():
         tpi.parallelize(model, None, {"0": "colwise"}, verify=True, example_inputs=torch.full((2, 4), torch.inf))
     with pytest.raises(ValueError, match="on the meta device"):
         tpi.parallelize(nn.Sequential(nn.Linear(4, 4, device="meta")), None, {"0": "colwise"}, verify=True)
+
+    class Counting(nn.Sequential):
+        config = types.SimpleNamespace(vocab_size=4)  # not Hugging Face's
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(-1)
+
+    with pytest.raises(ValueError, match="to call Counting with: give example_inputs"):
+        tpi.parallelize(Counting(nn.Linear(4, 4)), None, {"0": "colwise"}, verify=True)
+    with pytest.raises(ValueError, match="gives no floating-point tensor"):
+        tpi.parallelize(Counting(nn.Linear(4, 4)), None, {"0": "colwise"}, verify=True, example_inputs=torch.ones(2, 4))
 
     class Noisy(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

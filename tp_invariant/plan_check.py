@@ -58,7 +58,7 @@ def example_of(model: nn.Module, given: Any, group: Group) -> Example:
     """What the model is called with: `example_inputs` as parallelize takes them, or token ids for a Hugging Face model.
 
     Raises:
-        ValueError: none given, and the model has no config with a vocab_size.
+        ValueError: none given, and the model is none of Hugging Face's with a vocabulary.
         TypeError: neither a tensor nor a tuple, list or dict.
     """
     if isinstance(given, Tensor):
@@ -72,7 +72,7 @@ def example_of(model: nn.Module, given: Any, group: Group) -> Example:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int):
+    if not isinstance(size, int) or not hasattr(text, "_attn_implementation"):
         raise ValueError(
             f"verify=True needs something to call {type(model).__name__} with: give example_inputs=x, a tuple of "
             "arguments or a dict of them, the same on every rank (a few tokens of random values do)"
@@ -334,7 +334,8 @@ def difference_by_plan(
     """Runs copies of `model`, one of them given to `convert`, and says where that one is wrong; "" if nowhere.
 
     Raises:
-        ValueError: no input to call the model with, a model on the meta device, or one that draws random numbers.
+        ValueError: no input to call the model with, a model on the meta device, one that draws random numbers, or one
+            that gives no floating-point tensor.
     """
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("verify=True needs a model with values: some of its parameters are on the meta device")
@@ -352,6 +353,8 @@ def difference_by_plan(
                 "verify=True: the model's output differs from one call to the next (dropout, or other random numbers), "
                 "so there is nothing to compare with: set dropout to 0, or call model.eval() first"
             )
+        if not first:
+            raise ValueError("verify=True: the model gives no floating-point tensor, so there is nothing to compare")
         exact = _run(twin, example, torch.float64, None, alone)
         twin = _copied(model, torch.float32)
         plain = _run(twin, example, torch.float32, exact, alone)
