@@ -388,9 +388,9 @@ def row(model_type: str, results: dict[str, dict[str, str]]) -> str:
 
 
 def _line(why: str) -> str:
-    """The first problem of parallelize's error, which has a headline above them; the first line of another."""
-    lines = [line.strip() for line in why.splitlines()] or [""]
-    return lines[1] if len(lines) > 1 and "nothing was changed" in lines[0] else lines[0]
+    """The first problem of parallelize's error, which has a headline above them; the whole of another."""
+    headline, _, problems = why.partition("\n")
+    return problems.partition("\n")[0].strip() if "nothing was changed" in headline else " ".join(why.split())
 
 
 def _reason(why: str) -> str:
