@@ -102,13 +102,14 @@ class CallRecords:
     def wait(self, work: dist.Work) -> None:
         """work.wait(), which looks at the records while it takes long. Errors are work's, and begin's."""
         for seconds in chain(_LOOKS, repeat(_LOOKS[-1])):
+            start = time.monotonic()
             try:
                 work.wait(seconds)
                 return
             except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # it has come to its end meanwhile; or this is its own error
-                    return
+                # its own error comes at once; is_completed() is no way to ask, some works that failed say no for ever
+                if time.monotonic() - start < 0.9 * seconds.total_seconds():
+                    raise
             self.look()
 
     def look(self) -> None:
