@@ -152,10 +152,10 @@ def row_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
     embedding: Any
     softmax: Any
     if device == "cuda":
-        from .kernels import embedding, softmax  # type: ignore[no-redef] # import triton
+        from .kernels import embedding, softmax  # import triton
     else:
-        from .kernels import reference_embedding as embedding  # type: ignore[no-redef]
-        from .kernels import reference_softmax as softmax  # type: ignore[no-redef]
+        from .kernels import reference_embedding as embedding
+        from .kernels import reference_softmax as softmax
     for dtype in dtypes:
         for rows, features in ROW_SHAPES:
             at = f"{rows}x{features}"
