@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,6 +149,8 @@ def attention_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line
 
 def row_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
     """Softmax, log-softmax and sums of rows, and the gradient of an embedding whose ids repeat."""
+    embedding: Any
+    softmax: Any
     if device == "cuda":
         from .kernels import embedding, softmax  # import triton
     else:
