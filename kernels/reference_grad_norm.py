@@ -141,11 +141,11 @@ def digests(xs: Sequence[Tensor]) -> Tensor:
 
 
 def _digest(words: Tensor) -> Tensor:
-    """Of a large tensor: pieces of _WIDTH 32-bit words, each times an odd number of its own, are added up, and the sum's
-    words weighted by their places. One pass at the speed of memory, where mixing each word would take ten."""
+    """Of a large tensor: pieces of _WIDTH 32-bit words, each times an odd number of its own, are added up, and the
+    words of the sum weighted by their places. One pass at the speed of memory; mixing each word would take ten."""
     size = words.element_size()
     if words.nbytes % 4:
-        words = F.pad(words, (0, 1))
+        words = F.pad(words, (0, -words.nbytes % 4 // size))
     elif words.storage_offset() * size % 4:
         words = words.clone()
     total = torch.zeros(_WIDTH, dtype=torch.int32, device="cpu")
