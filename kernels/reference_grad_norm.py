@@ -113,7 +113,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
 
 STEP, MIX1, MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
 _SMALL = 1 << 16  # bytes: gradients of up to so many are hashed together, as calls of torch cost more than they
-_WIDTH = 1024
+_WIDTH = 1 << 16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -141,18 +141,24 @@ def digests(xs: Sequence[Tensor]) -> Tensor:
 
 
 def _digest(words: Tensor) -> Tensor:
-    """Of a large tensor: sums over its columns and over its rows, as a table of _WIDTH words a row, each weighted by
-    its place. Two passes at the speed of memory, where mixing each word by itself would take ten."""
+    """Of a large tensor: pieces of _WIDTH 32-bit words, each times an odd number of its own, are added up, and the
+    words of the sum weighted by their places. One pass at the speed of memory; mixing each word would take ten."""
     size = words.element_size()
-    spare = -words.numel() % (8 * _WIDTH // size)
-    if spare:
-        words = F.pad(words, (0, spare))
-    elif words.storage_offset() * size % 8:
+    if words.nbytes % 4:
+        words = F.pad(words, (0, -words.nbytes % 4 // size))
+    elif words.storage_offset() * size % 4:
         words = words.clone()
-    table = words.view(torch.int64).view(-1, _WIDTH)
-    columns, rows = table.sum(dim=0), table.sum(dim=1)
-    weights = _multipliers(_WIDTH + len(rows))
-    return (columns * weights[:_WIDTH]).sum() + (rows * weights[_WIDTH:]).sum()
+    total = torch.zeros(_WIDTH, dtype=torch.int32, device="cpu")
+    pieces = words.view(torch.int32).split(_WIDTH)
+    for piece, factor in zip(pieces, _factors(len(pieces)), strict=True):
+        total[: len(piece)].add_(piece, alpha=factor)
+    return (total.long() * _multipliers(_WIDTH)).sum()
+
+
+@functools.lru_cache(maxsize=64)
+def _factors(count: int) -> list[int]:
+    """Odd numbers below 2^31, without a pattern."""
+    return (_multipliers(count) & (2**31 - 1)).tolist()
 
 
 @functools.lru_cache(maxsize=64)

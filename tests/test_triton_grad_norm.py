@@ -226,3 +226,42 @@ def test_in_a_cuda_graph():
         assert_bitwise_equal(sums, before * 0.25**step, "halves are exact")
         assert_bitwise_equal(total, grad_norm.fold(before * 0.25**step))
         del garbage
+
+
+# --- digests --------------------------------------------------------------------------------------------------------
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@ROOMS
+def test_digests_see_bytes_and_places_alone(room):
+    """Small and large ones, on words' boundaries and beside them; one bit anywhere, exchanged elements and rows."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(3,), (4, 5), (), (33, 500), (8192,), (1,)]
+    large = [(130, 257)] if room is grad_norm else [(300, 257), (16, 8192), (8193, 3)]
+    xs = [
+        wide_randn(*shape, generator=generator, spread=2).to(dtype).to(device_of(room))
+        for shape in shapes + large
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ]
+    before = room.digests(xs)
+    assert before.dtype == torch.int64 and len(set(before.tolist())) == len(xs)
+    assert_bitwise_equal(room.digests([x.mT.contiguous().mT if x.dim() == 2 else x.clone() for x in xs]), before)
+    shifted = [torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape) for x in xs]
+    assert_bitwise_equal(room.digests(shifted), before)
+    for i, x in enumerate(xs):
+        flat = x.clone().view(-1)
+        words = flat.view(_INTEGERS[x.element_size()])
+        others = []
+        for place in {0, len(words) // 2, len(words) - 1}:
+            other = words.clone()
+            other[place] ^= 1
+            others.append(other)
+        if x.dim() == 2:
+            others.append(words.view(x.shape).flip(0).reshape(-1))
+            others.append(words.view(x.shape).roll(1, dims=1).reshape(-1))
+        for other in others:
+            changed = [*xs[:i], other.view(x.dtype).view(x.shape), *xs[i + 1 :]]
+            assert (room.digests(changed) != before).nonzero().flatten().tolist() == [i]
+    twice = room.digests([xs[0], xs[0], -xs[0], torch.zeros_like(xs[0]), torch.zeros_like(xs[0])[:0]])
+    assert len(set(twice.tolist())) >= 4

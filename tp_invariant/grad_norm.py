@@ -353,9 +353,10 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
     """Before a step of any optimizer: compares the whole gradients that it is about to use, as clip_grad_norm_ does."""
     if torch.compiler.is_compiling() or not is_call_check_enabled():
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    call = _Call(parameters, None)
-    if any(is_sharded(p) or carried_group(p) is not None for p in parameters):
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    # those of which nobody has said over which ranks they are sharded are no whole ones, at least
+    call = _Call([p for p in everything if not is_sharded(p) or carried_group(p) is not None], None)
+    if call.circles:
         call.agree(f"{type(optimizer).__name__}.step", {})
 
 
