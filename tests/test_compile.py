@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.collectives import gather_dim, resolve_group
+from tp_invariant.compiled import at_run_time
 from tp_invariant.gemm import gemm
 from tp_invariant.regions import gather_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
@@ -201,6 +202,16 @@ def test_calls_of_several_ranks_are_ordered():
         for forward, backward in run_ranks(ordered_ops, 2):
             assert forward == ["tp_invariant::check_agreement", "tp_invariant::column_linear_ranks"] * 2
             assert backward == ["tp_invariant::column_linear_ranks_backward"] * 2
+
+
+def test_every_op_says_on_which_device_it_runs():
+    """By a tensor among its arguments: inductor puts an op without one in the wrong place (see at_run_time)."""
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("tp_invariant::")]
+    assert len(schemas) > 20
+    for schema in schemas:
+        assert any(str(a.type) in ("Tensor", "List[Tensor]") for a in schema.arguments), schema
+    with pytest.raises(ValueError, match="must take a tensor first"):
+        at_run_time(print, name="without_a_device", arguments="int size")
 
 
 # --- the gate -------------------------------------------------------------------------------------------------------

@@ -166,9 +166,9 @@ def _read(text: str, group: Any) -> tuple:
 def at_run_time(function: Callable[..., None], *, name: str, arguments: str) -> Callable[..., None]:
     """`function`, and while torch.compile traces an op that calls it, in the order of the ops of several ranks.
 
-    Its first argument is a tensor, be it an empty one: it tells inductor on which device the op runs. An op without a
-    device is written before the C++ loops that inductor has collected and not written yet, and what the op is the last
-    to be ordered after is freed with it: the loops would then read buffers that are no more.
+    Its first argument is a tensor, be it an empty one, which tells inductor on which device the op runs. Inductor
+    collects C++ loops and writes them out before the next op that has a device. One without is written at once, before
+    the loops that it comes after, and so are the `del` of buffers that these loops have yet to read.
     """
     if not arguments.startswith("Tensor "):
         raise ValueError(f"tp_invariant::{name}({arguments}) must take a tensor first, which says where it runs")
