@@ -52,12 +52,12 @@ def whole_layers_count_as_sharded():
     """Parameters of layers without tp_group say that they are sharded over all ranks: the norm counts them P times."""
     old = fuzz_runtime.clip
 
-    def clip(parameters, max_norm, norm_type, world):
+    def clip(parameters, max_norm, norm_type, world, told=False):
         group = resolve_group(world)
         for p in parameters:
             if not getattr(p, "tensor_model_parallel", True) and p.dim() == 2 and group.size > 1:
                 p.tensor_model_parallel, p.partition_dim, p.partition_stride, p.tp_group = True, 0, 1, group
-        return old(parameters, max_norm, norm_type, world)
+        return old(parameters, max_norm, norm_type, world, told)
 
     with _replaced(vars(fuzz_runtime), "clip", clip):
         yield

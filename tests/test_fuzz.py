@@ -81,7 +81,7 @@ def test_random_plans(request, capsys, one_thread):
         pytest.fail(f"--fuzz-seed {number}: {error}\n\n{error.script}", pytrace=False)
     if request.config.getoption("--fuzz") is not None:
         _say(capsys, f"--fuzz-seed {number}: {sum(counts.values())} plans, {dict(counts)}, {time.time() - start:.0f} s")
-    assert counts["right"] > FEW_PLANS / 4
+    assert counts["right"] >= 2
     assert counts["refused"]
 
 
