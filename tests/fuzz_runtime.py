@@ -278,9 +278,9 @@ class Run(Data):
 
     def train(
         self, forward, *, steps=2, micro_batches=1, optimizer="sgd", max_norm=1.0, norm_type=2.0, twice=False,
-        over=None,
+        clip_over=None,
     ):  # fmt: skip
-        """`over`: the group to clip over, for a model whose parameters are all whole and carry none."""
+        """`clip_over`: the group to clip over, for a model whose parameters are all whole and carry none."""
         params = [(name, getattr(module, key), *place) for name, module, key, *place in self.places]
         make = None
         for step in range(steps):
@@ -299,7 +299,9 @@ class Run(Data):
                     p.main_grad.zero_()
                 self.keep(f"grad of {name} step {step}", p.grad, over, dim, stride)
             tensors = [p for _, p, *_ in params]
-            norm = clip(tensors + tensors[:1] if twice else tensors, max_norm, norm_type, self.world, over is not None)
+            norm = clip(
+                tensors + tensors[:1] if twice else tensors, max_norm, norm_type, self.world, clip_over is not None
+            )
             self.keep(f"norm step {step}", norm)
             for name, p, over, dim, stride, _ in params:
                 self.keep(f"clipped grad of {name} step {step}", p.grad, over, dim, stride)

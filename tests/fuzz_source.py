@@ -229,7 +229,7 @@ def layers_source(program):
         forward.append(_call("r.output", repr(f"v{i}"), f"v{i}", **options, cotangent=program["cotangent"]))
     train = {key: program[key] for key in ("steps", "micro_batches", "optimizer", "max_norm", "norm_type", "twice")}
     if drift:
-        train["over"] = "world"
+        train["clip_over"] = "world"
     return "\n".join(
         [
             "def case(r):",
