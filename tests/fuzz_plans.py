@@ -167,7 +167,7 @@ def plans(draw, most=3):
         fused = rarely(2)
         block = {"fused": fused, "bias": rarely(1), "before": pick(None, "LayerNorm", "RMSNorm"), "after": rarely(3)}
         if pick("mlp", "attention") == "mlp":
-            between = pick(None, None, "number", "vector", "LayerNorm", "RMSNorm")
+            between = pick(None, None, None, None, "number", "vector", "LayerNorm", "RMSNorm")
             block |= {
                 "kind": "mlp", "inner": degree * pick(8, 4, 12), "between": between,
                 "activation": pick("silu", "gelu", "relu"),
@@ -179,22 +179,25 @@ def plans(draw, most=3):
             kv = degree * pick(1, 2)
             block |= {
                 "kind": "attention", "heads": kv * pick(1, 2), "kv_heads": kv, "head_dim": pick(4, 8),
-                "norm": pick(None, None, "RMSNorm", "LayerNorm"), "causal": rarely(1),
+                "norm": pick(None, None, None, "RMSNorm", "LayerNorm"), "causal": rarely(1),
             }  # fmt: skip
             if fused and not rarely(2):
                 block["heads"] = kv
             qkv = ["inner.qkv"] if fused else ["inner.q_proj", "inner.k_proj", "inner.v_proj"]
             plan = {**dict.fromkeys(qkv, "colwise"), "inner.o_proj": "rowwise"}
             if fused:
-                plan = {"inner.qkv": pick("colwise", "colwise_gather_output", "in pieces"), "inner.o_proj": "rowwise"}
+                plan = {
+                    "inner.qkv": pick("in pieces", "colwise", "colwise_gather_output", "in pieces"),
+                    "inner.o_proj": "rowwise",
+                }
                 if plan["inner.qkv"] == "colwise_gather_output":
                     plan["inner.o_proj"] = "rowwise_split_input"
             if block["norm"]:
-                style = pick("of heads", "replicate", None)
+                style = pick("of heads", "of heads", "replicate", None)
                 plan |= {"inner.q_norm": style, "inner.k_norm": style}
         if block["after"]:
-            plan["outer"] = pick(None, "replicate")
-        if rarely(3):  # a plan that does not fit
+            plan["outer"] = pick("replicate", "replicate", None)
+        if rarely(5):  # a plan that does not fit
             plan[pick(*plan)] = pick(*STYLES)
         blocks.append(block | {"plan": plan})
     head = pick(None, "colwise_gather_output", "replicate")
@@ -216,10 +219,14 @@ def _style(style):
     return Part(HEADS_STYLE, heads_dim=2) if style == "of heads" else style
 
 
+def _ids(program):
+    generator = torch.Generator().manual_seed(program["seed"] + 100)
+    return torch.randint(0, program["vocabulary"], (program["batch"], program["length"]), generator=generator)
+
+
 def _backward(model, program, dtype):
-    torch.manual_seed(program["seed"] + 100)
-    ids = torch.randint(0, program["vocabulary"], (program["batch"], program["length"]))
-    y = model(ids)
+    y = model(_ids(program))
+    torch.manual_seed(program["seed"] + 200)
     y.backward(torch.randn(y.shape).to(dtype))
     return y
 
@@ -233,7 +240,9 @@ def unsharded(program):
 
 def sharded(tp_group, program, mode=True, plan=None):
     """Output and gradients of the parallelized model in fp32; or ("refused" | "failed", why)."""
-    verify = {"verify": True} if "verify" in inspect.signature(tpi.parallelize).parameters else {}
+    verify = {}
+    if "verify" in inspect.signature(tpi.parallelize).parameters:
+        verify = {"verify": True, "example_inputs": _ids(program)}
     with tpi.set_tp_invariant_mode(mode):
         styles = {name: _style(style) for name, style in (plan or plan_of(program)).items()}
         try:

@@ -11,6 +11,7 @@ import fuzz_runtime
 import torch
 from fuzz_runtime import restrided
 
+import tp_invariant as tpi
 from tp_invariant.collectives import resolve_group
 
 
@@ -22,6 +23,16 @@ def _replaced(names, name, new):
         yield
     finally:
         names[name] = old
+
+
+@contextlib.contextmanager
+def _attribute(cls, name, new):
+    old = getattr(cls, name)
+    setattr(cls, name, new)
+    try:
+        yield
+    finally:
+        setattr(cls, name, old)
 
 
 @contextlib.contextmanager
@@ -52,33 +63,33 @@ def whole_layers_count_as_sharded():
     """Parameters of layers without tp_group say that they are sharded over all ranks: the norm counts them P times."""
     old = fuzz_runtime.clip
 
-    def clip(parameters, max_norm, norm_type, world):
+    def clip(parameters, max_norm, norm_type, world, told=False):
         group = resolve_group(world)
         for p in parameters:
             if not getattr(p, "tensor_model_parallel", True) and p.dim() == 2 and group.size > 1:
                 p.tensor_model_parallel, p.partition_dim, p.partition_stride, p.tp_group = True, 0, 1, group
-        return old(parameters, max_norm, norm_type, world)
+        return old(parameters, max_norm, norm_type, world, told)
 
     with _replaced(vars(fuzz_runtime), "clip", clip):
         yield
 
 
+class _Restrided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return restrided(grad)
+
+
+@contextlib.contextmanager
 def gradients_with_other_strides():
-    """What a row-parallel layer hands back for a whole input has the strides of a transposed tensor."""
-
-    def make(old):
-        class Restrided(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.view_as(x)
-
-            @staticmethod
-            def backward(ctx, grad):
-                return restrided(grad)
-
-        return lambda x, *args, **options: old(Restrided.apply(x), *args, **options)
-
-    return _in_place_of("scatter_features", make)
+    """What a layer hands back for its input has the strides of a transposed tensor: torch's own sums of it differ."""
+    old = tpi.Linear.forward
+    with _attribute(tpi.Linear, "forward", lambda self, x: old(self, _Restrided.apply(x))):
+        yield
 
 
 @contextlib.contextmanager

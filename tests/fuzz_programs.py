@@ -496,9 +496,11 @@ def drifting(draw, kind):
             builder.call(number, 0)
             builder.ops[-1]["prefetch"] = False
     elif kind == "data":
+        x = builder.add(op="gain", x=0)  # whole, and its gradient goes by the data
+        builder.add(op="add", x=x, y=x)
         x = builder.linear(t, "column", group="world", **fixed)
         builder.layers[x] |= fixed | {"norm": None, "bias": True}
-        builder.call(x, 0)
+        builder.call(x, len(builder.types) - 1)
         y = builder.linear(builder.types[-1], "row", **fixed)
         builder.layers[y] |= fixed | {"bias": True}
         builder.call(y, len(builder.types) - 1)
@@ -506,4 +508,5 @@ def drifting(draw, kind):
         x = builder.add(op="scatter", x=0, group="world", dim=0)
         builder.add(op="plain norm", x=x)
     program = builder.finish()
-    return {**program, "drift": drift, "dropped": [], "max_norm": 1.0, "norm_type": 2.0, "twice": False}
+    fixed = {"dropped": [], "max_norm": 1.0, "norm_type": 2.0, "twice": False, "cotangent": "random"}
+    return {**program, **fixed, "drift": drift}

@@ -3,7 +3,7 @@
 The rule for float64: of every tensor of the first step (outputs, gradients, their norm, clipped gradients) the
 norm-wise error is at most ALLOWED times that of the same model whose every operation is rounded once, as torch's own
 layers do in that dtype, or at most FLOOR roundings of the dtype. Left out are tensors that are not finite in either,
-and those of which that model, too, has no digit right (the gradient of a bias before a softmax, which is 0).
+and those of which that model has hardly a digit right (a gradient that is a sum which cancels): it errs by over NOISE.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import tp_invariant as tpi
 
 ALLOWED = 4.0
 FLOOR = {"float32": 32.0, "float16": 4.0, "bfloat16": 4.0}
-NOISE = 0.05
+NOISE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}
 SHRINK_SECONDS = 120.0  # for as long a failing program is made smaller
 
 
@@ -85,7 +85,9 @@ def errors_of(program, results):
     for name, want in exact.items():
         got, other = results[name], rounded[name]
         if want is None or got is None:
-            if (want is None) != (got is None):
+            # a main_grad that nothing was added to is zero where autograd has no gradient at all
+            one = got if want is None else want
+            if one is not None and one.any():
                 errors[name] = (float("inf"), 0.0)
             continue
         if got.shape != want.shape:
@@ -107,7 +109,7 @@ def wrong(program, errors):
     return [
         f"TP=1, {name}: relative error {ours:.1e} against float64, where one rounding an operation has {other:.1e}"
         for name, (ours, other) in errors.items()
-        if other < NOISE and not ours <= max(ALLOWED * other, FLOOR[program["dtype"]] * eps)
+        if other < NOISE[program["dtype"]] and not ours <= max(ALLOWED * other, FLOOR[program["dtype"]] * eps)
     ]
 
 

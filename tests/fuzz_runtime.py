@@ -276,7 +276,11 @@ class Run(Data):
 
     # training
 
-    def train(self, forward, *, steps=2, micro_batches=1, optimizer="sgd", max_norm=1.0, norm_type=2.0, twice=False):
+    def train(
+        self, forward, *, steps=2, micro_batches=1, optimizer="sgd", max_norm=1.0, norm_type=2.0, twice=False,
+        clip_over=None,
+    ):  # fmt: skip
+        """`clip_over`: the group to clip over, for a model whose parameters are all whole and carry none."""
         params = [(name, getattr(module, key), *place) for name, module, key, *place in self.places]
         make = None
         for step in range(steps):
@@ -295,7 +299,9 @@ class Run(Data):
                     p.main_grad.zero_()
                 self.keep(f"grad of {name} step {step}", p.grad, over, dim, stride)
             tensors = [p for _, p, *_ in params]
-            norm = clip(tensors + tensors[:1] if twice else tensors, max_norm, norm_type, self.world)
+            norm = clip(
+                tensors + tensors[:1] if twice else tensors, max_norm, norm_type, self.world, clip_over is not None
+            )
             self.keep(f"norm step {step}", norm)
             for name, p, over, dim, stride, _ in params:
                 self.keep(f"clipped grad of {name} step {step}", p.grad, over, dim, stride)
@@ -323,9 +329,9 @@ class Run(Data):
         return {name: None if value is None else value.cpu() for name, value in found.items()}
 
 
-def clip(parameters, max_norm, norm_type, world):
+def clip(parameters, max_norm, norm_type, world, told=False):
     """clip_grad_norm_, told the group of all ranks where it has to be told one."""
-    told = inspect.signature(tpi.clip_grad_norm_).parameters["tp_group"].default is inspect.Parameter.empty
+    told = told or inspect.signature(tpi.clip_grad_norm_).parameters["tp_group"].default is inspect.Parameter.empty
     return tpi.clip_grad_norm_(parameters, max_norm, norm_type=norm_type, **(dict(tp_group=world) if told else {}))
 
 

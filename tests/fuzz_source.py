@@ -228,6 +228,8 @@ def layers_source(program):
         options = {} if found[i].place == WHOLE else _place(found[i])
         forward.append(_call("r.output", repr(f"v{i}"), f"v{i}", **options, cotangent=program["cotangent"]))
     train = {key: program[key] for key in ("steps", "micro_batches", "optimizer", "max_norm", "norm_type", "twice")}
+    if drift:
+        train["clip_over"] = "world"
     return "\n".join(
         [
             "def case(r):",
