@@ -224,7 +224,7 @@ class Linear(CheckedCalls):
     def shard_spec(self, name: str) -> ShardSpec:
         return self._spec(name, self.partition_stride)
 
-    def _spec(self, name: str, stride: int) -> ShardSpec:
+    def _spec(self, name: str, stride: Stride) -> ShardSpec:
         dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
         return ShardSpec(self.group, dims.get(name), self.partition_sizes or stride)
 
