@@ -313,11 +313,17 @@ class _Builder:
             prefetch=layer["kind"] == "linear" and layer["mode"] == "row" and self.rarely(5),
         )  # fmt: skip
 
+    def shifted(self, x, t):
+        """Perhaps `x` plus a parameter, whose gradient is torch's own sum of what the next layer hands back."""
+        return self.add(op=self.pick("shift", "gain"), x=x) if t.place == WHOLE and self.rarely(1) else x
+
     def do_column(self, x, t):
+        x = self.shifted(x, t)
         self.call(self.linear(t, "column"), x)
 
     def do_row(self, x, t):
         if t.place[0] == "features" or t.features % self.unit == 0:
+            x = self.shifted(x, t)
             self.call(self.linear(t, "row"), x)
 
     def do_none(self, x, t):
