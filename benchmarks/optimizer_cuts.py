@@ -155,8 +155,9 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
   default on a CPU. So 32-bit parameters, or 32-bit master weights of 16-bit ones, need nothing.
 - **`fused=True` on a CPU does not hold** for SGD with momentum and for Adam and its kin: it computes whole vectors and
   what is left over by code that rounds differently.
-- **In bfloat16 and float16 it depends on the optimizer, and is promised for none.** SGD, with momentum or without, and
-  centered RMSprop differ at most cuts, Adam with weight decay at some. torch's loops over whole vectors round a product
+- **In bfloat16 and float16 it depends on the optimizer, and is promised for none.** SGD, with momentum or without,
+  centered RMSprop and the for-loop form of ASGD differ at most cuts, Adam with weight decay and the fused form of
+  Adagrad at some. torch's loops over whole vectors round a product
   and a sum once, and its loops over what is left round each. Where the table has a 0 no difference was seen, which is
   less than a promise: other values, or another CPU, may show one.
 - **Where every cut is at a multiple of {aligned} elements nothing is left over, and every entry holds**, fused ones

@@ -90,6 +90,7 @@ def train(
 ) -> list[Any]:
     """Loss, output, gradients and the parameters after an optimizer's step, for steps of two lengths; all whole."""
     torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64  # layer by layer, all Linears share one code, in both modes and lengths
     model = Net(tp_group, sequence_parallel, dtype, device)
     with torch.no_grad():
         for i, (_, p, spec) in enumerate(tpi.parameters.named_shard_specs(model)):
