@@ -34,8 +34,8 @@ ON, OFF = True, False
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="inductor's CPU backend needs a C++ compiler and Python's headers: install g++ (or let CXX name another one) "
-    "and Debian's python3-dev",
+    reason="inductor's CPU backend needs a C++ compiler and Python's headers: install g++ (or let CXX name another) "
+    "and python3-dev",
 )
 
 
