@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import hf_models
@@ -31,8 +33,9 @@ VOCABULARY, HIDDEN, HEADS = 72, 64, 4
 ON, OFF = True, False
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None,
-    reason="inductor's CPU backend needs a C++ compiler: install g++, or let CXX name one",
+    shutil.which(os.environ.get("CXX", "g++")) is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="inductor's CPU backend needs a C++ compiler and Python's headers: install g++ (or let CXX name another) "
+    "and python3-dev",
 )
 
 

@@ -329,7 +329,7 @@ def test_any_change_of_the_index_is_refused_or_without_effect(tmp_path_factory, 
     target, target_optimizer = make(None, seed=1)
     tpi.checkpoint.load(folder, target, target_optimizer)
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(st.sampled_from(paths), ODD, st.sampled_from(["set", "delete", "rename", "copy"]), st.sampled_from(paths))
     def check(path, value, how, other):
         def change(index):
@@ -378,7 +378,7 @@ def test_any_change_of_a_data_file_is_refused_or_without_effect(saved):
     tpi.checkpoint.load(folder, model, optimizer)
     seen = {"refused": 0, "the same": 0}
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(
         st.one_of(st.integers(0, 7), st.integers(0, header - 1), st.integers(0, len(content) - 1)),
         st.integers(0, 7),
@@ -404,7 +404,7 @@ def test_any_change_of_a_data_file_is_refused_or_without_effect(saved):
         assert bytes_of(model, optimizer) == held
 
     check()
-    assert seen["refused"] > 200  # what is left: "format" in the header's metadata, which nobody reads
+    assert seen["refused"] > 100  # what is left: "format" in the header's metadata, which nobody reads
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------
