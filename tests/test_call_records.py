@@ -5,6 +5,7 @@ import functools
 import mmap
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -198,6 +199,32 @@ def test_ranks_in_step_are_left_alone():
     assert len(counts) == 3 and int(counts[0]) > 50
 
 
+def in_threads(tp_group):
+    """Each thread has a model and a group of its own: in which order the threads run is another on each rank."""
+    groups = [another_group(tp_group, f"thread {number}") for number in range(3)]
+    models = [blocks(group) for group in groups]
+
+    def steps(model):
+        for _ in range(8):
+            step(model)
+
+    with ThreadPoolExecutor(len(models)) as threads:
+        return list(threads.map(steps, models))
+
+
+def test_threads_do_not_take_each_others_layers_for_theirs():
+    run_ranks(in_threads, 2)
+
+
+def test_each_thread_has_a_layer_of_its_own():
+    doing.layer = SimpleNamespace(number=1, name="here")
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(lambda: (doing.layer, doing.comparing)).result() == (None, None)
+    finally:
+        doing.layer = None
+
+
 def without_memory(tp_group, odd_alone):
     group = another_group(tp_group, "without_memory")
     if not odd_alone or group.rank == ODD:
@@ -261,6 +288,16 @@ def test_a_rank_far_ahead_or_behind_is_not_mistaken(two):
         one.begin(ALL_GATHER, torch.ones(number), (number,))
     for number in range(100):
         other.begin(ALL_GATHER, torch.ones(number), (number,))
+    one.look()
+
+
+def test_a_mark_whose_count_is_still_to_come_is_not_mistaken(two):
+    """It stands where that of 64 calls ago stood, whose count is still the last one written."""
+    one, other = two
+    for records in (one, other):
+        for _ in range(call_records._KEPT):
+            records.begin(ALL_GATHER, X, (3,))
+    other._words[other._own + call_records._MARKS + 1] = -1
     one.look()
 
 

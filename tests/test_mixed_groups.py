@@ -365,6 +365,38 @@ def test_whole_gradients_that_do_not_differ():
     run_ranks(on_rank, 2)
 
 
+def test_an_optimizer_may_step_what_clipping_refuses():
+    """With the check too: sparse and complex gradients, main_grad, a mark without a group. The others are compared."""
+
+    def on_rank(tp_group):
+        layer = tpi.Linear(4, 4, parallel_mode="column", tp_group=tp_group, sequence_parallel=True)
+        fused = tpi.Linear(4, 4, bias=False, fuse_wgrad_accumulation=True)
+        fused.weight.main_grad = torch.zeros(4, 4)
+        embedding = nn.Embedding(8, 4, sparse=True)
+        nn.init.ones_(embedding.weight)
+        turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        marked, norm = nn.Parameter(torch.ones(4)), nn.LayerNorm(4)
+        marked.tensor_model_parallel, marked.partition_dim = True, 0
+        x = norm((fused(embedding(torch.arange(2))) * turn).real.contiguous() * marked)
+        layer(x).sum().backward()
+        parameters = [embedding.weight, turn, marked, fused.weight, *layer.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        before = [p.detach().clone() for p in parameters]
+        with call_check():
+            optimizer.step()
+            assert [torch.equal(p, old) for p, old in zip(parameters, before, strict=True)] == [False] * 3 + [True] + [
+                False
+            ] * 2
+            norm.weight.grad.add_(tp_group.rank())
+            optimizer.add_param_group({"params": norm.parameters()})
+            with pytest.raises(
+                RuntimeError, match=r"^SGD\.step: the gradient of parameter 6 with shape \(4,\) differs"
+            ):
+                optimizer.step()
+
+    run_ranks(on_rank, 2)
+
+
 def test_one_bit_of_one_of_many_gradients():
     """Large and small, of each dtype; the first that differs is named."""
     shapes = [((3,), torch.float32), ((300, 257), torch.float32), ((5, 3), torch.bfloat16), ((70, 700), torch.float16)]

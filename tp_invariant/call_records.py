@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,7 +34,8 @@ from .liveness import Ranks
 
 ALL_GATHER, ALL_TO_ALL, OBJECTS, ALL_REDUCE, REDUCE_SCATTER = range(5)
 _NAMES = ("an all-gather", "an all-to-all", "a gather of Python objects", "an all-reduce", "a reduce-scatter")
-_KEPT = 64  # calls of a rank that can be looked up; how far ranks can be apart is what one starts before it waits
+_KEPT = 64  # calls of a rank that are kept; how far ranks can be apart is what one starts before it waits
+_LOOKED_UP = _KEPT - 1  # the one before that is about to be written over: a rank writes its mark first, then its count
 _COUNT, _TEXT_BYTES, _MARKS = 0, 1, 2  # the words of a rank
 _TEXT = 8 * (_MARKS + _KEPT)  # where its text begins
 BYTES = 4096  # of one rank
@@ -45,18 +47,15 @@ _DTYPES = {
 }
 
 
-class Doing:
-    """What of this process's Python a collective belongs to.
+class Doing(threading.local):
+    """What of this thread's Python a collective belongs to: threads may each use a group of their own.
 
     layer       has `number` and `name`: the layer whose forward runs; None outside of one
     comparing   says, when called, in which call ranks ask each other; None where they do not
     """
 
-    __slots__ = ("comparing", "layer")
-
-    def __init__(self) -> None:
-        self.layer: Any = None
-        self.comparing: Callable[[], str] | None = None
+    layer: Any = None
+    comparing: Callable[[], str] | None = None
 
 
 doing = Doing()
@@ -96,7 +95,7 @@ class CallRecords:
         words[own + place] = mark
         words[own] = number
         for other in self._others:
-            if words[other] >= number and words[other + place] != mark and words[other] < number + _KEPT:
+            if words[other] >= number and words[other + place] != mark and words[other] < number + _LOOKED_UP:
                 self._part(number)
 
     def wait(self, work: dist.Work) -> None:
@@ -115,10 +114,12 @@ class CallRecords:
     def look(self) -> None:
         """Compares what is recorded of all ranks. Raises as begin."""
         words, own, count = self._words, self._own, self._count
-        for number in range(max(1, count - _KEPT + 1), count + 1):
+        for number in range(max(1, count - _LOOKED_UP + 1), count + 1):
             place = _MARKS + number % _KEPT
             for other in self._others:
-                if number <= words[other] < number + _KEPT and words[other + place] != words[own + place]:
+                if words[other] < number or words[other + place] == words[own + place]:
+                    continue
+                if words[other] < number + _LOOKED_UP:  # read last: until here it has not been written over
                     self._part(number)
 
     def progress(self) -> str:

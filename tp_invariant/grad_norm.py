@@ -139,9 +139,12 @@ class _Held(NamedTuple):
 
 
 class _Call:
-    """What a call is given, as this rank has it. What is wrong with it waits in `error` until all ranks know."""
+    """What a call is given, as this rank has it. What is wrong with it waits in `error` until all ranks know.
 
-    def __init__(self, parameters: Iterable[Tensor] | Tensor, given: Group | None) -> None:
+    leave_out: whether a parameter that clip_grad_norm_ refuses is left out instead.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] | Tensor, given: Group | None, *, leave_out: bool = False) -> None:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
@@ -158,7 +161,11 @@ class _Call:
                 if (carried := carried_group(p)) is not None:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
-            except (TypeError, ValueError) as error:
+                if leave_out:
+                    _check_grad(_Held(p, index, over), given, ALONE.rank)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if leave_out:
+                    continue
                 self.error = self.error or error
             self.held.append(_Held(p, index, over))
         self.circles = circles(groups)
@@ -350,12 +357,15 @@ def _largest(params: list[Tensor], over: list[Group]) -> Tensor:
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of any optimizer: compares the whole gradients that it is about to use, as clip_grad_norm_ does."""
+    """Before a step of any optimizer: compares the whole gradients that it is about to use, as clip_grad_norm_ does.
+
+    What that refuses (sparse or complex gradients, DTensors that do not say enough, parameters that are sharded over
+    nobody has said which ranks) an optimizer may well step: these are left out.
+    """
     if torch.compiler.is_compiling() or not is_call_check_enabled():
         return
     everything = [p for group in optimizer.param_groups for p in group["params"]]
-    # those of which nobody has said over which ranks they are sharded are no whole ones, at least
-    call = _Call([p for p in everything if not is_sharded(p) or carried_group(p) is not None], None)
+    call = _Call(everything, None, leave_out=True)
     if call.circles:
         call.agree(f"{type(optimizer).__name__}.step", {})
 
