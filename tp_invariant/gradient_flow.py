@@ -72,9 +72,18 @@ _RULES: dict[type, _Rule] = {
 _OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's own, with a part of the model in them
 
 
+def _is_alone(node: Any) -> bool:
+    """Whether a node of this library is of a group of one rank, where nothing is scattered, gathered or completed."""
+    holder = getattr(node, "call", node)
+    group = getattr(getattr(holder, "shard", holder), "group", None)
+    return group is not None and group.size == 1
+
+
 def _rule_of(node: Any) -> _Rule | None:
     function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
     rule = _RULES.get(function)  # type: ignore[arg-type]
+    if rule is not None and _is_alone(node):
+        return None
     if rule is not None or function is None:
         return rule
     captured = function.__module__ in ("tp_invariant.graphs", "tp_invariant.graphed_call")
