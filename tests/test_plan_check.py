@@ -230,7 +230,11 @@ def test_activations_that_are_whole_count_too():
 
 def passing_on_rank(tp_group):
     said = []
-    for family, sp, mode, reentrant in (("qwen3", True, True, False), ("gemma3", False, False, True)):
+    for family, sp, mode, reentrant in (
+        ("qwen3", True, True, False),
+        ("gemma3", False, False, True),
+        ("olmo2", False, True, False),
+    ):
         model = tpi.parallelize(hf_models.build(family), tp_group, sequence_parallel=sp)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         with tpi.set_tp_invariant_mode(mode):
@@ -240,7 +244,7 @@ def passing_on_rank(tp_group):
 
 
 def test_hugging_face_models_pass():
-    assert run_ranks(passing_on_rank, 2) == [[0, 0]] * 2
+    assert run_ranks(passing_on_rank, 2) == [[0, 0, 0]] * 2
 
 
 def test_compiled_code_and_copies_have_the_check_too():
@@ -251,6 +255,46 @@ def test_compiled_code_and_copies_have_the_check_too():
     assert len(checks(model)) == len(checks(twin)) == 1, "not while it is compiled"
     twin(example(model))
     assert (len(checks(model)), len(checks(twin))) == (1, 0), "a copy has a check of its own"
+
+
+class OwnCollective(nn.Module):
+    """Ends a sharded region by torch's own collective instead of a row-parallel layer."""
+
+    def __init__(self, collective: Any) -> None:
+        super().__init__()
+        self.up, self.norm, self.collective = nn.Linear(HIDDEN, 2 * HIDDEN), nn.LayerNorm(HIDDEN), collective
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.collective(self.up(x)[..., :HIDDEN]))
+
+
+def own_collectives_on_rank(tp_group):
+    import torch.distributed._functional_collectives as functional
+    import torch.distributed.nn.functional as nn_functional
+
+    def gather(x: Tensor) -> Tensor:
+        return functional.all_gather_tensor_autograd(x.contiguous(), x.dim() - 1, tp_group)[..., :HIDDEN]
+
+    def reduce(x: Tensor) -> Tensor:
+        return nn_functional.all_reduce(x.clone(), group=tp_group)
+
+    said = []
+    for collective in (gather, reduce, lambda x: x):
+        plan = {"up": "colwise", "norm": "replicate"}
+        model = tpi.parallelize(OwnCollective(collective), tp_group, plan)
+        try:
+            model(torch.ones(3, HIDDEN))
+            said.append("")
+        except IncompleteGradient as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # newer names, which older versions of torch do not have
+def test_what_torchs_own_collectives_have_moved_is_not_refused():
+    for gathered, reduced, control in run_ranks(own_collectives_on_rank, 2):
+        assert gathered == reduced == ""
+        assert "norm.weight: the same on every rank" in control
 
 
 def plain_norm_in_sp_on_rank(tp_group):

@@ -12,8 +12,8 @@ where a whole value may meet a part, since their backward completes the gradient
 
 It holds for every parameter and every activation, whatever modules they are in, and costs no arithmetic and no
 collective: a walk over the nodes of one forward. What autograd's graph does not show counts as unknown and is never an
-error: a compiled or captured part of the model, one under a reentrant checkpoint, and parameters that stand in for the
-model's own (FSDP's).
+error: a compiled or captured part of the model, one under a reentrant checkpoint, what a collective of torch's own has
+moved, and parameters that stand in for the model's own (FSDP's).
 """
 
 from __future__ import annotations
@@ -70,16 +70,42 @@ _RULES: dict[type, _Rule] = {
     _CrossEntropy: lambda node, states: WHOLE,
 }
 _OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's own, with a part of the model in them
+# torch's own collectives where they are no autograd functions in Python: operators, whose nodes are named after them,
+# and before torch 2.12 or so classes in C++.
+_COLLECTIVES = ("c10d", "AllGatherIntoTensor", "ReduceScatterTensor", "AllToAllSingle")
+
+
+def _unknown(node: Any, states: list[str]) -> str:
+    return UNKNOWN
+
+
+def _is_torchs_collective(node: Any, function: type | None) -> bool:
+    """Also what FSDP puts around a module's inputs, several of which it takes through one node."""
+    by_function = function is not None and function.__module__.startswith("torch.distributed.")
+    return by_function or any(name in node.name() for name in _COLLECTIVES)
+
+
+def _is_alone(node: Any) -> bool:
+    """Whether a node of this library is of a group of one rank, where nothing is scattered, gathered or completed."""
+    holder = getattr(node, "call", node)
+    group = getattr(getattr(holder, "shard", holder), "group", None)
+    return group is not None and group.size == 1
 
 
 def _rule_of(node: Any) -> _Rule | None:
     function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
     rule = _RULES.get(function)  # type: ignore[arg-type]
-    if rule is not None or function is None:
+    if rule is not None and _is_alone(node):
+        return None
+    if rule is not None:
         return rule
+    if _is_torchs_collective(node, function):
+        return _unknown
+    if function is None:
+        return None
     captured = function.__module__ in ("tp_invariant.graphs", "tp_invariant.graphed_call")
     if captured or type(node).__name__ in _OPAQUE or getattr(function, "sums_over_ranks", False):
-        return lambda node, states: UNKNOWN
+        return _unknown
     return None
 
 
