@@ -23,7 +23,7 @@ from .collectives import Group, gather_major, ranks_of, resolve_group
 from .grad_leaves import ALONE, folded_norm, is_dtensor, leaf_dim, local_part, mesh_shards, scale
 from .main_grad import refuse_fused
 from .mode import is_call_check_enabled, is_tp_invariant_mode_enabled
-from .parameters import carried_group, groups_in_use, is_sharded
+from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 from .same_gradients import Question, circles, compare
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _facts(held: _Held, circle: Group) -> tuple:
         facts = *facts, str(grad.placements)
     if over.size > 1:
         ranks = "these ranks" if over is circle or over == circle else f"{over.size} ranks of another group"
-        facts = *facts, f"sharded along dim {leaf_dim(p)}, stride {getattr(p, 'partition_stride', 1)}, over {ranks}"
+        facts = *facts, f"sharded along dim {leaf_dim(p)}, stride {stride_of(p)}, over {ranks}"
     return facts
 
 
