@@ -47,12 +47,17 @@ ALIGNED = 64  # two AVX-512 vectors of 16-bit elements
 STEPS = 4
 
 
-def has(optimizer: str, implementation: str) -> bool:
-    """Whether torch's optimizer has this implementation."""
-    return (
-        next(iter(IMPLEMENTATIONS[implementation]))
-        in inspect.signature(getattr(optim, OPTIMIZERS[optimizer][0])).parameters
-    )
+def has(optimizer: str, implementation: str, device: str = "cpu") -> bool:
+    """Whether torch's optimizer has this implementation on this kind of device."""
+    name = OPTIMIZERS[optimizer][0]
+    if next(iter(IMPLEMENTATIONS[implementation])) not in inspect.signature(getattr(optim, name)).parameters:
+        return False
+    one = torch.ones(1, device=device)
+    try:
+        stepped(optimizer, implementation, one, [one], slice(None))
+    except RuntimeError:  # fused Adagrad on CUDA, say
+        return False
+    return True
 
 
 def stepped(optimizer: str, implementation: str, whole: Tensor, grads: list[Tensor], cut: slice) -> Tensor:
@@ -99,12 +104,12 @@ def different_cuts(
     return different
 
 
-def table(cell: Callable[[str, str, torch.dtype], str]) -> str:
+def table(cell: Callable[[str, str, torch.dtype], str], device: str) -> str:
     columns = list(itertools.product(DTYPES, IMPLEMENTATIONS))
     heads = [f"{str(dtype).removeprefix('torch.')}, {implementation}" for dtype, implementation in columns]
     lines = ["| optimizer | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
     for optimizer in OPTIMIZERS:
-        cells = [cell(optimizer, i, dtype) if has(optimizer, i) else "" for dtype, i in columns]
+        cells = [cell(optimizer, i, dtype) if has(optimizer, i, device) else "" for dtype, i in columns]
         lines.append(f"| {optimizer} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -140,8 +145,8 @@ def main() -> None:
             size=SIZE,
             aligned=ALIGNED,
             versions=f"torch {torch.__version__}, Python {platform.python_version()}, {where}",
-            anywhere=table(counted[1]),
-            multiples=table(counted[ALIGNED]),
+            anywhere=table(counted[1], options.device),
+            multiples=table(counted[ALIGNED], options.device),
         )
     )
 
@@ -169,8 +174,9 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
 - Optimizers that need whole matrices (Muon, Adafactor) or sums over all parameters (LBFGS) take a shard for a whole
   parameter: these do not hold anywhere.
 
-On a GPU an element is computed by the same instructions wherever it lies; `tests/test_optimizers.py` checks every entry
-there.
+On a GPU (an H200, torch 2.11) every entry holds at every cut but one: Adam with weight decay and `fused=True`, in
+float32, where 21 of 48 cuts differed; AdamW's fused form holds. At multiples of {aligned} elements all hold.
+`tests/test_optimizers.py` checks every entry there.
 
 ## Seen
 

@@ -30,6 +30,35 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def _dots_in_the_order_of_k() -> None:
+    """Has Triton's interpreter add a dot's products one after another, in the order of k.
+
+    It computes tl.dot by numpy's matmul, and so by a BLAS, whose bits on some CPUs depend on the number of rows and
+    columns. The tests of tiles and slices would then compare what the BLAS does, and not the kernels.
+    """
+    import numpy
+    from triton.runtime import interpreter
+
+    class OrderedNumpy:
+        def __getattr__(self, name):
+            return getattr(numpy, name)
+
+        @staticmethod
+        def matmul(a, b, dtype=None):
+            a, b = (x if dtype is None else x.astype(dtype) for x in (a, b))
+            shape = (*numpy.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+            out = numpy.zeros(shape, numpy.result_type(a, b))
+            for k in range(a.shape[-1]):
+                out += a[..., :, k, None] * b[..., k, None, :]
+            return out
+
+    interpreter.np = OrderedNumpy()
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _dots_in_the_order_of_k()
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random composed models (tests/test_fuzz.py)")
     group.addoption("--fuzz", type=int, default=None, metavar="N", help="as many models, instead of the fixed few")
