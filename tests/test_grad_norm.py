@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tp_invariant as tpi
-from tp_invariant import grad_leaves, testing
+from tp_invariant import grad_leaves, parameters, testing
 from tp_invariant.collectives import resolve_group
 from tp_invariant.layout import shard, unshard
 from tp_invariant.parameters import mark_sharded
@@ -415,6 +415,7 @@ def clip_dtensors(mesh, gradients, placements, mode=True, plain=None, tp_group=N
     """(norm, full clipped gradients); `plain` parameters are clipped along, those first."""
     from torch.distributed.tensor import distribute_tensor
 
+    parameters._in_use.clear()  # models of other tests that live on in this process, whose layers these could be of
     made = {
         name: with_gradient(distribute_tensor(grad, mesh, placements[name], src_data_rank=None))
         for name, grad in gradients.items()
