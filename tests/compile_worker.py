@@ -115,6 +115,7 @@ def clipping(dtype: torch.dtype) -> None:
     xs = [torch.zeros(shape, dtype=dtype) for shape in ((64, 512), (512, 64), (3, 64, 5), (64,), (33, 51), (51, 33))]
     grad_norm.fold(grad_norm.sums_of_squares(xs, [0, 1, 1, 0, 0, 1]))
     grad_norm.scale_(xs, torch.ones(()))
+    grad_norm.digests(xs)
 
 
 def attend(dtype: torch.dtype, own_kernel: bool) -> None:
