@@ -9,6 +9,7 @@ between them are inductor's.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
 import sysconfig
@@ -93,7 +94,8 @@ def train(
 ) -> list[Any]:
     """Loss, output, gradients and the parameters after an optimizer's step, for steps of two lengths; all whole."""
     torch.compiler.reset()
-    torch._dynamo.config.recompile_limit = 64  # layer by layer, all Linears share one code, in both modes and lengths
+    # layer by layer, all Linears share one code, in both modes and lengths; named so, since a rank is sent no module
+    setattr(importlib.import_module("torch._dynamo.config"), "recompile_limit", 64)  # noqa: B010
     model = Net(tp_group, sequence_parallel, dtype, device)
     with torch.no_grad():
         for i, (_, p, spec) in enumerate(tpi.parameters.named_shard_specs(model)):
