@@ -30,7 +30,7 @@ from tp_invariant.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
-VOCABULARY, HIDDEN, HEADS = 72, 64, 4
+VOCABULARY, HIDDEN, HEADS, KV_HEADS = 72, 64, 4, 2
 ON, OFF = True, False
 
 needs_compiler = pytest.mark.skipif(
@@ -52,7 +52,8 @@ class Net(nn.Module):
         self.embedding = tpi.VocabParallelEmbedding(VOCABULARY, HIDDEN, tp_group=tp_group, **where)
         self.first = nn.LayerNorm(HIDDEN, **where)  # whole, before what enters the sharded region
         self.norm = tpi.ParallelNorm(HIDDEN, **both)
-        self.qkv = tpi.Linear(HIDDEN, 3 * HIDDEN, bias=False, partition_stride=3, **column)
+        self.sizes = [heads * (HIDDEN // HEADS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        self.qkv = tpi.Linear(HIDDEN, sum(self.sizes), bias=False, partition_sizes=self.sizes, **column)
         self.q_norm = tpi.ParallelNorm(HIDDEN // HEADS, heads=HEADS, heads_dim=2, tp_group=tp_group, **where)
         self.out = tpi.Linear(HIDDEN, HIDDEN, **row)
         self.up = tpi.LayerNormLinear(HIDDEN, 256, normalization="RMSNorm", partition_stride=2, **column)
@@ -61,10 +62,11 @@ class Net(nn.Module):
         self.head = tpi.Linear(HIDDEN, VOCABULARY, bias=False, parallel_mode="column", tp_group=tp_group, **where)
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        pieces = self.qkv(self.norm(x)).split([size // self.qkv.group.size for size in self.sizes], dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)) for t in pieces)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), k, v))
         attention = F.scaled_dot_product_attention if q.dtype == torch.float64 else tpi.attention
-        kind = dict(is_causal=True) if q.dtype == torch.float64 else dict(causal=True)
+        kind = dict(is_causal=True, enable_gqa=True) if q.dtype == torch.float64 else dict(causal=True)
         return self.out(attention(q, k, v, **kind).transpose(1, 2).flatten(-2))
 
     def forward(self, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
