@@ -242,7 +242,7 @@ def test_a_hugging_face_layer():
 @pytest.mark.parametrize("degree", (1, 2))
 @pytest.mark.parametrize("sequence_parallel", (False, True))
 def test_on_gpus(degree, sequence_parallel):
-    """The model as one graph for all lengths, as one for each, and layer by layer; and the Hugging Face layer.
+    """The model as one graph for all lengths, as one for each, and layer by layer.
 
     Where the whole model is compiled, other degrees are held to float64 and not to TP=1's bits: there inductor picks
     the order of its own reductions by the sizes that it is given. Compiled layer by layer all bits are eager's.
@@ -259,7 +259,16 @@ def test_on_gpus(degree, sequence_parallel):
         check_right(got, exact, 1e-4)
         assert_bitwise_equal(got[:2], eager[:2])
         assert degree == 1 or digest(got[2]) != digest(eager[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("degree", (1, 2))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_a_hugging_face_layer_on_gpus(degree, sequence_parallel):
     pytest.importorskip("transformers")
+    if degree > testing.gpu_ranks():
+        pytest.skip(f"needs {degree} GPUs")
+    ranks = functools.partial(testing.run_ranks, device="cuda")
     (alone,) = ranks(train_hugging_face, 1, sequence_parallel, False, torch.float32, "cuda")
     for got in ranks(train_hugging_face, degree, sequence_parallel, True, torch.float32, "cuda"):
         for (name, value), (_, expected) in zip(leaves(got), leaves(alone), strict=True):
