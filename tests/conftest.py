@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from unittest import mock
 
 # Small products on two threads are waiting, most of all, and the OpenMP of torch's wheels waits by spinning on a core
 # that ranks or other tests could use: a case of test_attention_choice.py took 7 s of CPU time, and takes 0.6 without.
@@ -17,8 +18,10 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import pytest
 import torch
 
+from tp_invariant import rank_pool, testing
 from tp_invariant.amx import avoid_trapped_units
 
 # torch's own bfloat16 products are the measure of many tests, and end the process on some virtual machines: there this
@@ -57,6 +60,29 @@ def _dots_in_the_order_of_k() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     _dots_in_the_order_of_k()
+
+
+MOST_RANKS = 8  # that a test on CPUs asks for
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_pool(request):
+    """In a run of several files, whichever asks first for ranks on CPUs starts as many as any file needs.
+
+    A pool that is too small is replaced by a larger one, and starting ranks takes many seconds. A run of one file,
+    which may need two ranks alone, gets what it asks for.
+    """
+    if len({item.path for item in request.session.items}) == 1:
+        yield
+        return
+    pools, shared_pool = rank_pool._pools, testing.shared_pool
+
+    def at_its_largest(size, device):
+        whole = device == "cpu" and rank_pool._pools is pools  # not a test's own pools
+        return shared_pool(max(size, MOST_RANKS) if whole else size, device)
+
+    with mock.patch.object(testing, "shared_pool", at_its_largest):
+        yield
 
 
 def pytest_addoption(parser):

@@ -31,7 +31,7 @@ def pool():
 
 
 def _nothing(tp_group):
-    """Starts the pool at the size that the whole suite needs, since this file comes first."""
+    """Starts one pool that is large enough for every case."""
 
 
 def other_gemm(a, b, *, bias=None, out_dtype=None):

@@ -43,8 +43,9 @@ def _flushes_subnormals() -> bool:
 def _kernel_sources() -> str:
     """A digest of the kernels' source files: an edited copy has the version of the original."""
     sha = hashlib.sha256()
-    for path in sorted(Path(import_module("tp_invariant.kernels").__path__[0]).glob("*.py")):
-        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    folder = Path(import_module("tp_invariant.kernels").__path__[0])
+    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
+        sha.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
     return sha.hexdigest()[:12]
 
 
