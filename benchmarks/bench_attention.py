@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant.kernels import attention as kernels
+from tp_invariant.kernels.attention import forward as kernels
 
 TOKENS = (2048, 4096, 8192, 16384)
 BATCHES = (1, 4, 16, 64)

@@ -46,8 +46,8 @@ from torch import Tensor
 
 import tp_invariant as tpi
 from tp_invariant.examples.train_hf import PRESETS
-from tp_invariant.kernels.matmul import matmul
-from tp_invariant.kernels.softmax import row_sums, softmax
+from tp_invariant.kernels.gemm.matmul import matmul
+from tp_invariant.kernels.rowwise.softmax import row_sums, softmax
 
 SHAPES = [(batch, tokens) for tokens in (512, 2048) for batch in (1, 4, 16)]
 SMALL_SHAPES = [(1, 8), (2, 8)]

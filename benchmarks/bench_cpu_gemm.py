@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from tp_invariant.kernels.reference import matmul
+from tp_invariant.kernels.gemm.reference import matmul
 
 SHAPES = [(512, 512, 2048), (1024, 1024, 1024), (2048, 512, 512), (64, 4096, 1024), (1, 1024, 1024)]
 

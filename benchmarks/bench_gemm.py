@@ -32,8 +32,8 @@ import triton
 from einops import rearrange
 from tune_gemm import LAYERS, large_shapes, operands
 
-from tp_invariant.kernels.matmul import matmul, matmul_rank_major
-from tp_invariant.kernels.matmul_configs import MatmulConfig
+from tp_invariant.kernels.gemm.matmul import matmul, matmul_rank_major
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
 BASELINE = MatmulConfig(128, 128, 64, 8, 3)
 IN_PLACE = [  # M, N, K, P, partition_stride, k_dim of B: forward of O and FC2, dgrad of QKV and gated FC1, TP=4

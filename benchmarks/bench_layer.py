@@ -44,8 +44,8 @@ from bench_layer_contenders import (
 )
 from torch import Tensor
 
-from tp_invariant import peer_copies
-from tp_invariant.collectives import Group, resolve_group
+from tp_invariant.comm import peer_copies
+from tp_invariant.comm.collectives import Group, resolve_group
 
 
 def parse() -> argparse.Namespace:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant import owners, peer_copies, token_gathers
-from tp_invariant.attention_choice import safe_attention
-from tp_invariant.collectives import Group
-from tp_invariant.layout import shard
+from tp_invariant.comm import peer_copies
+from tp_invariant.comm.collectives import Group
+from tp_invariant.core.layout import shard
+from tp_invariant.functional.attention_choice import safe_attention
+from tp_invariant.gemm import owner_maps, token_gathers
 
 CONTENDERS = ("stock", "gather_all", "tp_invariant")
 PARTS = ("projections", "mlp", "layer")
@@ -169,7 +170,7 @@ class Stack(nn.Module):
 @contextlib.contextmanager
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
-    cache, shared = owners.weight_cache, token_gathers.token_gathers
+    cache, shared = owner_maps.weight_cache, token_gathers.token_gathers
     before = cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse
     transport = peer_copies.transport()
     cache.keep = keep if contender == "tp_invariant" else 0

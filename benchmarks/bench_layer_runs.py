@@ -14,8 +14,10 @@ import torch.distributed as dist
 from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
-from tp_invariant import graphs, owners, peer_copies, small_gathers, token_gathers, wire
-from tp_invariant.collectives import Group
+from tp_invariant import graphs
+from tp_invariant.comm import peer_copies, small_gathers, wire
+from tp_invariant.comm.collectives import Group
+from tp_invariant.gemm import owner_maps, token_gathers
 
 Call = Callable[[], Any]
 
@@ -220,6 +222,6 @@ def forget() -> None:
     """Drops what the library keeps between calls, and graphs: NCCL's communicators end after those that hold them."""
     while _graphed:
         _graphed.pop().remove()
-    owners.weight_cache.clear()
+    owner_maps.weight_cache.clear()
     token_gathers.token_gathers.clear()
     gc.collect()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant.collectives import Group
+from tp_invariant.comm.collectives import Group
 
 moved = 0  # bytes that this rank received from others, counted from shapes
 

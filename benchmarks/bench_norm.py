@@ -4,9 +4,9 @@
 
 bf16, random data. A kernel's rate is the bytes that it must read and write over its time; `share` is that over the rate
 of a device-to-device copy in the same run. dw stands for the weight gradients with their fold. "forward, kept" and
-"forward, loaded again" are forward with the row in registers or not, whatever `kernels.norm.keeps_row` says of it, and
-"32 registers" with no more of them a thread, so that more rows run at a time; their bits are checked to be forward's.
-Writes OUT.csv and OUT.md.
+"forward, loaded again" are forward with the row in registers or not, whatever `kernels.rowwise.norm.keeps_row` says of
+it, and "32 registers" with no more of them a thread, so that more rows run at a time; their bits are checked to be
+forward's. Writes OUT.csv and OUT.md.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from tp_invariant.kernels import norm as kernels
+from tp_invariant.functional.norm import LEAF_ROWS
 from tp_invariant.kernels.launch import Launches
-from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
-from tp_invariant.norm import LEAF_ROWS
+from tp_invariant.kernels.rowwise import norm as kernels
+from tp_invariant.kernels.rowwise.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
 
 ROWS = 8192
 HIDDEN = (1024, 4096, 8192, 16384)

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant import peer_copies
-from tp_invariant.collectives import Group, Pending, resolve_group, start_exchange_rows, start_gather_major
-from tp_invariant.layout import split_sizes
+from tp_invariant.comm import peer_copies
+from tp_invariant.comm.collectives import Group, Pending, resolve_group, start_exchange_rows, start_gather_major
+from tp_invariant.core.layout import split_sizes
 
 MEGABYTE = 1e6
 ROW = 8192  # bytes of a row
@@ -130,7 +130,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     group = resolve_group(dist.group.WORLD)
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     m, n, k = options.gemm
     a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (k, n)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from tp_invariant.bits import raw_bytes
+from tp_invariant.core.bits import raw_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {

@@ -20,7 +20,7 @@ import torch
 import triton
 from tune_gemm import operands
 
-from tp_invariant.kernels.matmul import matmul
+from tp_invariant.kernels.gemm.matmul import matmul
 
 SHAPES = [  # where the ratio to cuBLAS is least, and the largest of each layout
     ("fwd", 2048, 1536, 4096),

@@ -1,7 +1,7 @@
-"""Times the TMA kernel's configurations on the shapes of Qwen3-8B's layers and writes kernels/matmul_table.py.
+"""Times the TMA kernel's configurations on the shapes of Qwen3-8B's layers and writes kernels/gemm/matmul_table.py.
 
-    python benchmarks/tune_gemm.py --out tune.json --table kernels/matmul_table.py
-    python benchmarks/tune_gemm.py --out tune.json --table kernels/matmul_table.py --lacking
+    python benchmarks/tune_gemm.py --out tune.json --table kernels/gemm/matmul_table.py
+    python benchmarks/tune_gemm.py --out tune.json --table kernels/gemm/matmul_table.py --lacking
 
 The second times only the shapes that the table lacks, and leaves the rest of it. Needs a Hopper GPU. Configurations are
 compiled by several processes first, since compiling takes longer than timing.
@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import triton
 
-from tp_invariant.kernels import matmul_table
-from tp_invariant.kernels.matmul_configs import MatmulConfig, fits_tma
-from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
+from tp_invariant.kernels.gemm import matmul_table
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, fits_tma
+from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
 FEW = (16, 32, 64, 128)  # rows of decoding that are timed; the table takes the next of them
 ROUNDS = 4  # timings of each configuration
@@ -130,7 +130,7 @@ def fit(rows: list[dict], layout: str) -> list[tuple[tuple, float, float]]:
 
 
 def write_table(rows: list[dict], path: Path, rounds: dict, measured: dict) -> None:
-    """kernels/matmul_table.py: the best configuration of each shape, and for other shapes what a round takes.
+    """kernels/gemm/matmul_table.py: the best configuration of each shape, and for other shapes what a round takes.
 
     rounds, measured: of the table before that stay; rounds are fitted anew if there are none.
     """

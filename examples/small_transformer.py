@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant.attention_choice import HeadwiseMatmul
+from tp_invariant.functional.attention_choice import HeadwiseMatmul
 from tp_invariant.regions import scatter_sequence
 
 VOCABULARY = 256  # bytes

@@ -25,14 +25,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tp_invariant as tpi
-from tp_invariant.amx import avoid_trapped_units
-from tp_invariant.doctor_facts import cpu_model
+from tp_invariant.core.amx import avoid_trapped_units
+from tp_invariant.core.processes import temporary_folder
+from tp_invariant.diagnostics.doctor_facts import cpu_model
 from tp_invariant.examples.demo_options import TrainConfig, check_options, make_parser
 from tp_invariant.examples.demo_report import Runs, Step, Watch, print_table, save_picture, verdict
 from tp_invariant.examples.small_transformer import Transformer
-from tp_invariant.processes import temporary_folder
-from tp_invariant.rank_pool import discard_pool
 from tp_invariant.testing import RankError, digest, full_grads, full_parameters, run_ranks
+from tp_invariant.testing.rank_pool import discard_pool
 
 # --- training, on every rank ----------------------------------------------------------------------------------------
 

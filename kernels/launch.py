@@ -54,7 +54,7 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
             return _NOTHING
         raise ValueError(
             f"{operation}: the Triton kernel needs CUDA tensors, got device {tensor.device}; allowed: a CUDA device, "
-            f"or use {operation} of tp_invariant.kernels.reference, which runs anywhere"
+            f"or use {operation} of tp_invariant.kernels.gemm.reference, which runs anywhere"
         )
     if tensor.device.index == torch.cuda.current_device():
         return _NOTHING

@@ -17,20 +17,14 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tp_invariant.kernels import (
-    attention,
-    attention_backward,
-    attention_spec,
-    cross_entropy,
-    embedding,
-    grad_norm,
-    matmul,
-    matmul_tma,
-    norm,
-    peer_flags,
-    peer_gather,
-    softmax,
-)
+from tp_invariant.kernels import peer_flags, peer_gather
+from tp_invariant.kernels.attention import backward as attention_backward
+from tp_invariant.kernels.attention import forward as attention
+from tp_invariant.kernels.attention import spec as attention_spec
+from tp_invariant.kernels.gemm import matmul, matmul_tma
+from tp_invariant.kernels.grad_norm import kernel as grad_norm
+from tp_invariant.kernels.rowwise import norm, softmax
+from tp_invariant.kernels.vocabulary import cross_entropy, embedding
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
 compiled: set[str] = set()

@@ -21,8 +21,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 
-from tp_invariant import rank_pool, testing
-from tp_invariant.amx import avoid_trapped_units
+from tp_invariant.core.amx import avoid_trapped_units
+from tp_invariant.testing import checks as testing
+from tp_invariant.testing import rank_pool
 
 # torch's own bfloat16 products are the measure of many tests, and end the process on some virtual machines: there this
 # sets a variable of oneDNN's, which must be before oneDNN is first used, for this process and the ranks.

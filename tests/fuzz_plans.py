@@ -212,7 +212,7 @@ def plans(draw, most=3):
 
 
 def _style(style):
-    from tp_invariant.plans import HEADS_STYLE, Part
+    from tp_invariant.conversion.plans import HEADS_STYLE, Part
 
     if style == "in pieces":
         return Part("colwise", partition_stride=3)

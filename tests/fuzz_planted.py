@@ -12,7 +12,7 @@ import torch
 from fuzz_runtime import restrided
 
 import tp_invariant as tpi
-from tp_invariant.collectives import resolve_group
+from tp_invariant.comm.collectives import resolve_group
 
 
 @contextlib.contextmanager
@@ -95,7 +95,8 @@ def gradients_with_other_strides():
 @contextlib.contextmanager
 def sums_on_the_wire():
     """Row-parallel layers add what ranks have computed, as stock tensor parallelism does."""
-    from tp_invariant import linear, stock
+    from tp_invariant.functional import stock
+    from tp_invariant.layers import linear
 
     with _replaced(linear._INVARIANT, "row", stock.row_linear):
         yield
@@ -117,7 +118,7 @@ def tokens_in_reverse():
 @contextlib.contextmanager
 def results_off_by_a_thousandth():
     """Norms whose results are wrong by 0.1%, at every degree alike."""
-    from tp_invariant.kernels import reference_norm
+    from tp_invariant.kernels.rowwise import reference_norm
 
     old = reference_norm.norm_forward
 

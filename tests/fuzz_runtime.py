@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant.elementwise import in_whole_vectors
+from tp_invariant.core.elementwise import in_whole_vectors
 
 LEARNING_RATE = 0.125
 
@@ -243,7 +243,7 @@ class Run(Data):
 
     def act(self, name, x):
         fn = ACTIVATIONS[name]
-        # torch's own exp and tanh go by an element's place on a CPU; see the library's elementwise.py
+        # torch's own exp and tanh go by an element's place on a CPU; see the library's core/elementwise.py
         return in_whole_vectors(fn, x) if name in BY_POSITION and tpi.is_tp_invariant_mode_enabled() else fn(x)
 
     def attention(self, q, k, v, heads, head_dim, over, **options):
@@ -499,7 +499,7 @@ def settings(keep=0, ahead=True, check=False):
     """weight_cache's switches and TP_INVARIANT_CHECK, as they were again afterwards."""
     import os
 
-    from tp_invariant.owners import weight_cache
+    from tp_invariant.gemm.weight_cache import weight_cache
 
     before = weight_cache.keep, weight_cache.ahead, os.environ.get("TP_INVARIANT_CHECK")
     weight_cache.keep, weight_cache.ahead = keep, ahead

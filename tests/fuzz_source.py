@@ -356,7 +356,7 @@ def _torch_op_lines(op, new, t, made, program):
 
 def compiled(source, name):
     """The function `name` that `source` defines, among the runtime's names."""
-    from tp_invariant.regions import gather_sequence, scatter_sequence
+    from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 
     names = {**vars(fuzz_runtime), "gather_sequence": gather_sequence, "scatter_sequence": scatter_sequence}
     exec(compile(source, f"<{name} of a program>", "exec"), names)
@@ -387,7 +387,7 @@ def script(program, mode=True, why=""):
             inspect.getsource(fuzz_runtime).split('"""', 2)[2].lstrip(),
             "import sys  # noqa: E402",
             "",
-            "from tp_invariant.regions import gather_sequence, scatter_sequence  # noqa: E402",
+            "from tp_invariant.functional.regions import gather_sequence, scatter_sequence  # noqa: E402",
             "",
             f"PROGRAM = {json.dumps(json.dumps(program))}  # for fuzz_source.script",
             "",

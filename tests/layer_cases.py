@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant.collectives import gather_major, resolve_group
-from tp_invariant.layout import shard, unshard
-from tp_invariant.parameters import named_shard_specs
+from tp_invariant.comm.collectives import gather_major, resolve_group
+from tp_invariant.core.layout import shard, unshard
+from tp_invariant.layers.parameters import named_shard_specs
 
 
 @dataclasses.dataclass(frozen=True)

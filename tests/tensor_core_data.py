@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tp_invariant.kernels.tensor_core import Recipe
+from tp_invariant.kernels.gemm.tensor_core import Recipe
 from tp_invariant.testing import raw_bytes
 
 Operands = tuple[Tensor, Tensor]
@@ -153,8 +153,8 @@ RECORDED = {
 
 def gpu_kernels() -> dict[str, Callable[..., Tensor]]:
     """Triton's ways to a tensor core: TMA and wgmma, pointers and wgmma, pointers and mma.sync."""
-    from tp_invariant.kernels.matmul import matmul as triton_matmul
-    from tp_invariant.kernels.matmul_configs import MatmulConfig
+    from tp_invariant.kernels.gemm.matmul import matmul as triton_matmul
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
     wgmma, mma = MatmulConfig(128, 64, 64, num_warps=4, num_stages=3), MatmulConfig(16, 32, 32, 4, 2)
     return {

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import tp_invariant as tpi
-from tp_invariant import amx, verify_checks
-from tp_invariant.attention_choice import safe_attention
-from tp_invariant.doctor_claims import FAILS, HOLDS, products_claim
+from tp_invariant.core import amx
+from tp_invariant.diagnostics import verify_checks
+from tp_invariant.diagnostics.doctor_claims import FAILS, HOLDS, products_claim
 from tp_invariant.examples.small_transformer import causal_attention
+from tp_invariant.functional.attention_choice import safe_attention
 from tp_invariant.testing import run_ranks
 
 CONFTEST = Path(__file__).with_name("conftest.py")
@@ -136,7 +137,7 @@ def test_the_probe_runs_every_product_here():
 WHOLE_PATH = """
 import os, runpy, sys
 from pathlib import Path
-from tp_invariant import amx
+from tp_invariant.core import amx
 amx.CPUINFO, amx.PROBE = Path(sys.argv[1]), sys.argv[2]
 runpy.run_path(sys.argv[3])
 from tp_invariant.testing import run_ranks

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import tp_invariant as tpi
 
-attention_room = sys.modules["tp_invariant.attention"]  # tpi.attention is the function
+attention_room = sys.modules["tp_invariant.functional.attention"]  # tpi.attention is the function
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 # device, dtype, head size
 PLACES = [

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant import attention_choice
-from tp_invariant.attention_choice import SafeSdpa, safe_attention
-from tp_invariant.elementwise import WholeVectors, in_whole_vectors
+from tp_invariant.core.elementwise import WholeVectors, in_whole_vectors
+from tp_invariant.functional import attention_choice
+from tp_invariant.functional.attention_choice import SafeSdpa, safe_attention
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 HEADS, KV_HEADS = 8, 4
@@ -197,7 +197,7 @@ def test_elementwise_functions_do_not_see_where_an_element_lies(activation):
 
 
 def test_torchs_own_silu_sees_it():
-    """The control: if this fails, elementwise.py is not needed any more."""
+    """The control: if this fails, core/elementwise.py is not needed any more."""
     x = wide_randn(4096, generator=torch.Generator().manual_seed(0), spread=2)
     assert any(not torch.equal(F.silu(x[i : i + 7]), F.silu(x)[i : i + 7]) for i in range(0, 4000, 7))
 

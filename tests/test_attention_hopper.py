@@ -8,10 +8,10 @@ import pytest
 import torch
 from attention_cases import KINDS, assert_same_bytes, attend, tensors
 
-from tp_invariant.kernels import attention as kernels
-from tp_invariant.kernels import attention_backward
-from tp_invariant.kernels.attention_spec import AttentionSpec, PackedLengths
-from tp_invariant.kernels.attention_tiles import Tile
+from tp_invariant.kernels.attention import backward as attention_backward
+from tp_invariant.kernels.attention import forward as kernels
+from tp_invariant.kernels.attention.spec import AttentionSpec, PackedLengths
+from tp_invariant.kernels.attention.tiles import Tile
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -118,8 +118,8 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tp_invariant.kernels.attention_hopper import BUFFERS, forward_kernel
-from tp_invariant.kernels.attention_tiles import forward_tile
+from tp_invariant.kernels.attention.hopper import BUFFERS, forward_kernel
+from tp_invariant.kernels.attention.tiles import forward_tile
 
 for dim in (64, 128):
     for flags in ((False,) * 4, (True, False, False, False), (True,) * 4):

@@ -23,16 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import attention_choice, batch_invariant_dispatch
 from tp_invariant.batch_invariant import (
     disable_batch_invariant_mode,
     enable_batch_invariant_mode,
     is_batch_invariant_mode_enabled,
     set_batch_invariant_mode,
 )
-from tp_invariant.batch_invariant_ops import REFUSED, REFUSED_OVER_DIMS, ROUTES
-from tp_invariant.kernels import reference_softmax
-from tp_invariant.kernels import softmax as triton_softmax
+from tp_invariant.batch_invariant import dispatch as batch_invariant_dispatch
+from tp_invariant.batch_invariant.ops import REFUSED, REFUSED_OVER_DIMS, ROUTES
+from tp_invariant.functional import attention_choice
+from tp_invariant.kernels.rowwise import reference_softmax
+from tp_invariant.kernels.rowwise import softmax as triton_softmax
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -630,7 +631,7 @@ def test_default_gemm_fn_applies():
 NEW_TILES = """
 import faulthandler; faulthandler.dump_traceback_later(100, exit=True)  # a deadlock, and whose
 import torch, tp_invariant as tpi
-from tp_invariant.kernels import reference
+from tp_invariant.kernels.gemm import reference
 a, b = (torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in ((70, 300), (300, 130)))
 layer = tpi.Linear(300, 130, bias=False)
 layer.weight.data.copy_(b.t())

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from tp_invariant.bits import leaves, raw_bytes
+from tp_invariant.core.bits import leaves, raw_bytes
 from tp_invariant.testing import assert_bitwise_equal, digest
 
 DTYPES = (

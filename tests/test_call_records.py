@@ -17,10 +17,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import agreement, call_records, parallel_norm, testing, vocab_embedding
-from tp_invariant.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, doing
-from tp_invariant.collectives import gather_major, resolve_group
-from tp_invariant.regions import gather_sequence
+from tp_invariant import testing
+from tp_invariant.comm import call_records
+from tp_invariant.comm.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, doing
+from tp_invariant.comm.collectives import gather_major, resolve_group
+from tp_invariant.consistency import agreement
+from tp_invariant.functional.regions import gather_sequence
+from tp_invariant.layers import parallel_norm, vocab_embedding
 from tp_invariant.testing import RankError
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=60)

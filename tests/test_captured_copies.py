@@ -8,11 +8,13 @@ import torch
 from test_peer_copies import ON_GPUS, Corrupt, SimMachine, Stuck, World, program, read, write
 
 import tp_invariant as tpi
-from tp_invariant import owners, peer_copies, testing
-from tp_invariant.collectives import resolve_group, start_exchange_rows, start_gather_dim, start_gather_major
-from tp_invariant.copy_protocol import CapturedCopies, Flag
+from tp_invariant import testing
+from tp_invariant.comm import peer_copies
+from tp_invariant.comm.collectives import resolve_group, start_exchange_rows, start_gather_dim, start_gather_major
+from tp_invariant.comm.copy_protocol import CapturedCopies, Flag
+from tp_invariant.comm.peer_copies import copies_of
+from tp_invariant.gemm import owner_maps
 from tp_invariant.kernels import launch, peer_flags
-from tp_invariant.peer_copies import copies_of
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks
 
 SHARED = torch.cuda.device_count() < gpu_ranks()
@@ -299,7 +301,7 @@ def captured_steps(tp_group, choice):
     with (
         mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice),
         mock.patch.object(peer_copies, "MIN_BYTES", 2**18),
-        mock.patch.object(owners.weight_cache, "ahead_in_graphs", True),
+        mock.patch.object(owner_maps.weight_cache, "ahead_in_graphs", True),
         tpi.set_tp_invariant_mode(True),
     ):
         stream = torch.cuda.Stream()
@@ -324,7 +326,7 @@ def captured_steps(tp_group, choice):
             graph.replay()
             results = [t.detach().clone() for t in outputs]
         torch.cuda.synchronize()
-        owners.weight_cache.clear()
+        owner_maps.weight_cache.clear()
     parts = [testing.digest([start_gather_dim(results[i], 0, group).wait()]) for i in range(2)]
     return parts, started
 

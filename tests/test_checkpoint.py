@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant import checkpoint_files
-from tp_invariant.collectives import resolve_group
+from tp_invariant.checkpoint import files as checkpoint_files
+from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.testing import RankError, assert_bitwise_equal, digest
 
 VOCABULARY, HIDDEN, FFN = 45, 16, 48  # 45 ids: padded at every degree

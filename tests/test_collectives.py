@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tp_invariant import collectives, testing, wire
-from tp_invariant.collectives import (
+from tp_invariant import testing
+from tp_invariant.comm import collectives, wire
+from tp_invariant.comm.collectives import (
     Group,
     exchange_cols_for_rows,
     exchange_rows,
@@ -24,7 +25,7 @@ from tp_invariant.collectives import (
     start_exchange_rows,
     start_gather_major,
 )
-from tp_invariant.layout import shard, split_sizes, unshard
+from tp_invariant.core.layout import shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

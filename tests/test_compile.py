@@ -15,10 +15,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import gather_dim, resolve_group
-from tp_invariant.compiled import at_run_time
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.core.compiled import at_run_time
+from tp_invariant.functional.regions import gather_sequence
 from tp_invariant.gemm import gemm
-from tp_invariant.regions import gather_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 
 ON_ON_OFF = (True, True, False)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.bits import leaves
-from tp_invariant.regions import gather_sequence, scatter_sequence
+from tp_invariant.core.bits import leaves
+from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

@@ -21,8 +21,8 @@ TESTS = Path(__file__).parent
 
 def kernel_names():
     """Those that are launched; the rest are called by them."""
-    for module in pkgutil.iter_modules(kernels.__path__):
-        for name, value in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, KernelInterface) and name.endswith("kernel"):
                 yield f"{Path(value.fn.__code__.co_filename).stem}.{name}"
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.convert import parallelize
+from tp_invariant.conversion.convert import parallelize
+from tp_invariant.conversion.plans import Part, own_plan
 from tp_invariant.examples import swap_linear
-from tp_invariant.kernels import reference
-from tp_invariant.plans import Part, own_plan
+from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from tp_invariant import cost_model
-from tp_invariant.cost_model import Costs, Problem, choose, costs_of, explain, set_costs
+from tp_invariant.gemm import cost_model
+from tp_invariant.gemm.cost_model import Costs, Problem, choose, costs_of, explain, set_costs
 
 H200 = costs_of("NVIDIA H200")
 SIZES = [

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant import cross_entropy as room
 from tp_invariant import testing
-from tp_invariant.collectives import gather_dim, resolve_group
-from tp_invariant.layout import shard
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.core.layout import shard
+from tp_invariant.functional import cross_entropy as room
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

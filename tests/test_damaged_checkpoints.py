@@ -25,8 +25,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import prune
 
 import tp_invariant as tpi
-from tp_invariant import checkpoint_files, checkpoint_plan
-from tp_invariant.checkpoint_files import FORMAT, WITHOUT_DIGESTS, check_boxes
+from tp_invariant.checkpoint import files as checkpoint_files
+from tp_invariant.checkpoint import plan as checkpoint_plan
+from tp_invariant.checkpoint.files import FORMAT, WITHOUT_DIGESTS, check_boxes
 from tp_invariant.testing import RankError, assert_bitwise_equal, digest
 
 OLD = Path(__file__).parent / "checkpoint_1"  # written by the version before digests, at TP=2
@@ -939,8 +940,8 @@ def interrupted(tp_group):
             raise KeyboardInterrupt
         return 3
 
-    from tp_invariant.collectives import resolve_group
-    from tp_invariant.full_state import together
+    from tp_invariant.checkpoint.full_state import together
+    from tp_invariant.comm.collectives import resolve_group
 
     try:
         return together(resolve_group(tp_group), "a step", step)

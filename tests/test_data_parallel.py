@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_invariant as tpi
-from tp_invariant import data_parallel, testing
+from tp_invariant import testing
 from tp_invariant.data_parallel import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook
+from tp_invariant.data_parallel import fixed_order as data_parallel
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)

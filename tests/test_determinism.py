@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import determinism, determinism_settings
-from tp_invariant.determinism_settings import PROFILES, SETTINGS
+from tp_invariant.determinism import settings as determinism_settings
+from tp_invariant.determinism import switches as determinism
+from tp_invariant.determinism.settings import PROFILES, SETTINGS
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -63,7 +64,7 @@ def test_the_table_is_whole():
 
 
 FRESH = """
-from tp_invariant.determinism_settings import SETTINGS
+from tp_invariant.determinism.settings import SETTINGS
 print([setting.name for setting in SETTINGS if setting.read() != setting.default])
 """
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant.cli import main as cli
-from tp_invariant.collectives import resolve_group
-from tp_invariant.digest_log import leaf_hashes
+from tp_invariant.comm.collectives import resolve_group
+from tp_invariant.core.bits import leaf_hashes
+from tp_invariant.diagnostics.cli import main as cli
 from tp_invariant.testing import RankError
 
 HIDDEN, FFN = 128, 1024  # sums long enough to show their order
@@ -60,7 +60,7 @@ def test_leaf_hashes_do_not_depend_on_slicing_strides_or_blocks(monkeypatch):
         whole = leaf_hashes(x, dim)
         assert torch.equal(torch.cat([leaf_hashes(part, dim) for part in x.split(2, dim)]), whole)
         assert torch.equal(leaf_hashes(x.transpose(0, 2).contiguous().transpose(0, 2), dim), whole)
-        monkeypatch.setattr("tp_invariant.bits._BLOCK", 50)
+        monkeypatch.setattr("tp_invariant.core.bits._BLOCK", 50)
         assert torch.equal(leaf_hashes(x, dim), whole)
         monkeypatch.undo()
 

@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
-from tp_invariant import doctor, doctor_claims, doctor_facts, owners
-from tp_invariant.cli import main
-from tp_invariant.doctor_claims import FAILS, HOLDS, UNCHECKED, Claim
+from tp_invariant.diagnostics import doctor, doctor_claims, doctor_facts
+from tp_invariant.diagnostics.cli import main
+from tp_invariant.diagnostics.doctor_claims import FAILS, HOLDS, UNCHECKED, Claim
+from tp_invariant.gemm import owner_maps
 from tp_invariant.testing import run_ranks
 
 NO_GPU = not torch.cuda.is_available()
@@ -92,7 +93,7 @@ def test_owner_maps_are_those_that_auto_picks(facts):
     rows = facts["owner maps"]
     assert {(row["K"], row["N"], row["TP"]) for row in rows} >= {(12288, 4096, p) for p in (2, 4, 8)}
     (mine,) = [row for row in rows if row["layer"] == "yours, 640 to 48" and row["TP"] == 4]
-    assert mine["auto"] in ("rows", "cols") and mine["auto"] in owners.OWNER_MAPS
+    assert mine["auto"] in ("rows", "cols") and mine["auto"] in owner_maps.OWNER_MAPS
     assert "rows: " in mine["why"] and "cols: " in mine["why"] and mine["tokens"] == 64
 
 
@@ -141,7 +142,7 @@ def test_settings_that_matter_on_gpus_alone_are_behind_a_flag(facts, gpu, monkey
 
 
 def test_an_error_in_the_gate_through_the_command(tmp_path):
-    code = "import sys; from tp_invariant.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from tp_invariant.diagnostics.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = os.environ | {"TP_INVARIANT_MODE": "yes"}
     command = [sys.executable, "-c", code, "doctor", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
@@ -219,7 +220,7 @@ def test_heads_and_rows_that_see_others_do_not_hold(monkeypatch):
 
 
 def test_a_blas_in_another_order_is_said(monkeypatch):
-    from tp_invariant.kernels import reference
+    from tp_invariant.kernels.gemm import reference
 
     # sums in float64: no order of float32 sums, on any CPU; one call for all panels has the same bits on some
     exact = lambda a, b: torch.mm(torch.cat(a, 1).double(), torch.cat(b).double()).float()  # noqa: E731

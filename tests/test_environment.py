@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant import environment, kernels
+from tp_invariant import kernels
+from tp_invariant.consistency import environment
 
 FOLDER = Path(kernels.__path__[0])
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.py"))

@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
-from tp_invariant import exchange_store, testing
-from tp_invariant.exchange_store import InStepStore, meeting_of
+from tp_invariant import testing
+from tp_invariant.comm import exchange_store
+from tp_invariant.comm.exchange_store import InStepStore, meeting_of
 
 
 def exchange(store, name, number, rank, value):

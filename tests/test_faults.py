@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tp_invariant.diff import compare, read_log
+from tp_invariant.diagnostics.diff import compare, read_log
 
 WORKER = Path(__file__).parent / "fault_worker.py"
 TIMEOUT = 120  # of the group; gloo's ranks must fail long before
@@ -25,7 +25,7 @@ def run(world, *runs, blocking_wait=True, **options):
         port = s.getsockname()[1]
     options = {"device": "cpu", "timeout": TIMEOUT, **options, "folder": str(options["folder"]), "runs": runs}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if options["device"] == "cuda":  # whether waiting is on the host, where it can be explained; see liveness.py
+    if options["device"] == "cuda":  # whether waiting is on the host, where it can be explained; see comm/liveness.py
         environment["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking_wait))
         environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # the watchdog waits for four times that: a minute
     # into files: a full pipe would hold up a rank
@@ -58,7 +58,7 @@ def check_deaths(results, who, within):
         if rank == who:
             continue
         assert status == 1, text
-        errors = [line for line in text.splitlines() if "tp_invariant.liveness.DeadRankError: " in line]
+        errors = [line for line in text.splitlines() if "tp_invariant.comm.liveness.DeadRankError: " in line]
         assert len(errors) == 1, text
         named = rf"rank {who} \(global rank {who}, process \d+ on [^)]+\) has ended"
         assert re.search(named, errors[0]), errors[0]

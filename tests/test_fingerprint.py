@@ -6,11 +6,12 @@ import zlib
 import pytest
 import torch
 
-from tp_invariant import fingerprint as room
-from tp_invariant.cli import main
-from tp_invariant.fingerprint import fingerprint, hashed, hashed_floats, tensor_core_fingerprint
+from tp_invariant.diagnostics import fingerprint as room
+from tp_invariant.diagnostics.cli import main
+from tp_invariant.diagnostics.fingerprint import fingerprint, tensor_core_fingerprint
+from tp_invariant.diagnostics.hashed_inputs import hashed, hashed_floats
 from tp_invariant.gemm import bundled_gemm_fn
-from tp_invariant.kernels import reference, tensor_core
+from tp_invariant.kernels.gemm import reference, tensor_core
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALL_GEMMS, SMALL_ROWS = ((7, 9, 100), (3, 5, 257)), ((5, 70),)

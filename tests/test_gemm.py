@@ -6,17 +6,9 @@ import pytest
 import torch
 
 import tp_invariant as tpi
-from tp_invariant.gemm import (
-    RankMajor,
-    bundled,
-    bundled_gemm_fn,
-    column_sums,
-    gemm,
-    gemm_rank_major,
-    resolve_gemm_fn,
-)
-from tp_invariant.kernels import reference
-from tp_invariant.layout import shard
+from tp_invariant.core.layout import shard
+from tp_invariant.gemm import RankMajor, bundled, bundled_gemm_fn, column_sums, gemm, gemm_rank_major, resolve_gemm_fn
+from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
 
 CPU = torch.device("cpu")

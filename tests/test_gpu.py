@@ -96,7 +96,7 @@ def test_negative_control(mode, name, sp):
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bundled_gemm_is_slice_invariant(dtype):
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     shapes = ((70, 130, 300), (33, 257, 1024), (256, 192, 2048), (5, 3, 17), (1024, 512, 4096), (1, 1, 1))
     tpi.testing.assert_slice_invariant(matmul, shapes=shapes, dtypes=(dtype,), device="cuda")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_invariant.attention_choice import safe_attention
+from tp_invariant.functional.attention_choice import safe_attention
 from tp_invariant.testing import wide_randn
 
 pytestmark = [

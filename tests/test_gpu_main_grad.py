@@ -25,9 +25,9 @@ def on_gpu(test):
 @pytest.mark.parametrize("promote_every", [None, 128, 512])
 def test_bytes_of_every_configuration(promote_every, layout, dtype):
     """What torch adds to the generic kernel's product, stretch of K by stretch, both kernels add in their epilogues."""
-    from tp_invariant.kernels.matmul import matmul
-    from tp_invariant.kernels.matmul_configs import MatmulConfig, fits_tma
-    from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
+    from tp_invariant.kernels.gemm.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, fits_tma
+    from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
     plain = MatmulConfig(*GENERIC[0])
     for shape in SHAPES:
@@ -80,7 +80,7 @@ def test_bytes_of_every_configuration(promote_every, layout, dtype):
 
 @on_hopper
 def test_rank_major_buffers_are_promoted_alike():
-    from tp_invariant.kernels.matmul import matmul, matmul_rank_major
+    from tp_invariant.kernels.gemm.matmul import matmul, matmul_rank_major
 
     a, b = operands((300, 520, 4096), (False, True), torch.bfloat16)
     expected = matmul(a, b, out_dtype=torch.float32, promote_every=512)
@@ -95,8 +95,8 @@ def test_rank_major_buffers_are_promoted_alike():
 
 @on_hopper
 def test_the_model_of_the_tensor_core_predicts_promotion():
-    from tp_invariant.kernels import tensor_core
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm import tensor_core
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     a, b = operands((64, 72, 1160), (True, False), torch.bfloat16)
     for promote_every in (None, 128, 512):
@@ -108,7 +108,7 @@ def test_the_model_of_the_tensor_core_predicts_promotion():
 @on_hopper
 @pytest.mark.parametrize("k", [4096, 12288, 32768])
 def test_promoted_error_is_no_worse_than_cublas(k):
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     generator = torch.Generator("cuda").manual_seed(k)
     shapes = ((k, 1024), (k, 1024))

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tp_invariant as tpi
-from tp_invariant import grad_leaves, parameters, testing
-from tp_invariant.collectives import resolve_group
-from tp_invariant.layout import shard, unshard
-from tp_invariant.parameters import mark_sharded
+from tp_invariant import testing
+from tp_invariant.comm.collectives import resolve_group
+from tp_invariant.core.layout import shard, unshard
+from tp_invariant.layers import grad_leaves, parameters
+from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -587,7 +588,7 @@ def test_dtensors_on_one_mesh_dim_move_leaves_once():
         return {str(operation): count for operation, count in seen.get_comm_counts().items()}
 
     for counts in run_ranks(on_rank, 4, True):
-        assert list(counts.values()) == [2], counts  # before that, sixteen bytes a rank: same_gradients.py
+        assert list(counts.values()) == [2], counts  # before that, sixteen bytes a rank: consistency/same_gradients.py
         assert "allgather" in next(iter(counts)).replace("_", ""), counts
     for counts in run_ranks(on_rank, 4, False):
         assert any("reduce" in operation for operation in counts), counts

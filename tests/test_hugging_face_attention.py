@@ -16,9 +16,10 @@ from torch import nn
 from transformers import DynamicCache, StaticCache, masking_utils
 
 import tp_invariant as tpi
-from tp_invariant import hugging_face, testing
-from tp_invariant.convert import parallelize
-from tp_invariant.hugging_face_masks import visible_keys
+from tp_invariant import testing
+from tp_invariant.conversion.convert import parallelize
+from tp_invariant.hugging_face import models as hugging_face
+from tp_invariant.hugging_face.masks import visible_keys
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -341,7 +342,7 @@ def test_packed_ids_that_come_again_stay_a_matrix(ids, known):
 
 
 def test_a_matrix_of_ones_own(seen):
-    """4-D masks are taken as they are, by attention_choice.py's ways."""
+    """4-D masks are taken as they are, by functional/attention_choice.py's ways."""
     model = hf_models.build("llama").eval()
     mask = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
     outputs = {}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tp_invariant as tpi
-from tp_invariant.identity import identify
-from tp_invariant.kernels.reference import matmul
+from tp_invariant.core.identity import identify
+from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.testing import RankError, run_ranks
 
 

@@ -10,7 +10,7 @@ from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant.norm import LEAF_ROWS
+from tp_invariant.functional.norm import LEAF_ROWS
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 NORMS = ("LayerNorm", "RMSNorm")

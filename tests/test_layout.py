@@ -8,15 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_invariant.layout import (
-    TokenSharding,
-    check_divides,
-    deinterleave,
-    interleave,
-    shard,
-    split_sizes,
-    unshard,
-)
+from tp_invariant.core.layout import TokenSharding, check_divides, deinterleave, interleave, shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
 unhurried = settings(deadline=None)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
-from tp_invariant import stock
+from tp_invariant.functional import stock
 from tp_invariant.testing import RankError, assert_bitwise_equal, run_ranks
 
 MODES = ("column", "row")
@@ -191,7 +191,7 @@ def counted_run(tp_group, case):
     """How often a layer calls its gemm_fn, while torch's own products and adding collectives are out of bounds."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from tp_invariant.kernels.reference import matmul
+    from tp_invariant.kernels.gemm.reference import matmul
 
     calls = []
     inside = [False]
@@ -579,7 +579,7 @@ def test_ranks_that_disagree_get_an_error(differs, message, sp):
 
 def test_agreement_costs_one_collective_for_each_kind_of_call():
     def case(tp_group):
-        from tp_invariant import agreement
+        from tp_invariant.consistency import agreement
 
         gathers = []
         original = agreement.gather_major
@@ -600,7 +600,7 @@ def test_the_stock_path_says_so_once(caplog):
         records = []
         handler = logging.Handler()
         handler.emit = lambda r: records.append((r.levelname, r.getMessage()))
-        logger = logging.getLogger("tp_invariant.stock")
+        logger = logging.getLogger("tp_invariant.functional.stock")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         stock._logged = False

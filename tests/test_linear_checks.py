@@ -15,10 +15,12 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tp_invariant as tpi
-from tp_invariant import agreement, linear_checks, parallel_norm, testing
-from tp_invariant.agreement import Agreed
+from tp_invariant import testing
+from tp_invariant.consistency import agreement
+from tp_invariant.consistency.agreement import Agreed
 from tp_invariant.gemm import set_default_gemm_fn
-from tp_invariant.kernels.reference import matmul
+from tp_invariant.kernels.gemm.reference import matmul
+from tp_invariant.layers import linear_checks, parallel_norm
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=20)

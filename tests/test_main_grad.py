@@ -10,10 +10,10 @@ import torch
 from layer_cases import error, wide
 
 import tp_invariant as tpi
-from tp_invariant.collectives import gather_dim, resolve_group
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.core.layout import shard
 from tp_invariant.gemm import bundled, gemm
-from tp_invariant.kernels import reference
-from tp_invariant.layout import shard
+from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 K, N, TOKENS, MICRO_BATCHES = 40, 48, (24, 7), 3

@@ -53,8 +53,8 @@ def operands(shape, layout, dtype):
 
 def every_config():
     """Those above and all of the table."""
-    from tp_invariant.kernels.matmul_configs import MatmulConfig
-    from tp_invariant.kernels.matmul_table import MEASURED, ROUNDS
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
+    from tp_invariant.kernels.gemm.matmul_table import MEASURED, ROUNDS
 
     fields = {*CONFIGS, *MEASURED.values(), *(entry[0] for entries in ROUNDS.values() for entry in entries)}
     return [MatmulConfig(*each) for each in sorted(fields)]
@@ -64,9 +64,9 @@ def every_config():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", list(itertools.product((False, True), repeat=2)), ids=str)
 def test_bytes_of_every_configuration(layout, dtype):
-    from tp_invariant.kernels.matmul import matmul
-    from tp_invariant.kernels.matmul_configs import MatmulConfig, fits_tma
-    from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
+    from tp_invariant.kernels.gemm.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, fits_tma
+    from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
     taken = 0
     for shape, out_dtype in itertools.product(SHAPES, (dtype, torch.float32)):
@@ -88,8 +88,8 @@ def test_bytes_of_every_configuration(layout, dtype):
 
 @on_hopper
 def test_a_slice_of_rows_or_columns_has_the_same_bytes():
-    from tp_invariant.kernels.matmul_configs import fits_tma
-    from tp_invariant.kernels.matmul_tma import tma_matmul, tma_operands
+    from tp_invariant.kernels.gemm.matmul_configs import fits_tma
+    from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
     a, b = operands((1000, 1536, 4096), (False, True), torch.bfloat16)
     whole = torch.nan  # set by the first configuration: all of them must give it
@@ -128,7 +128,7 @@ RANK_MAJOR = [  # ranks, stride, M, N, K
 @pytest.mark.parametrize("case", RANK_MAJOR, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rank_major_buffers_in_place_give_the_bytes_of_the_laid_out_form(case, dtype):
-    from tp_invariant.kernels.matmul import matmul, matmul_rank_major
+    from tp_invariant.kernels.gemm.matmul import matmul, matmul_rank_major
 
     ranks, stride, m, n, k = case
     a, b = operands((m, n, k), (False, True), dtype)
@@ -147,7 +147,7 @@ def test_rank_major_buffers_in_place_give_the_bytes_of_the_laid_out_form(case, d
 
 @on_hopper
 def test_rank_major_buffers_that_are_not_read_in_place():
-    from tp_invariant.kernels.matmul import matmul_rank_major
+    from tp_invariant.kernels.gemm.matmul import matmul_rank_major
 
     a, b = (torch.randn(4, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert matmul_rank_major(a, b, b_k_dim=1) is not None
@@ -165,8 +165,8 @@ def test_rank_major_buffers_that_are_not_read_in_place():
 @pytest.mark.parametrize("b_k_dim", (0, 1))
 def test_the_walk_in_the_interpreter(case, b_k_dim, monkeypatch):
     """Each element of K meets its own: with integers any other walk gives another sum. fp32 stands for 16 bits here."""
-    from tp_invariant.kernels import matmul_tma
-    from tp_invariant.kernels.matmul_configs import MatmulConfig
+    from tp_invariant.kernels.gemm import matmul_tma
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
     monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
     monkeypatch.setattr(matmul_tma, "_takes", lambda a, n, out_dtype: True)
@@ -212,7 +212,7 @@ A3, B3 = torch.ones(2, 8, 32), torch.ones(2, 16, 32)  # [P, M, K/P] and [P, N, K
     ),
 )
 def test_rank_major_operands_that_do_not_fit(error, message, args, options):
-    from tp_invariant.kernels.matmul import matmul_rank_major
+    from tp_invariant.kernels.gemm.matmul import matmul_rank_major
 
     with pytest.raises(error, match=re.escape(message)):
         matmul_rank_major(*args, **{"b_k_dim": 1, **options})
@@ -223,7 +223,7 @@ def test_rank_major_operands_that_do_not_fit(error, message, args, options):
 @pytest.fixture
 def interpreted(monkeypatch):
     """The TMA kernel takes all, in the interpreter; no call is remembered from before."""
-    from tp_invariant.kernels import matmul_tma
+    from tp_invariant.kernels.gemm import matmul_tma
 
     if HOPPER:
         pytest.skip("the interpreter runs on machines without a GPU")
@@ -237,7 +237,7 @@ def interpreted(monkeypatch):
 
 def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
     """With the limit of 2^31 - 1 lowered to 200."""
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     seen = []
     original = interpreted.Launch.__call__
@@ -275,7 +275,7 @@ def test_what_a_call_is_known_by(interpreted):
 
 def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
     """Served by what was prepared, with what stands in memory now; a call that only looks alike is not."""
-    from tp_invariant.kernels import matmul as room
+    from tp_invariant.kernels.gemm import matmul as room
 
     class Remembering(interpreted.Launch):
         direct = True
@@ -301,9 +301,10 @@ def test_repeated_calls(monkeypatch):
     """At the same addresses: other values, biases, dtypes, promotions, strides and shapes, call by call."""
     import triton
 
-    from tp_invariant.kernels import launch, matmul_tma
-    from tp_invariant.kernels import matmul as room
-    from tp_invariant.kernels.matmul_configs import MatmulConfig
+    from tp_invariant.kernels import launch
+    from tp_invariant.kernels.gemm import matmul as room
+    from tp_invariant.kernels.gemm import matmul_tma
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
     generic = MatmulConfig(64, 64, 64, 4, 3)
     a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
@@ -338,7 +339,7 @@ def test_repeated_calls(monkeypatch):
 
 @on_hopper
 def test_a_repeated_call_goes_to_the_current_stream():
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
     wanted = a.clone()
@@ -359,8 +360,8 @@ def test_a_repeated_call_goes_to_the_current_stream():
 
 @on_hopper
 def test_repeated_calls_in_memory_that_was_freed():
-    from tp_invariant.kernels.matmul import matmul
-    from tp_invariant.kernels.matmul_configs import MatmulConfig
+    from tp_invariant.kernels.gemm.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
     seen, again = set(), 0
     for turn in range(12):
@@ -378,7 +379,7 @@ def test_repeated_calls_in_memory_that_was_freed():
 @on_hopper
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_repeated_calls_on_a_device_that_is_not_the_current_one():
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
     expected = matmul(a, b)
@@ -392,7 +393,7 @@ def test_repeated_calls_on_a_device_that_is_not_the_current_one():
 
 @on_hopper
 def test_what_it_takes():
-    from tp_invariant.kernels.matmul_tma import tma_operands
+    from tp_invariant.kernels.gemm.matmul_tma import tma_operands
 
     def layouts(a, b, out_dtype):
         x = tma_operands(a, b, out_dtype)
@@ -413,7 +414,7 @@ def test_what_it_takes():
 
 @on_hopper
 def test_error_is_no_worse_than_torch():
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     for shape in ((512, 768, 4096), (1000, 512, 12288)):
         a, b = operands(shape, (False, True), torch.bfloat16)
@@ -424,7 +425,7 @@ def test_error_is_no_worse_than_torch():
 
 @on_hopper
 def test_a_captured_graph_gives_the_same_bytes():
-    from tp_invariant.kernels.matmul import matmul
+    from tp_invariant.kernels.gemm.matmul import matmul
 
     a, b = operands((64, 768, 4096), (False, True), torch.bfloat16)
     expected = matmul(a, b)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tp_invariant as tpi
-from tp_invariant import micro_batch_tree, testing
-from tp_invariant.data_parallel import MicroBatchTree
-from tp_invariant.micro_batch_tree import BinaryTree
+from tp_invariant import testing
+from tp_invariant.data_parallel import MicroBatchTree, micro_batch_tree
+from tp_invariant.data_parallel.micro_batch_tree import BinaryTree
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import Group, resolve_group
-from tp_invariant.parameters import mark_sharded, named_shard_specs
+from tp_invariant.comm.collectives import Group, resolve_group
+from tp_invariant.layers.parameters import mark_sharded, named_shard_specs
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import tp_invariant as tpi
-from tp_invariant.mode import ALIAS_VARIABLE, MODE_VARIABLE
+from tp_invariant.core.mode import ALIAS_VARIABLE, MODE_VARIABLE
 
 BOTH = (MODE_VARIABLE, ALIAS_VARIABLE)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tp_invariant import gemm as gemm_room
+from tp_invariant.core.identity import identify
 from tp_invariant.gemm import RankMajor, bundled, gemm, gemm_into, gemm_rank_major
-from tp_invariant.identity import identify
-from tp_invariant.kernels import matmul as triton_room
-from tp_invariant.kernels import matmul_tma, reference, tensor_core
-from tp_invariant.kernels.matmul_configs import MatmulConfig, choose_tma_config, fits_tma, promoted_block_k
+from tp_invariant.kernels.gemm import matmul as triton_room
+from tp_invariant.kernels.gemm import matmul_tma, reference, tensor_core
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, choose_tma_config, fits_tma, promoted_block_k
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
 
 GPU = torch.cuda.is_available()
@@ -308,7 +308,7 @@ def test_a_tile_shape_for_everything(accumulate, promoted):
             assert fits_tma(config, 4, accumulate, promoted)
 
 
-# --- through gemm.py ------------------------------------------------------------------------------------------------
+# --- through gemm/gemm_fn.py ------------------------------------------------------------------------------------------
 
 
 def injected(a, b, *, bias=None, out_dtype=None):

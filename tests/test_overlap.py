@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import owners, testing, token_gathers, wire
-from tp_invariant.collectives import Group, Pending, resolve_group
-from tp_invariant.gemm import gemm
-from tp_invariant.regions import gather_sequence, scatter_sequence
+from tp_invariant import testing
+from tp_invariant.comm import wire
+from tp_invariant.comm.collectives import Group, Pending, resolve_group
+from tp_invariant.functional.regions import gather_sequence, scatter_sequence
+from tp_invariant.gemm import gemm, owner_maps, token_gathers
+from tp_invariant.gemm.token_gathers import TokenGathers
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
-from tp_invariant.token_gathers import TokenGathers
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
@@ -50,8 +51,8 @@ def train(tp_group, *, sp=True, mode=True, on=True, keep=0, checkpointed=False, 
     tokens, hidden, ffn = sizes
     device = options.get("device", "cpu")
     group = resolve_group(tp_group)
-    owners.weight_cache.ahead = token_gathers.token_gathers.reuse = on
-    owners.weight_cache.keep = keep
+    owner_maps.weight_cache.ahead = token_gathers.token_gathers.reuse = on
+    owner_maps.weight_cache.keep = keep
     torch.manual_seed(0)
     results = {}
     with tpi.set_tp_invariant_mode(mode):
@@ -149,22 +150,22 @@ def test_what_travels_starts_before_what_hides_it(sp):
 def count_gathers(tp_group, sp, checkpointed, on):
     """How many gathers of tokens, and weights gathered ahead, one block's training starts in the last of four steps."""
     group = resolve_group(tp_group)
-    owners.weight_cache.ahead = token_gathers.token_gathers.reuse = on
+    owner_maps.weight_cache.ahead = token_gathers.token_gathers.reuse = on
     counts = {"tokens": 0, "ahead": 0}
-    run_ahead, gather = owners.weight_cache.run_ahead, token_gathers.start_gather_tokens
+    run_ahead, gather = owner_maps.weight_cache.run_ahead, token_gathers.start_gather_tokens
 
     def start_gather_tokens(*args, **options):
         counts["tokens"] += 1
         return gather(*args, **options)
 
     def counted_run_ahead(of):
-        before = owners.weight_cache._early.get((of, False))
+        before = owner_maps.weight_cache._early.get((of, False))
         run_ahead(of)
-        counts["ahead"] += owners.weight_cache._early.get((of, False)) is not before
+        counts["ahead"] += owner_maps.weight_cache._early.get((of, False)) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
         patch.setattr(token_gathers, "start_gather_tokens", start_gather_tokens)
-        patch.setattr(owners.weight_cache, "run_ahead", counted_run_ahead)
+        patch.setattr(owner_maps.weight_cache, "run_ahead", counted_run_ahead)
         block = Block(tp_group, sp)
         for _ in range(4):
             counts["tokens"] = counts["ahead"] = 0
@@ -410,7 +411,7 @@ def test_same_bits_on_gpus(degree, sp):
 
 def decode_in_a_graph(tp_group, keep):
     """A block's forward of four tokens, eagerly and replayed, before and after a change of the weights."""
-    owners.weight_cache.keep = keep
+    owner_maps.weight_cache.keep = keep
     torch.manual_seed(0)
     results = []
     with tpi.set_tp_invariant_mode(True), torch.no_grad():
@@ -446,7 +447,7 @@ def test_cuda_graphs(keep):
 
 def train_in_a_graph(tp_group, ahead):
     """A block's training step, eagerly and replayed, before and after a change of the weights."""
-    owners.weight_cache.ahead_in_graphs = ahead
+    owner_maps.weight_cache.ahead_in_graphs = ahead
     torch.manual_seed(0)
     results = []
     try:
@@ -480,7 +481,7 @@ def train_in_a_graph(tp_group, ahead):
                 assert_bitwise_equal([result.cpu() for result in captured], eager)
                 results.append(eager[0])
     finally:
-        owners.weight_cache.ahead_in_graphs = False
+        owner_maps.weight_cache.ahead_in_graphs = False
     return results
 
 

@@ -7,17 +7,13 @@ import re
 import pytest
 import torch
 
-from tp_invariant import owners, testing, wire
-from tp_invariant.collectives import Group, resolve_group
-from tp_invariant.cost_model import Problem, choose, costs_of
-from tp_invariant.gemm import gemm
-from tp_invariant.layout import shard, split_sizes
-from tp_invariant.owners import (
-    OWNER_MAPS,
-    ShardedWeight,
-    check_owner_map,
-    sharded_product,
-)
+from tp_invariant import testing
+from tp_invariant.comm import wire
+from tp_invariant.comm.collectives import Group, resolve_group
+from tp_invariant.core.layout import shard, split_sizes
+from tp_invariant.gemm import gemm, owner_maps
+from tp_invariant.gemm.cost_model import Problem, choose, costs_of
+from tp_invariant.gemm.owner_maps import OWNER_MAPS, ShardedWeight, check_owner_map, sharded_product
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -138,10 +134,10 @@ def test_auto_takes_what_the_cost_model_says():
             problem = Problem(rows, cols, k, 4, scatter_rows=scatter, itemsize=4)
             expected = choose(problem, costs_of(a_shard.device))
             picks.add(expected)
-            assert owners.resolve_owner_map("auto", a_shard, weight, scatter) == expected
+            assert owner_maps.resolve_owner_map("auto", a_shard, weight, scatter) == expected
             for fixed in ("replicate", "rows", "cols"):
-                assert owners.resolve_owner_map(fixed, a_shard, weight, scatter) == fixed
-            text = owners.explain_choice(rows, cols, k, 4, scatter_rows=scatter, itemsize=4, device=a_shard.device)
+                assert owner_maps.resolve_owner_map(fixed, a_shard, weight, scatter) == fixed
+            text = owner_maps.explain_choice(rows, cols, k, 4, scatter_rows=scatter, itemsize=4, device=a_shard.device)
             assert text.endswith(f"auto: {expected}")
     assert picks == {"rows", "cols"}
 

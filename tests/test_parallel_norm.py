@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import gather_dim, resolve_group
-from tp_invariant.parallel_norm import recognise_norm
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.layers.parallel_norm import recognise_norm
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

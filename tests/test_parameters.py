@@ -11,8 +11,8 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import Group, gather_major
-from tp_invariant.parameters import is_sharded, mark_sharded, named_shard_specs
+from tp_invariant.comm.collectives import Group, gather_major
+from tp_invariant.layers.parameters import is_sharded, mark_sharded, named_shard_specs
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

@@ -12,7 +12,7 @@ from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 from torch import Tensor, nn
 
 import tp_invariant as tpi
-from tp_invariant.layout import deinterleave, interleave, shard, unshard
+from tp_invariant.core.layout import deinterleave, interleave, shard, unshard
 from tp_invariant.testing import RankError, assert_bitwise_equal, full_grads, full_parameters, run_ranks
 
 DEGREES = (2, 3)

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 import tp_invariant as tpi
-from tp_invariant import owners, peer_copies, peer_memory, token_gathers
-from tp_invariant.collectives import (
+from tp_invariant.comm import peer_copies, peer_memory
+from tp_invariant.comm.collectives import (
     Group,
     Pending,
     resolve_group,
@@ -23,10 +23,11 @@ from tp_invariant.collectives import (
     start_gather_dim,
     start_gather_major,
 )
-from tp_invariant.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
-from tp_invariant.peer_copies import copies_of, transport
+from tp_invariant.comm.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
+from tp_invariant.comm.peer_copies import copies_of, transport
+from tp_invariant.gemm import owner_maps, token_gathers
+from tp_invariant.gemm.weight_cache import WeightCache
 from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks, wide_randn
-from tp_invariant.weight_cache import WeightCache
 
 GPUS = gpu_ranks()
 
@@ -486,7 +487,7 @@ def on_lent(tp_group):
                 with mock.patch.multiple(peer_copies, **LENDING):
                     got = two_steps(tp_group, sp, owner_map)
                     most = Lent.open
-                    owners.weight_cache.clear()
+                    owner_maps.weight_cache.clear()
                     token_gathers.token_gathers.clear()
                 found.append((digest(got) == digest(want), bool(torch.stack([t.isnan().any() for t in got]).any())))
                 found[-1] += (Lent.started, most, Lent.open)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import Group
-from tp_invariant.gradient_flow import FirstForward, IncompleteGradient
-from tp_invariant.plans import own_plan
+from tp_invariant.comm.collectives import Group
+from tp_invariant.conversion.gradient_flow import FirstForward, IncompleteGradient
+from tp_invariant.conversion.plans import own_plan
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 HIDDEN, HEADS, HEAD = 16, 4, 4
@@ -299,7 +299,7 @@ def test_what_torchs_own_collectives_have_moved_is_not_refused():
 
 def plain_norm_in_sp_on_rank(tp_group):
     """A plain norm among sequence-parallel layers of one's own, asked by hand."""
-    from tp_invariant.gradient_flow import check_gradient_flow
+    from tp_invariant.conversion.gradient_flow import check_gradient_flow
 
     options = dict(tp_group=tp_group, sequence_parallel=True)
     said = []
@@ -310,7 +310,7 @@ def plain_norm_in_sp_on_rank(tp_group):
         )
         model = nn.Sequential(norm, up, down)
         x = torch.randn(4, 3, HIDDEN, requires_grad=True)
-        from tp_invariant.regions import scatter_sequence
+        from tp_invariant.functional.regions import scatter_sequence
 
         y = model(scatter_sequence(x, tp_group))
         try:

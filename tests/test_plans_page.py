@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import tp_invariant as tpi
-from tp_invariant.plans import STYLES
+from tp_invariant.conversion.plans import STYLES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plans.md").read_text()
 

@@ -14,17 +14,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_invariant.kernels import (
-    reference,
-    reference_attention,
-    reference_cross_entropy,
-    reference_embedding,
-    reference_norm,
-    reference_softmax,
-    tensor_core,
-)
-from tp_invariant.kernels.attention_spec import AttentionSpec, PackedLengths
-from tp_invariant.kernels.reference import K_BLOCK, chained_matmul, matmul
+from tp_invariant.kernels.attention import reference as reference_attention
+from tp_invariant.kernels.attention.spec import AttentionSpec, PackedLengths
+from tp_invariant.kernels.gemm import reference, tensor_core
+from tp_invariant.kernels.gemm.reference import K_BLOCK, chained_matmul, matmul
+from tp_invariant.kernels.rowwise import reference_norm, reference_softmax
+from tp_invariant.kernels.vocabulary import reference_cross_entropy, reference_embedding
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -623,7 +618,7 @@ def test_leaves_fold_in_order(count):
 
 
 def test_sums_of_rows_start_from_plus_zero():
-    """As norm.py says: a sum of nothing but -0.0 is 0.0."""
+    """As kernels/rowwise/norm.py says: a sum of nothing but -0.0 is 0.0."""
     minus = torch.full((3, 4), -0.0)
     assert_bitwise_equal([reference_norm.fold_leaves(minus[:count]) for count in (1, 3)], [torch.zeros(4)] * 2)
     leaves = reference_norm.norm_weight_leaves(

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tp_invariant import testing
-from tp_invariant.collectives import Group, resolve_group
-from tp_invariant.layout import shard
-from tp_invariant.regions import gather_features, gather_sequence, scatter_features, scatter_sequence
+from tp_invariant.comm.collectives import Group, resolve_group
+from tp_invariant.core.layout import shard
+from tp_invariant.functional.regions import gather_features, gather_sequence, scatter_features, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

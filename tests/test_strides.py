@@ -17,9 +17,9 @@ from torch import Tensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import resolve_group
-from tp_invariant.layout import shard
-from tp_invariant.regions import gather_sequence, scatter_sequence
+from tp_invariant.comm.collectives import resolve_group
+from tp_invariant.core.layout import shard
+from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 DEGREES = (2, 3)

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tp_invariant as tpi
-from tp_invariant import hugging_face, testing
-from tp_invariant.convert import parallelize
-from tp_invariant.gradient_flow import FirstForward, IncompleteGradient
-from tp_invariant.hugging_face_masks import attend
-from tp_invariant.plans import STYLES, Part, own_plan, resolve
-from tp_invariant.shape_probe import ProbeError, ShardedInput, sharded_inputs
+from tp_invariant import testing
+from tp_invariant.conversion.convert import parallelize
+from tp_invariant.conversion.gradient_flow import FirstForward, IncompleteGradient
+from tp_invariant.conversion.plans import STYLES, Part, own_plan, resolve
+from tp_invariant.conversion.shape_probe import ProbeError, ShardedInput, sharded_inputs
+from tp_invariant.hugging_face import models as hugging_face
+from tp_invariant.hugging_face.masks import attend
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 

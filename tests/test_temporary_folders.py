@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant import processes
-from tp_invariant.processes import how_it_ended, temporary_folder
+from tp_invariant.core import processes
+from tp_invariant.core.processes import how_it_ended, temporary_folder
 
 FOLDER = str(Path(processes.__file__).parent)
 HOLDS = """

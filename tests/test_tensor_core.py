@@ -20,8 +20,8 @@ from tensor_core_data import (
     operands,
 )
 
-from tp_invariant.kernels import reference, tensor_core
-from tp_invariant.kernels.tensor_core import HOPPER, Recipe, matmul, model
+from tp_invariant.kernels.gemm import reference, tensor_core
+from tp_invariant.kernels.gemm.tensor_core import HOPPER, Recipe, matmul, model
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, digest, run_ranks, wide_randn
 
 DTYPES = tensor_core.DTYPES

@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 import tp_invariant as tpi
-from tp_invariant import rank_pool, testing
-from tp_invariant.kernels import reference
-from tp_invariant.testing import (
-    RankError,
-    assert_bitwise_equal,
-    assert_slice_invariant,
-)
+from tp_invariant.kernels.gemm import reference
+from tp_invariant.testing import RankError, assert_bitwise_equal, assert_slice_invariant, rank_pool
+from tp_invariant.testing import checks as testing
 
 # as where there is no GPU: these tests are of the tools alone
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tp_invariant as tpi
-from tp_invariant.diff import compare, read_log
+from tp_invariant.diagnostics.diff import compare, read_log
 from tp_invariant.examples.train_hf import PRESETS, Batches, build_model, build_optimizer, make_parser, run
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_hf.py"

@@ -13,9 +13,9 @@ import torch
 from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
 
 import tp_invariant as tpi
-from tp_invariant.kernels import attention as kernels
-from tp_invariant.kernels import attention_backward
-from tp_invariant.kernels.attention_tiles import Tile
+from tp_invariant.kernels.attention import backward as attention_backward
+from tp_invariant.kernels.attention import forward as kernels
+from tp_invariant.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on a CPU")
 SMALL = {**KINDS, "window": dict(causal=True, window=20)}
@@ -24,7 +24,7 @@ SMALL = {**KINDS, "window": dict(causal=True, window=20)}
 @pytest.fixture(autouse=True)
 def small_kernels(monkeypatch):
     """tpi.attention by these kernels, with several tiles and chunks in a few keys."""
-    monkeypatch.setattr(sys.modules["tp_invariant.attention"], "_kernel", lambda q: kernels)
+    monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "_kernel", lambda q: kernels)
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "_MERGED_AT_ONCE", 2)
     kernels._plan.cache_clear()  # it does not know of other tiles

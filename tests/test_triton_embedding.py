@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tp_invariant.kernels import embedding
-from tp_invariant.kernels.reference_embedding import LEAF_OCCURRENCES
-from tp_invariant.kernels.reference_embedding import embedding_grad as reference_grad
+from tp_invariant.kernels.vocabulary import embedding
+from tp_invariant.kernels.vocabulary.reference_embedding import LEAF_OCCURRENCES
+from tp_invariant.kernels.vocabulary.reference_embedding import embedding_grad as reference_grad
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

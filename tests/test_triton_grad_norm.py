@@ -9,7 +9,8 @@ import numpy
 import pytest
 import torch
 
-from tp_invariant.kernels import grad_norm, reference_grad_norm
+from tp_invariant.kernels.grad_norm import kernel as grad_norm
+from tp_invariant.kernels.grad_norm import reference as reference_grad_norm
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +37,7 @@ DIMS = [dim for _, dim in SHAPES]
 
 
 def stated(leaf):
-    """The sum of squares of one leaf, number by number, as reference_grad_norm.py states it."""
+    """The sum of squares of one leaf, number by number, as kernels/grad_norm/reference.py states it."""
     lanes = [numpy.float32(0)] * 128
     for i, value in enumerate(leaf.flatten().float().numpy()):
         lanes[i % 128] = lanes[i % 128] + value * value

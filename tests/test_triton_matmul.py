@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tp_invariant.kernels import launch
-from tp_invariant.kernels.matmul import interpreting, matmul
-from tp_invariant.kernels.matmul_configs import MatmulConfig, choose_config, fit
+from tp_invariant.kernels.gemm.matmul import matmul
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, choose_config, fit
+from tp_invariant.kernels.launch import interpreting
 from tp_invariant.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
 from tp_invariant.kernels import launch
-from tp_invariant.kernels.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
+from tp_invariant.kernels.rowwise.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
 from tp_invariant.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

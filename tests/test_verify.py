@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp_invariant import verify
-from tp_invariant.cli import main
-from tp_invariant.owners import OWNER_MAPS
-from tp_invariant.verify_case import Case, Outcome, check_cases, error, load_gemm_fn
-from tp_invariant.verify_checks import CHECKS, Check, Setup, _layer_cases, _splits_by_rows
-from tp_invariant.verify_layers import LayerCase
+from tp_invariant.diagnostics import verify
+from tp_invariant.diagnostics.cli import main
+from tp_invariant.diagnostics.verify_case import Case, Outcome, check_cases, error, load_gemm_fn
+from tp_invariant.diagnostics.verify_checks import CHECKS, Check, Setup, _layer_cases, _splits_by_rows
+from tp_invariant.diagnostics.verify_layers import LayerCase
+from tp_invariant.gemm.owner_maps import OWNER_MAPS
 
 SETUP = Setup((1, 2), "cpu", quick=True)
 NAMES = [check.name for check in CHECKS]
@@ -77,7 +77,7 @@ def bare_environment(tmp_path):
 
 
 def test_every_check_holds_without_optional_packages(bare_environment, tmp_path):
-    code = "import sys; from tp_invariant.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from tp_invariant.diagnostics.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "verify", "--quick", "--device", "cpu", "--degrees", "2", "--seed", "3"]
     done = subprocess.run(command, cwd=tmp_path, env=bare_environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -106,7 +106,7 @@ def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, c
 # ends the process that runs the checks, from a rank, while a checkpoint is there
 DEADLY = """
 import os, pathlib, signal, tempfile
-from tp_invariant.kernels import reference
+from tp_invariant.kernels.gemm import reference
 
 def matmul(a, b, *, bias=None, out_dtype=None):
     if list(pathlib.Path(tempfile.gettempdir()).glob("tp_invariant_verify_*/checkpoint")):
@@ -122,7 +122,7 @@ def test_a_check_that_ends_its_process_is_named_and_leaves_nothing_behind(tmp_pa
     leftover = folder / "tp_invariant_verify_of_a_killed_process"
     leftover.mkdir()
     (leftover / "owner.lock").write_text("")
-    code = "import sys; from tp_invariant.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from tp_invariant.diagnostics.cli import main; sys.exit(main(sys.argv[1:]))"
     only = [word for name in ("checkpoint", "data-parallel") for word in ("--only", name)]
     options = ["--quick", "--device", "cpu", "--degrees", "2", "--gemm-fn", "deadly_gemm:matmul", *only]
     command = [sys.executable, "-c", code, "verify", *options]
@@ -196,7 +196,7 @@ def test_a_failure_of_one_check_leaves_the_others(capsys):
 
 
 def test_the_control_of_the_gemm_check_is_right_and_splits():
-    from tp_invariant.kernels.reference import matmul
+    from tp_invariant.kernels.gemm.reference import matmul
 
     a, b = torch.randn(40, 600), torch.randn(600, 24)
     split = _splits_by_rows(matmul)
@@ -309,7 +309,7 @@ def test_without_safetensors_the_checkpoint_is_left_out_and_said(monkeypatch, ca
 
 def test_no_gemm_fn_is_the_bundled_one():
     assert load_gemm_fn(None) is None
-    assert load_gemm_fn("tp_invariant.kernels.reference:matmul").__name__ == "matmul"
+    assert load_gemm_fn("tp_invariant.kernels.gemm.reference:matmul").__name__ == "matmul"
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------

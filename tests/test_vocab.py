@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.collectives import gather_dim, resolve_group
-from tp_invariant.kernels.reference_embedding import LEAF_OCCURRENCES, embedding_grad
-from tp_invariant.layout import shard
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.core.layout import shard
+from tp_invariant.kernels.vocabulary.reference_embedding import LEAF_OCCURRENCES, embedding_grad
 from tp_invariant.testing import assert_bitwise_equal, raw_bytes, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

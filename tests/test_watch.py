@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tp_invariant import liveness, watch
+from tp_invariant.comm import liveness, watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
 

@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
-from tp_invariant import weight_cache
-from tp_invariant.collectives import Group, Pending
+from tp_invariant.comm.collectives import Group, Pending
+from tp_invariant.gemm import weight_cache
+from tp_invariant.gemm.weight_cache import WeightCache
+from tp_invariant.gemm.weight_schedule import LIMIT, Phase, Schedule
 from tp_invariant.testing import assert_bitwise_equal
-from tp_invariant.weight_cache import WeightCache
-from tp_invariant.weight_schedule import LIMIT, Phase, Schedule
 
 GROUP = Group(None, 0, 2)
 
@@ -35,7 +35,7 @@ def weight_of(value):
 
 
 def take(cache, weight, layout, grad=True):
-    """As owners.py does: what is wanted, then what comes next."""
+    """As gemm/owner_maps.py does: what is wanted, then what comes next."""
     result = cache.take(weight, layout, grad=grad).wait()
     cache.run_ahead(layout.group)
     return result

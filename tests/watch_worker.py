@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tp_invariant import liveness, watch
+from tp_invariant.comm import liveness, watch
 
 fork = multiprocessing.get_context("fork")
 LAST = 6.2  # seconds after the start of a run; rank 0 ends

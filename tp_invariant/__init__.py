@@ -1,23 +1,28 @@
 """Tensor-parallel layers whose bits do not depend on the tensor-parallel degree."""
 
 from . import checkpoint, data_parallel, determinism, graphs, hugging_face, testing
-from .attention import attention
-from .batch_invariant import batch_invariant
-from .convert import parallelize
-from .cross_entropy import vocab_parallel_cross_entropy
-from .digest_log import DigestLog
-from .full_optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
-from .full_state import full_state_dict, load_full_state_dict
-from .gemm import set_default_gemm_fn
-from .grad_norm import clip_grad_norm_
-from .layernorm_linear import LayerNormLinear
-from .linear import Linear
-from .liveness import DeadRankError
-from .mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
-from .parallel_norm import ParallelNorm
-from .plans import Part
+from . import old_paths as old_paths
+from . import owners as owners
+from . import parameters as parameters
+from . import plans as plans
+from . import regions as regions
+from .batch_invariant.context import batch_invariant
+from .checkpoint.full_optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .checkpoint.full_state import full_state_dict, load_full_state_dict
+from .comm.liveness import DeadRankError
+from .conversion.convert import parallelize
+from .conversion.plans import Part
+from .core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
+from .diagnostics.digest_log import DigestLog
+from .functional.attention import attention
+from .functional.cross_entropy import vocab_parallel_cross_entropy
+from .gemm.gemm_fn import set_default_gemm_fn
+from .layers.grad_norm import clip_grad_norm_
+from .layers.layernorm_linear import LayerNormLinear
+from .layers.linear import Linear
+from .layers.parallel_norm import ParallelNorm
+from .layers.vocab_embedding import VocabParallelEmbedding
 from .version import __version__
-from .vocab_embedding import VocabParallelEmbedding
 
 __all__ = [
     "DeadRankError",

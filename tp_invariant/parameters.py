@@ -1,234 +1,29 @@
-"""How parameters are sharded: Megatron's attributes on them, and the way from shards to full tensors and back."""
+"""How parameters are sharded, by its public path; it is in layers/parameters.py."""
 
-from __future__ import annotations
+from .layers.parameters import (
+    KeepsAttributes,
+    ShardedModule,
+    ShardSpec,
+    carried_group,
+    full_initialisation,
+    groups_in_use,
+    is_sharded,
+    mark_sharded,
+    named_shard_specs,
+    set_stride,
+    stride_of,
+)
 
-import copy
-import gc
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from .collectives import Group, gather_major, ranks_of, resolve_group
-from .layout import Stride, shard, unshard
-
-_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group")
-
-
-def mark_sharded(
-    parameter: Tensor,
-    partition_dim: int | None,
-    stride: Stride,
-    tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
-) -> None:
-    """Sets what a parameter says about itself: Megatron-LM's attributes, and the group.
-
-        tensor_model_parallel   whether this rank has a part of it only; False for one on a group of one rank
-        partition_dim           the dim that other degrees shard, also on a group of one; -1 if none does
-        partition_stride        in how many stacked pieces of one size a rank holds that dim; 1 with partition_sizes
-        partition_sizes         the full sizes of its pieces where they differ, else None; Megatron-LM has no such word
-        tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
-                                rank has anything of it, or, with tensor_model_parallel=True, nobody has said
-
-    Args:
-        partition_dim: None for a parameter that every rank holds whole.
-        tp_group: a ProcessGroup, a 1-D DeviceMesh or a Group. None leaves it unsaid, as Megatron's own layers do: then
-            tensor_model_parallel goes by partition_dim alone, and clip_grad_norm_ has to be told the group.
-    """
-    group = None if tp_group is None else resolve_group(tp_group)
-    alone = group is not None and group.size == 1
-    parameter.tensor_model_parallel = partition_dim is not None and not alone  # type: ignore[attr-defined]
-    parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
-    set_stride(parameter, stride if partition_dim is not None or isinstance(stride, int) else 1)
-    parameter.tp_group = None if alone else group  # type: ignore[attr-defined]
-    if group is not None and not alone:
-        _in_use[id(group)] = group
-
-
-_in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-
-
-def groups_in_use(besides: set[int]) -> set[Group]:
-    """The groups that living parameters of this process carry, without those whose ranks are all in `besides`."""
-
-    def found() -> set[Group]:
-        return {group for group in list(_in_use.values()) if not set(ranks_of(group)) <= besides}
-
-    if found():
-        gc.collect()  # modules that nobody has any more
-    return found()
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether this rank has a part of the parameter only, by its attributes. A DTensor says it by its placements."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def carried_group(parameter: Tensor) -> Group | None:
-    """The Group that the parameter carries as `tp_group`; None if it carries none.
-
-    Raises:
-        TypeError: tp_group is something else than a group.
-    """
-    carried = getattr(parameter, "tp_group", None)
-    return carried if carried is None or isinstance(carried, Group) else resolve_group(carried)
-
-
-def set_stride(parameter: Tensor, stride: Stride) -> None:
-    """Says of what pieces a parameter's sharded dim is stacked."""
-    equal = isinstance(stride, int)
-    parameter.partition_stride = stride if equal else 1  # type: ignore[attr-defined]
-    parameter.partition_sizes = None if equal else stride  # type: ignore[attr-defined]
-
-
-def stride_of(parameter: Tensor) -> Stride:
-    """What `set_stride` or Megatron-LM said; 1 of a parameter without attributes."""
-    sizes: tuple[int, ...] | None = getattr(parameter, "partition_sizes", None)
-    return getattr(parameter, "partition_stride", 1) if sizes is None else sizes
-
-
-def _attributes(parameter: Tensor) -> dict[str, Any]:
-    return {name: getattr(parameter, name) for name in _ATTRIBUTES if hasattr(parameter, name)}
-
-
-def _set_attributes(parameter: Tensor, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-
-
-class KeepsAttributes(nn.Module):
-    """A module whose parameters keep their attributes where new ones take their place.
-
-    That is: `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(..)`, also
-    after `del module.weight`.
-    """
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        old = self._parameters.get(name)
-        left = self.__dict__.get("_of_deleted", {}).pop(name, {}) if old is None else _attributes(old)
-        super().register_parameter(name, param)  # what assignment comes down to, too
-        if param is not None:
-            _set_attributes(param, {**left, **_attributes(param)})
-
-    def __delattr__(self, name: str) -> None:
-        if (old := self._parameters.get(name)) is not None:
-            self.__dict__.setdefault("_of_deleted", {})[name] = _attributes(old)
-        super().__delattr__(name)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        before = {name: _attributes(parameter) for name, parameter in self.named_parameters(recurse=False)}
-        result = super()._apply(fn, recurse)
-        for name, parameter in self.named_parameters(recurse=False):
-            _set_attributes(parameter, before[name])
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        for name, parameter in self.named_parameters(recurse=False):
-            _set_attributes(twin.get_parameter(name), _attributes(parameter))
-        return twin
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """Where a parameter is sharded: `dim` None means whole on every rank.
-
-    `padding`: how many slices of zeros follow the full tensor along `dim`, so that the degree divides it.
-    """
-
-    group: Group
-    dim: int | None
-    stride: Stride
-    padding: int = 0
-
-    def full(self, local: Tensor) -> Tensor:
-        """The full tensor, on every rank, from this rank's part. A collective."""
-        if self.dim is None or self.group.size == 1:
-            full = local.detach().clone()
-        else:
-            full = unshard(gather_major(local.detach(), self.group), dim=self.dim, stride=self.stride)
-        if self.dim is None or not self.padding:
-            return full
-        return full.narrow(self.dim, 0, full.shape[self.dim] - self.padding).clone()
-
-    def local(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor."""
-        if self.dim is None:
-            return full.detach().clone()
-        if self.padding:
-            zeros = list(full.shape)
-            zeros[self.dim] = self.padding
-            full = torch.cat([full, full.new_zeros(zeros)], dim=self.dim)
-        return shard(full.detach(), dim=self.dim, rank=self.group.rank, world=self.group.size, stride=self.stride)
-
-
-class ShardedModule(KeepsAttributes):
-    """What the layers of this library have in common: they can say how each of their own parameters is sharded."""
-
-    SHARDED_PARAMETERS: tuple[str, ...] = ()  # the names that shard_spec knows; others are the user's own
-
-    def shard_spec(self, name: str) -> ShardSpec:
-        """The ShardSpec of the parameter called `name`, as things stand now (partition_stride may be set late)."""
-        raise NotImplementedError
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """nn.Module's, and the parameter says what this module knows of it, whatever was there before, or nothing."""
-        super().register_parameter(name, param)
-        if param is not None and name in self.SHARDED_PARAMETERS:
-            self._mark(name, param)
-
-    def _mark(self, name: str, tensor: Tensor) -> None:
-        """Has `tensor`, the parameter `name` or what stands in for it, say what this module knows."""
-        spec = self.shard_spec(name)
-        # Megatron sets it late
-        stride = getattr(tensor, "partition_stride", spec.stride) if isinstance(spec.stride, int) else spec.stride
-        mark_sharded(tensor, spec.dim, stride, spec.group)
-
-    def _mark_stand_in(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
-        """For a call that finds an unmarked tensor in place of a parameter: marks it, and what it is made from.
-
-        It may be one that torch.func.functional_call was given, whose gradient is clipped later. Or it is computed:
-        parametrizations (nn.utils.parametrize, nn.utils.weight_norm) put parameters of their own in its place. Those
-        that are as long as this rank's part of the sharded dim are taken as sharded along it.
-        """
-        if torch.compiler.is_compiling():
-            return
-        mark_sharded(tensor, spec.dim, spec.stride, spec.group)
-        if name in self._parameters:
-            return
-        own = [p for key, p in self._parameters.items() if p is not None and key.startswith(f"{name}_")]
-        parametrizations: Any = self._modules.get("parametrizations") or {}
-        for p in [*own, *(parametrizations[name].parameters() if name in parametrizations else ())]:
-            if hasattr(p, "tensor_model_parallel") or spec.dim is None or p.dim() <= spec.dim:
-                continue
-            if p.shape[spec.dim] == tensor.shape[spec.dim]:
-                mark_sharded(p, spec.dim, spec.stride, spec.group)
-
-
-def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
-    """(qualified name, parameter, spec) for each parameter; those of other modules count as whole on every rank."""
-    whole = ShardSpec(Group(None, 0, 1), None, 1)
-    for prefix, child in module.named_modules():
-        for name, parameter in child.named_parameters(recurse=False):
-            spec = child.shard_spec(name) if isinstance(child, ShardedModule) else whole
-            yield f"{prefix}.{name}" if prefix else name, parameter, spec
-
-
-@contextmanager
-def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...], spec: ShardSpec) -> Iterator[Tensor]:
-    """Gives the full tensor to write values into and keeps this rank's part, so that values do not depend on P.
-
-    Every rank draws the full tensor: seed them all alike, as for any replicated parameter.
-    """
-    full = local.new_empty(full_shape)
-    yield full
-    with torch.no_grad():
-        local.copy_(spec.local(full))
+__all__ = [
+    "KeepsAttributes",
+    "ShardSpec",
+    "ShardedModule",
+    "carried_group",
+    "full_initialisation",
+    "groups_in_use",
+    "is_sharded",
+    "mark_sharded",
+    "named_shard_specs",
+    "set_stride",
+    "stride_of",
+]

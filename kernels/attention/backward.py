@@ -1,0 +1,394 @@
+"""Attention in Triton, backward: `backward(dout, q, k, v, out, lse, spec, lengths)` of spec.py.
+
+Two kernels and no atomics (FlashAttention-2's formulas, arXiv 2307.08691, each product computed by whoever sums over
+it): dk and dv by programs that keep a block of keys and walk the queries, dq by programs that keep a block of queries
+and walk the keys. Both sums are chains in one tensor-core accumulator, so their order is that of the tokens and no tile
+changes it. It costs seven products where one pass with atomics has five, and no waiting.
+
+dk and dv of a key head that several query heads share are written in fp32 for each of them and added in head order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import cdiv, launch_on
+from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
+from .tiles import (
+    Tile,
+    aligned,
+    aligned_flat,
+    as_rows,
+    backward_key_tile,
+    backward_query_tile,
+    capped,
+    has_room,
+    key_phases,
+    launch,
+    pad_heads,
+    padded_head_dim,
+    problem,
+    seen,
+    sequence,
+    tile_of,
+    unit_strides,
+)
+
+_DELTA_TILE = Tile(32, 0, 4, 1)
+_SUM_TILE = Tile(1024, 0, 4, 1)  # elements that a program of the sum over query heads takes, of whole rows
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "heads", "tokens", "stride_ob", "stride_oh", "stride_os", "stride_db", "stride_dh", "stride_ds",
+    ]
+)  # fmt: skip
+def _delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, rows, heads, tokens,
+    stride_ob, stride_oh, stride_os, stride_db, stride_dh, stride_ds,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """delta = the sum of out * dout over a row: what the softmax's backward subtracts."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    size = tl.arange(0, HEAD_DIM)
+    inside = row < rows
+    batch, head, token = row // tokens // heads, row // tokens % heads, row % tokens
+    o_at = batch * stride_ob + head * stride_oh + token * stride_os
+    d_at = batch * stride_db + head * stride_dh + token * stride_ds
+    out = tl.load(out_ptr + o_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(delta_ptr + row, tl.sum(out * dout, 1), mask=inside)
+
+
+@triton.jit
+def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
+    """The gradient of the products q kᵀ, but for scale; `scores` are tanh values where there is a cap."""
+    dscores = weights * (dweights - delta)
+    if SOFTCAP:
+        dscores *= 1.0 - scores * scores
+    return dscores
+
+
+@triton.jit
+def _walk_queries(
+    k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
+    low, high, queries, keys, window, factor, inverse_cap,
+    BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
+        q = q_desc.load([row_q + start, column_q])
+        dout = dout_desc.load([row_d + start, column_d])
+        query = start + tl.arange(0, BLOCK_Q)
+        if TAIL:
+            # past the last query stand other rows of the matrix: 0 times Inf is NaN
+            inside = query < queries
+            q = tl.where(inside[:, None], q, 0.0)
+            dout = tl.where(inside[:, None], dout, 0.0)
+            lse = tl.load(lse_ptr + at + query, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + at + query, mask=inside, other=0.0)
+        else:
+            lse = tl.load(lse_ptr + at + query)
+            delta = tl.load(delta_ptr + at + query)
+        # transposed, so that weights and their gradients are first operands of the products that follow
+        scores = capped(tl.dot(k, q.T, input_precision="ieee"), inverse_cap, SOFTCAP)
+        weights = tl.exp2(tl.fma(scores, factor, -lse[None, :]))
+        if MASKED:
+            see = seen((keys - queries + query)[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
+            if TAIL:
+                see = see & inside[None, :]
+            weights = tl.where(see, weights, 0.0)
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+        dweights = tl.dot(v, dout.T, input_precision="ieee")
+        dscores = _score_grads(scores, weights, dweights, delta[None, :], SOFTCAP)
+        if MASKED:
+            dscores = tl.where(see, dscores, 0.0)
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "cu_q_ptr", "cu_k_ptr", "row_qb", "row_qh", "col_qb", "col_qh", "row_db", "row_dh", "col_db", "col_dh",
+        "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs", "heads", "groups", "sequences",
+        "tiles", "tokens_q", "tokens_k", "window", "factor", "inverse_cap", "scale",
+    ]
+)  # fmt: skip
+def _dk_dv_kernel(
+    q_desc, dout_desc, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    row_qb, row_qh, col_qb, col_qh, row_db, row_dh, col_db, col_dh,
+    stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, heads, groups, sequences, tiles,
+    tokens_q, tokens_k, window, factor, inverse_cap, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # under a causal mask most see the first
+    kv_head = head // groups
+    start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
+    start_k, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
+    batch = index * (0 if PACKED else 1)
+    first = tile * BLOCK_K
+    if first >= keys:
+        return
+    key = first + tl.arange(0, BLOCK_K)
+    last = tl.minimum(first + BLOCK_K, keys) - 1
+    inside = key < keys
+    size = tl.arange(0, HEAD_DIM)
+    token = (start_k + key).to(tl.int64)
+    k_at = batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + token * stride_ks
+    v_at = batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs
+    k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+
+    # Query i stands at position keys - queries + i. Those that see some of these keys run from low to high, those that
+    # see all from whole to clear.
+    offset = keys - queries
+    low = tl.full((), 0, tl.int32)
+    high = queries
+    whole = low
+    clear = queries
+    if CAUSAL:
+        low = tl.maximum(first - offset, 0) // BLOCK_Q * BLOCK_Q
+        whole = tl.maximum(last - offset, 0)
+    if WINDOW:
+        high = tl.minimum(queries, tl.maximum(last + window - offset, 0))
+        clear = tl.minimum(queries, tl.maximum(first + window - offset, 0))
+    whole = (whole + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
+    clear = clear // BLOCK_Q * BLOCK_Q
+    whole = tl.maximum(low, tl.minimum(whole, (high + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q))
+    clear = tl.maximum(clear, whole)
+
+    row_q = batch * row_qb + head * row_qh + start_q
+    row_d = batch * row_db + head * row_dh + start_q
+    column_q = batch * col_qb + head * col_qh
+    column_d = batch * col_db + head * col_dh
+    at = (batch * heads + head).to(tl.int64) * tokens_q + start_q
+    dk = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
+    dv = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
+    edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
+    if CAUSAL:
+        dk, dv = _walk_queries(
+            k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
+            low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, factor, inverse_cap,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        )  # fmt: skip
+    dk, dv = _walk_queries(
+        k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
+        whole, clear, queries, keys, window, factor, inverse_cap,
+        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+    if WINDOW:
+        dk, dv = _walk_queries(
+            k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
+            clear, tl.minimum(high, edge), queries, keys, window, factor, inverse_cap,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        )  # fmt: skip
+    dk, dv = _walk_queries(
+        k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
+        tl.maximum(low, edge), high, queries, keys, window, factor, inverse_cap,
+        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+    to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
+    tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _walk_keys(
+    q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
+    low, high, keys, window, factor, inverse_cap,
+    BLOCK_K: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        k = k_desc.load([row_k + start, column_k])
+        v = v_desc.load([row_v + start, column_v])
+        key = start + tl.arange(0, BLOCK_K)
+        if TAIL:
+            k = tl.where((key < keys)[:, None], k, 0.0)  # as above
+        scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
+        weights = tl.exp2(tl.fma(scores, factor, -lse[:, None]))
+        dweights = tl.dot(dout, v.T, input_precision="ieee")
+        dscores = _score_grads(scores, weights, dweights, delta[:, None], SOFTCAP)
+        if MASKED:
+            see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            dscores = tl.where(see, dscores, 0.0)
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=[
+        "cu_q_ptr", "cu_k_ptr", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh", "col_vb", "col_vh",
+        "stride_qb", "stride_qh", "stride_qs", "stride_db", "stride_dh", "stride_ds", "heads", "groups", "sequences",
+        "tiles", "tokens_q", "tokens_k", "window", "factor", "inverse_cap", "scale",
+    ]
+)  # fmt: skip
+def _dq_kernel(
+    q_ptr, dout_ptr, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
+    row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
+    stride_qb, stride_qh, stride_qs, stride_db, stride_dh, stride_ds, heads, groups, sequences, tiles,
+    tokens_q, tokens_k, window, factor, inverse_cap, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
+    tile = tiles - 1 - tile
+    kv_head = head // groups
+    start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
+    start_k, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
+    batch = index * (0 if PACKED else 1)
+    if tile * BLOCK_Q >= queries:
+        return
+    query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = query < queries
+    size = tl.arange(0, HEAD_DIM)
+    token = (start_q + query).to(tl.int64)
+    q_at = batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + token * stride_qs
+    d_at = batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh + token * stride_ds
+    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    at = (batch * heads + head).to(tl.int64) * tokens_q + token
+    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
+
+    row_k = batch * row_kb + kv_head * row_kh + start_k
+    row_v = batch * row_vb + kv_head * row_vh + start_k
+    column_k = batch * col_kb + kv_head * col_kh
+    column_v = batch * col_vb + kv_head * col_vh
+    position = keys - queries + query
+    first = keys - queries + tile * BLOCK_Q
+    last = keys - queries + tl.minimum(tile * BLOCK_Q + BLOCK_Q, queries) - 1
+    low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
+    dq = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
+    edge = keys // BLOCK_K * BLOCK_K  # whole blocks of keys end here
+    if WINDOW:
+        dq = _walk_keys(
+            q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
+            low, tl.minimum(clear, edge), keys, window, factor, inverse_cap,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        )  # fmt: skip
+    dq = _walk_keys(
+        q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
+        clear, full, keys, window, factor, inverse_cap,
+        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+    if CAUSAL:
+        dq = _walk_keys(
+            q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
+            full, tl.minimum(high, edge), keys, window, factor, inverse_cap,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        )  # fmt: skip
+    dq = _walk_keys(
+        q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
+        tl.maximum(low, edge), high, keys, window, factor, inverse_cap,
+        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+    dq = dq * scale + 0.0
+    to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
+    tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def _sum_heads_kernel(parts_ptr, out_ptr, rows, groups, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    """parts [rows, groups, HEAD_DIM] fp32 -> out [rows, HEAD_DIM], added in order, rounded once."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    size = tl.arange(0, HEAD_DIM)
+    inside = (row < rows)[:, None]
+    part_ptr = parts_ptr + (row * groups * HEAD_DIM)[:, None] + size[None, :]
+    total = tl.load(part_ptr, mask=inside, other=0.0)
+    for _ in range(1, groups):
+        part_ptr += HEAD_DIM
+        total += tl.load(part_ptr, mask=inside, other=0.0)
+    tl.store(out_ptr + (row * HEAD_DIM)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See spec.py. `out` and `lse` are forward's for these very inputs."""
+    head_dim = q.shape[3]
+    padded = padded_head_dim(head_dim)
+    with launch_on(q, "attention backward"):
+        grads = _backward(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), lse, spec, lengths)
+    if padded == head_dim:
+        return grads
+    dq, dk, dv = (heads_side_by_side(grad[..., :head_dim]) for grad in grads)
+    return dq, dk, dv
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, tokens, head_dim = q.shape
+    kv_heads, tokens_k = k.shape[1:3]
+    groups = heads // kv_heads
+    dq, dk, dv = (empty_heads(x) for x in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    p = problem(q, k, spec, lengths)
+    index, unit = q.device.index, 16 // q.element_size()
+    q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
+    lse = aligned_flat(lse)
+    delta = torch.empty_like(lse)
+    rows = batch * heads * tokens
+    constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
+    launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)(
+        index, out, dout, delta, rows, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants,
+        grid=(cdiv(rows, _DELTA_TILE.queries), 1, 1),
+    )  # fmt: skip
+    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
+
+    tile = backward_key_tile(head_dim, q.dtype, p.longest_q, has_room(index))
+    (q_matrix, q_rows), (d_matrix, d_rows) = as_rows(q), as_rows(dout)
+    parts = dk, dv
+    if groups > 1:
+        parts = torch.empty((2, batch, tokens_k, heads, head_dim), dtype=torch.float32, device=q.device).unbind(0)
+    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
+    tiles = cdiv(p.longest_k, tile.keys)
+    run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype), tile, constants)
+    block = tile.queries, head_dim
+    run(
+        index, *q_rows.descriptor(run, 0, q_matrix, block), *d_rows.descriptor(run, 1, d_matrix, block),
+        k, v, lse, delta, *parts,
+        cu_q, cu_k, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
+        heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
+        *constants, grid=(tiles * heads * p.sequences, 1, 1),
+    )  # fmt: skip
+    if groups > 1:
+        rows, constants = batch * tokens_k * kv_heads, (head_dim, max(1, _SUM_TILE.queries // head_dim))
+        run = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
+        for part, total in zip(parts, (dk, dv), strict=True):
+            run(index, part, total, rows, groups, *constants, grid=(cdiv(rows, constants[1]), 1, 1))
+
+    tile = backward_query_tile(head_dim, q.dtype)
+    (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
+    tiles = cdiv(p.longest_q, tile.queries)
+    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
+    run = launch(_dq_kernel, index, (q.dtype,), tile, constants)
+    block = tile.keys, head_dim
+    run(
+        index, q, dout, *k_rows.descriptor(run, 0, k_matrix, block), *v_rows.descriptor(run, 1, v_matrix, block),
+        lse, delta, dq,
+        cu_q, cu_k, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
+        heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
+        *constants, grid=(tiles * heads * p.sequences, 1, 1),
+    )  # fmt: skip
+    return dq, dk, dv

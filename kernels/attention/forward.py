@@ -1,0 +1,350 @@
+"""Attention in Triton, forward: `forward(q, k, v, spec, lengths)` of spec.py; `backward` is beside it.
+
+A program holds a tile of queries and walks the keys from position 0 of their sequence. Its bits are a function of a
+query and the keys it sees alone, because
+
+- scores and outputs are tensor-core products, whose bits depend on no tile;
+- largest scores have no order, and a row's weights are summed in an order that lies in the tile's keys and warps, which
+  are fixed for a head size and dtype;
+- the running result is cut at every CHUNK keys and chunks are folded in order, whether one program walks them all or
+  each has its own and another kernel folds them, as for a decode step (flash-decoding's split, at places that depend
+  on the position alone);
+- a block that a query does not see changes none of its bits: weights of 0, factors of 1. That takes finite keys and
+  values: 0 times Inf is NaN, for queries of the same sequence that share a tile.
+
+The query heads of one key head may share a tile as rows, so that a decode step reads keys once. On Hopper, calls that
+are not split have a kernel of their own, hopper.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, cdiv, launch_on
+from .backward import backward
+from .merge import finish, fold, merge_kernel
+from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
+from .tiles import (
+    DTYPES,
+    Problem,
+    Rows,
+    Tile,
+    aligned,
+    as_rows,
+    capped,
+    forward_tile,
+    has_room,
+    key_phases,
+    launch,
+    pad_heads,
+    padded_head_dim,
+    problem,
+    seen,
+    sequence,
+    tile_of,
+    unit_strides,
+)
+
+__all__ = ["backward", "forward"]
+
+_LEAST_COLUMNS = 64
+_MERGED_AT_ONCE = 16  # chunks
+_MOST_SCRATCH = 2**28  # bytes
+
+
+@triton.jit
+def _attend(
+    q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+    before, before_largest, before_total, acc, largest, total,
+    low, high, keys, window, factor, inverse_cap,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
+    this chunk; where another begins (FOLDS), they join those of the chunks before it.
+
+    One loop over all chunks, so that its loads go on while a chunk is folded. MASKED: rows of v past the last key are
+    replaced, so they pass through registers and are loaded without a pipeline, which would need more shared memory.
+    """
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        k = k_desc.load([row_k + start, column_k])
+        v = v_desc.load([row_v + start, column_v])
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if FOLDS:  # noqa: SIM102 - a constexpr: there is no branch where it is False
+            if start % CHUNK == 0:
+                before, before_largest, before_total = fold(
+                    before, before_largest, before_total, acc, largest, total, factor
+                )
+                acc = tl.zeros_like(acc)
+                largest = tl.full(largest.shape, float("-inf"), tl.float32)
+                total = tl.zeros_like(total)
+        scores = capped(scores, inverse_cap, SOFTCAP)
+        if MASKED:
+            key = start + tl.arange(0, BLOCK_K)
+            see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            scores = tl.where(see, scores, float("-inf"))
+            v = tl.where((key < keys)[:, None], v, 0.0)  # other rows of the matrix stand there: 0 times Inf is NaN
+        new = tl.maximum(largest, tl.max(scores, 1))
+        reference = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(tl.fma(scores, factor, -(reference * factor)[:, None]))
+        decay = tl.exp2((largest - reference) * factor)  # exactly 1 where the largest stays what it was
+        total = tl.fma(total, decay, tl.sum(weights, 1))
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        largest = new
+    return before, before_largest, before_total, acc, largest, total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
+        "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
+        "factor", "inverse_cap", "chunks", "part_rows", "places",
+    ]
+)  # fmt: skip
+def _forward_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, part_ptr,
+    tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
+    stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
+    chunks, part_rows, places,
+    HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
+    tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
+    tile = tiles - 1 - tile  # under a causal mask the last has most to do
+    column = tl.program_id(1) * V_COLUMNS
+    kv_head = head if SHARED > 1 else head // groups
+    start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
+    start_k, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
+    batch = index * (0 if PACKED else 1)
+    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    if tile * BLOCK_Q >= queries * SHARED:
+        return
+    query = rows // SHARED
+    inside = query < queries
+    first = keys - queries + tile * BLOCK_Q // SHARED
+    last = keys - queries + tl.minimum((tile * BLOCK_Q + BLOCK_Q - 1) // SHARED, queries - 1)
+    low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
+    if SPLIT:
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()  # merge_kernel may come and wait
+        low = tl.maximum(low, tl.program_id(2) * CHUNK)
+        high = tl.minimum(high, tl.program_id(2) * CHUNK + CHUNK)
+        clear = tl.maximum(tl.minimum(clear, high), low)
+        full = tl.maximum(tl.minimum(full, high), clear)
+        if low >= high:
+            return
+    size = tl.arange(0, HEAD_DIM)
+    q_head = head * SHARED + rows % SHARED
+    q_at = batch.to(tl.int64) * stride_qb + q_head.to(tl.int64) * stride_qh + (start_q + query).to(tl.int64) * stride_qs
+    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    row_k = batch * row_kb + kv_head * row_kh + start_k
+    row_v = batch * row_vb + kv_head * row_vh + start_k
+    column_k = batch * col_kb + kv_head * col_kh
+    column_v = batch * col_vb + kv_head * col_vh + column
+    position = keys - queries + query
+    acc = tl.zeros((BLOCK_Q, V_COLUMNS), tl.float32)
+    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    before, before_largest, before_total = acc, largest, total
+    if WINDOW:
+        before, before_largest, before_total, acc, largest, total = _attend(
+            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+            before, before_largest, before_total, acc, largest, total,
+            low, clear, keys, window, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+        )  # fmt: skip
+    before, before_largest, before_total, acc, largest, total = _attend(
+        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        before, before_largest, before_total, acc, largest, total,
+        clear, full, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+    before, before_largest, before_total, acc, largest, total = _attend(
+        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        before, before_largest, before_total, acc, largest, total,
+        full, high, keys, window, factor, inverse_cap,
+        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+    )  # fmt: skip
+
+    columns = column + tl.arange(0, V_COLUMNS)
+    if SPLIT:
+        place = ((index * heads + head) * chunks + tl.program_id(2)).to(tl.int64) * part_rows + rows
+        largest_ptr = part_ptr + places.to(tl.int64) * HEAD_DIM
+        tl.store(part_ptr + place[:, None] * HEAD_DIM + columns[None, :], acc, mask=inside[:, None])
+        tl.store(largest_ptr + place, largest, mask=inside)
+        tl.store(largest_ptr + places + place, total, mask=inside)
+    else:
+        acc, largest, total = fold(before, before_largest, before_total, acc, largest, total, factor)
+        out, lse = finish(acc, largest, total, factor)
+        out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head
+        lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at[:, None] * HEAD_DIM + columns[None, :], out, mask=inside[:, None])
+        tl.store(lse_ptr + lse_at, lse, mask=inside)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def _overlaps(index: int | None) -> bool:
+    """Whether a kernel may be launched before the one that it waits for is done: Hopper's programmatic launch."""
+    return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def _most_scratch(cache: int) -> int:
+    """Bytes that a split may take, which is there for speed alone; cache: those of keys and values, if they rule it.
+
+    A decode step's are at most about a quarter of these, unless sequences are much shorter than they are said to be.
+    """
+    return max(_MOST_SCRATCH, cache // 2)
+
+
+def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether hopper.py computes this: the same bits, sooner."""
+    hopper = index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
+    return hopper and head_dim in (64, 128) and dtype != torch.float32
+
+
+class _Plan(NamedTuple):
+    """All of a call that does not depend on its data: for the host, most of the work."""
+
+    run: Launch
+    k_block: tuple[int, int]
+    v_block: tuple[int, int]
+    numbers: tuple
+    grid: tuple[int, int, int]
+    merge: Launch | None  # of chunks, each of which has its own program
+    merge_numbers: tuple
+    merge_grid: tuple[int, int, int]
+    parts: int | None  # fp32 values that the programs leave to it; None: their kernel knows of none
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], keys: int, q_units: tuple[int, int, int], k_rows: Rows, v_rows: Rows, dtype: torch.dtype,
+    index: int | None, p: Problem, chunk: int,
+) -> _Plan:  # fmt: skip
+    heads, tokens, head_dim = shape[1:]
+    causal, window, _, packed = p.flags
+    groups = heads // p.kv_heads
+    tile = forward_tile(head_dim, dtype)
+    tiles = cdiv(p.longest_q, tile.queries)
+    chunks = cdiv(p.longest_k, chunk)
+    # Splitting changes no bits: it is for calls that would leave most of the chip idle.
+    shared_tiles = cdiv(p.longest_q * groups, tile.queries)
+    idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
+    scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
+    cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)
+    most = _most_scratch(cache if shared_tiles == 1 else 0)
+    split = chunks > 1 and (shared_tiles == 1 or idle) and scratch <= most
+    shared, slots = 1, 1
+    if split:
+        tiles, shared, slots = shared_tiles, groups, chunks
+        if has_room(index):
+            tile = tile._replace(stages=3)
+    programs = tiles * (heads // shared) * p.sequences
+    v_columns = head_dim
+    # Where they leave half of the chip idle, programs take halves of the value's columns, each with its own scores. Not
+    # in fp32, where a row's weights are summed in an order that the compiler draws from all of a program's shapes.
+    while split and v_columns > _LEAST_COLUMNS and dtype != torch.float32 and index is not None:
+        if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
+            break
+        v_columns //= 2
+    if not split and _has_own_kernel(index, head_dim, dtype):
+        from . import hopper
+
+        constants: tuple = (head_dim, tile.queries, tile.keys, *hopper.BUFFERS, chunk, 16 // dtype.itemsize, *p.flags)
+        return _Plan(
+            run=launch(hopper.forward_kernel, index, (dtype,), tile, constants, False, hopper.descriptor),
+            k_block=(tile.keys, head_dim),
+            v_block=(tile.keys, head_dim),
+            numbers=(
+                tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads, groups, p.sequences, tiles,
+                p.window, p.factor, p.inverse_cap, *constants,
+            ),
+            grid=(programs, 1, 1),
+            merge=None,
+            merge_numbers=(),
+            merge_grid=(0, 0, 0),
+            parts=None,
+        )  # fmt: skip
+    part_rows = p.longest_q * shared
+    pairs = (heads // shared) * p.sequences
+    places = pairs * chunks * part_rows if split else 0
+    overlap = _overlaps(index)
+    constants = (
+        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
+        *p.flags, overlap,
+    )  # fmt: skip
+    merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # a column for each thread, so that many parts fit
+    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGED_AT_ONCE)
+    return _Plan(
+        run=launch(_forward_kernel, index, (dtype,), tile, constants),
+        k_block=(tile.keys, head_dim),
+        v_block=(tile.keys, v_columns),
+        numbers=(
+            tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads // shared, groups, p.sequences, tiles,
+            p.window, p.factor, p.inverse_cap, chunks, part_rows, places, *constants,
+        ),
+        grid=(programs, head_dim // v_columns, slots),
+        merge=launch(merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
+        merge_numbers=(tokens, keys, heads // shared, part_rows, places, p.window, p.factor, chunks, *merge_constants),
+        merge_grid=(part_rows * pairs, 1, 1),
+        parts=places * (head_dim + 2),
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None = None
+) -> tuple[Tensor, Tensor]:
+    """See spec.py.
+
+    Raises:
+        ValueError: a device without Triton, a dtype or head size that the kernel does not take, a scale that is not
+            positive.
+    """
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}: the attention kernel takes {', '.join(map(str, DTYPES))}")
+    head_dim = q.shape[3]
+    padded = padded_head_dim(head_dim)
+    with launch_on(q, "attention"):
+        if padded == head_dim:
+            return _forward(q, k, v, spec, lengths)
+        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths)
+    return heads_side_by_side(out[..., :head_dim]), lse
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None
+) -> tuple[Tensor, Tensor]:
+    p, shape, index = problem(q, k, spec, lengths), q.shape, q.device.index
+    out = empty_heads(q)
+    lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return out, lse
+    if k.shape[2] == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    q, (k, k_rows), (v, v_rows) = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
+    run, k_block, v_block, numbers, grid, merge, merge_numbers, merge_grid, parts = _plan(
+        shape, k.shape[2], unit_strides(q), k_rows, v_rows, q.dtype, index, p, CHUNK
+    )
+    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
+    part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
+    run(
+        index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
+        cu_q, cu_k, *(() if parts is None else (part,)), *numbers, grid=grid,
+    )  # fmt: skip
+    if merge is not None:
+        merge(index, part, out, lse, cu_q, cu_k, *merge_numbers, grid=merge_grid)
+    return out, lse

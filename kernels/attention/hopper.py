@@ -1,0 +1,199 @@
+"""Attention's forward in Gluon, on Hopper, for heads of 64 and 128 in 16 bits: what forward.py computes, to the bit.
+
+Written out by hand because the compiler's own pipeline holds as many blocks of values as of keys, and at 128 keys a
+block then leaves room for one program on a multiprocessor: two blocks of keys and one of values leave it for two, which
+are each other's shadow. A product and the softmax of another program hardly overlap there (measured: their times add),
+so what counts is the number of instructions for a key: large blocks, and nothing in the loop that need not be.
+
+Imported by the first call that has a use for it: Gluon cannot be interpreted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import tiles as tiles_of_triton
+
+BUFFERS = 2, 1  # blocks of keys and of values in shared memory
+
+_tile_of = gluon.jit(tiles_of_triton.tile_of.fn)
+_sequence = gluon.jit(tiles_of_triton.sequence.fn)
+_key_phases = gluon.jit(tiles_of_triton.key_phases.fn)
+_seen = gluon.jit(tiles_of_triton.seen.fn)
+_capped = gluon.jit(tiles_of_triton.capped.fn)
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """A tensor map of a matrix in x's memory, as kernels of this file take it."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, shape, strides, block, layout)
+
+
+@gluon.jit
+def _along(row, WIDE: gl.constexpr):
+    """One number a row, over the columns of an accumulator."""
+    return gl.convert_layout(row, gl.SliceLayout(1, WIDE))[:, None]
+
+
+@gluon.jit
+def _fold(acc, largest, total, part, part_largest, part_total, factor, WIDE: gl.constexpr):
+    """attention_merge.fold, in the layouts that tensor cores leave."""
+    new = gl.maximum(largest, part_largest)
+    reference = gl.where(new == float("-inf"), 0.0, new)
+    mine = gl.exp2((largest - reference) * factor)
+    theirs = gl.exp2((part_largest - reference) * factor)
+    acc = gl.fma(acc, _along(mine, WIDE), part * _along(theirs, WIDE))
+    return acc, new, gl.fma(total, mine, part_total * theirs)
+
+
+@gluon.jit
+def _load(desc, row, column, ring, full, number, wanted, BUFFERS: gl.constexpr, BYTES: gl.constexpr):
+    """Starts the load of the number'th block into its place of a ring, whose readers are done."""
+    place = number % BUFFERS
+    mbarrier.expect(full.index(place), BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(desc, [row, column], full.index(place), ring.index(place), pred=wanted)
+
+
+@gluon.jit
+def _arrived(ring, full, number, BUFFERS: gl.constexpr):
+    place = number % BUFFERS
+    mbarrier.wait(full.index(place), number // BUFFERS & 1)
+    return ring.index(place)
+
+
+@gluon.jit
+def _clear_rows(block, there, BLOCK_K: gl.constexpr, LOADED: gl.constexpr):
+    """Zeros into a block's rows from `there` on, where other rows of the matrix stand: 0 times Inf is NaN."""
+    PIECE: gl.constexpr = 32  # registers are few
+    for s in gl.static_range(BLOCK_K // PIECE):
+        piece = block.slice(s * PIECE, PIECE)
+        row = s * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(1, LOADED))
+        piece.store(gl.where((row < there)[:, None], piece.load(LOADED), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
+        "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
+        "factor", "inverse_cap",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
+    stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
+    HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, K_BUFFERS: gl.constexpr,
+    V_BUFFERS: gl.constexpr, CHUNK: gl.constexpr, UNIT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = BLOCK_Q // 16  # the rows of a tensor-core tile
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+    BYTES: gl.constexpr = BLOCK_K * HEAD_DIM * 2
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+
+    tile, head, index = _tile_of(gl.program_id(0), tiles, heads, sequences)
+    tile = tiles - 1 - tile  # under a causal mask the last has most to do
+    kv_head = head // groups
+    start_q, queries = _sequence(cu_q_ptr, index, tokens_q, PACKED)
+    start_k, keys = _sequence(cu_k_ptr, index, tokens_k, PACKED)
+    batch = index * (0 if PACKED else 1)
+    if tile * BLOCK_Q >= queries:
+        return
+    first = keys - queries + tile * BLOCK_Q
+    last = keys - queries + gl.minimum(tile * BLOCK_Q + BLOCK_Q, queries) - 1
+    low, clear, full, high = _key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
+    blocks = gl.maximum(high - low + BLOCK_K - 1, 0) // BLOCK_K
+    row_k = batch * row_kb + kv_head * row_kh + start_k + low
+    row_v = batch * row_vb + kv_head * row_vh + start_k + low
+    column_k = batch * col_kb + kv_head * col_kh
+    column_v = batch * col_vb + kv_head * col_vh
+
+    k_ring = gl.allocate_shared_memory(dtype, [K_BUFFERS, BLOCK_K, HEAD_DIM], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [V_BUFFERS, BLOCK_K, HEAD_DIM], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_BUFFERS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_BUFFERS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(K_BUFFERS):
+        mbarrier.init(k_full.index(s), count=1)
+    for s in gl.static_range(V_BUFFERS):
+        mbarrier.init(v_full.index(s), count=1)
+    fence_async_shared()
+    for s in gl.static_range(K_BUFFERS):
+        _load(k_desc, row_k + s * BLOCK_K, column_k, k_ring, k_full, s, s < blocks, K_BUFFERS, BYTES)
+    for s in gl.static_range(V_BUFFERS):
+        _load(v_desc, row_v + s * BLOCK_K, column_v, v_ring, v_full, s, s < blocks, V_BUFFERS, BYTES)
+
+    q_row = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, LOADED))
+    size = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADED))
+    token = (start_q + q_row).to(gl.int64)
+    q_at = batch.to(gl.int64) * stride_qb + head.to(gl.int64) * stride_qh + token * stride_qs
+    q_there = gl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=(q_row < queries)[:, None], other=0.0)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, HEAD_DIM], dtype)
+    q = gl.allocate_shared_memory(dtype, [BLOCK_Q, HEAD_DIM], q_layout, q_there)
+    fence_async_shared()
+
+    query = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=ROW)
+    position = keys - queries + query
+    nothing = gl.zeros([BLOCK_Q, BLOCK_K], gl.float32, NARROW)
+    acc = gl.zeros([BLOCK_Q, HEAD_DIM], gl.float32, WIDE)
+    largest = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([BLOCK_Q], gl.float32, ROW)
+    before, before_largest, before_total = acc, largest, total
+    for i in range(0, blocks):
+        start = low + i * BLOCK_K
+        k = _arrived(k_ring, k_full, i, K_BUFFERS)
+        scores = warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False)
+        if (start % CHUNK == 0) & (i > 0):
+            before, before_largest, before_total = _fold(
+                before, before_largest, before_total, acc, largest, total, factor, WIDE
+            )
+            acc = gl.zeros([BLOCK_Q, HEAD_DIM], gl.float32, WIDE)
+            largest = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROW)
+            total = gl.zeros([BLOCK_Q], gl.float32, ROW)
+        scores = _capped(scores, inverse_cap, SOFTCAP)
+        if (start >= full) | (start < clear):
+            key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, NARROW))
+            see = _seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            scores = gl.where(see, scores, float("-inf"))
+        new = gl.maximum(largest, gl.max(scores, 1))
+        reference = gl.where(new == float("-inf"), 0.0, new)
+        weights = gl.exp2(gl.fma(scores, factor, -(reference * factor)[:, None]))
+        decay = gl.exp2((largest - reference) * factor)
+        total = gl.fma(total, decay, gl.sum(weights, 1))
+        largest = new
+        weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, WIDE, 2))
+        v = _arrived(v_ring, v_full, i, V_BUFFERS)
+        if start + BLOCK_K > keys:
+            _clear_rows(v, keys - start, BLOCK_K, LOADED)
+        acc = warpgroup_mma(weights, v, acc * _along(decay, WIDE))
+        ahead = i + K_BUFFERS
+        _load(k_desc, row_k + ahead * BLOCK_K, column_k, k_ring, k_full, ahead, ahead < blocks, K_BUFFERS, BYTES)
+        ahead = i + V_BUFFERS
+        _load(v_desc, row_v + ahead * BLOCK_K, column_v, v_ring, v_full, ahead, ahead < blocks, V_BUFFERS, BYTES)
+    for s in gl.static_range(K_BUFFERS):
+        mbarrier.invalidate(k_full.index(s))
+    for s in gl.static_range(V_BUFFERS):
+        mbarrier.invalidate(v_full.index(s))
+
+    acc, largest, total = _fold(before, before_largest, before_total, acc, largest, total, factor, WIDE)
+    empty = total == 0.0
+    out = acc / _along(gl.where(empty, 1.0, total), WIDE) + 0.0
+    lse = gl.where(empty, float("-inf"), gl.fma(largest, factor, gl.log2(total)))
+    at = (batch * heads + head).to(gl.int64) * tokens_q + start_q
+    row = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
+    out_at = (batch.to(gl.int64) * tokens_q + start_q + row) * heads + head
+    gl.store(out_ptr + out_at[:, None] * HEAD_DIM + column[None, :], out.to(dtype), mask=(row < queries)[:, None])
+    gl.store(lse_ptr + at + query, lse, mask=query < queries)

@@ -1,0 +1,83 @@
+"""Results of attention over stretches of keys, put together: `fold` and `finish`, and the kernel that folds a split."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import key_phases, sequence
+
+
+@triton.jit
+def fold(acc, largest, total, part, part_largest, part_total, factor):
+    """The results over two stretches of keys as one."""
+    new = tl.maximum(largest, part_largest)
+    reference = tl.where(new == float("-inf"), 0.0, new)
+    mine = tl.exp2((largest - reference) * factor)
+    theirs = tl.exp2((part_largest - reference) * factor)
+    acc = tl.fma(acc, mine[:, None], part * theirs[:, None])
+    return acc, new, tl.fma(total, mine, part_total * theirs)
+
+
+@triton.jit
+def finish(acc, largest, total, factor):
+    """out, and lse in base 2. Adding zero leaves no negative zero, which other cuts of the same sum might not have."""
+    nothing = total == 0.0
+    out = acc / tl.where(nothing, 1.0, total)[:, None] + 0.0
+    lse = tl.where(nothing, float("-inf"), tl.fma(largest, factor, tl.log2(total)))
+    return out, lse
+
+
+@triton.jit(
+    do_not_specialize=[
+        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "part_rows", "places", "window", "factor", "chunks",
+    ]
+)  # fmt: skip
+def merge_kernel(
+    part_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, tokens_q, tokens_k, heads, part_rows, places, window, factor,
+    chunks,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """A program folds one row's parts, in the order of the chunks."""
+    row = tl.program_id(0) % part_rows
+    pair = tl.program_id(0) // part_rows
+    head = pair % heads
+    index = pair // heads
+    start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
+    _, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
+    query = row // SHARED
+    position = keys - queries + query
+    low, _, _, high = key_phases(position, position, keys, window, BLOCK_K, CAUSAL, WINDOW)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # all parts are in memory; no program leaves before that, for who comes next
+    if query >= queries:
+        return
+    size = tl.arange(0, HEAD_DIM)
+    acc = tl.zeros((1, HEAD_DIM), tl.float32)
+    largest = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    begin, end = low // CHUNK, tl.cdiv(high, CHUNK)
+    place = (pair * chunks + begin).to(tl.int64) * part_rows + row + tl.arange(0, 1)
+    largest_ptr = part_ptr + places.to(tl.int64) * HEAD_DIM + place
+    part_ptr += place[:, None] * HEAD_DIM + size[None, :]
+    step = part_rows.to(tl.int64)
+    for chunk in range(begin, end, AT_ONCE):
+        parts = ()
+        for i in tl.static_range(AT_ONCE):  # all on their way before the first is folded
+            there = chunk + i < end
+            part = tl.load(part_ptr + i * step * HEAD_DIM, mask=there, other=0.0)
+            part_largest = tl.load(largest_ptr + i * step, mask=there, other=float("-inf"))
+            part_total = tl.load(largest_ptr + places + i * step, mask=there, other=0.0)
+            parts = parts + ((part, part_largest, part_total),)  # noqa: RUF005 - Triton has no starred tuples
+        for i in tl.static_range(AT_ONCE):
+            acc, largest, total = fold(acc, largest, total, parts[i][0], parts[i][1], parts[i][2], factor)
+        part_ptr += AT_ONCE * step * HEAD_DIM
+        largest_ptr += AT_ONCE * step
+    out, lse = finish(acc, largest, total, factor)
+    batch = index * (0 if PACKED else 1)
+    q_head = head * SHARED + row % SHARED
+    out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head + tl.arange(0, 1)
+    lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query + tl.arange(0, 1)
+    tl.store(out_ptr + out_at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + lse_at, lse)

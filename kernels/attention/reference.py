@@ -1,0 +1,231 @@
+"""Attention in plain torch, in fp32 throughout: the contract of spec.py for a CPU, and for what the Triton
+kernel does not take.
+
+Keys are walked in blocks of 128 from position 0. A block is met by the queries that see something of it and by no
+others, so that nothing which is masked for a query takes part in its sums, up to the end of the block. Products go
+through the slice-invariant GEMM of the device, one head at a time; the rest is elementwise, over all heads together:
+
+    forward, for each block     s = scale log2(e) q kᵀ        m' = max(m, max s)       p = 2^(s - m')     a = 2^(m - m')
+                                l' = a l + sum of p           acc' = a acc + p v
+    in the end                  out = acc / l                 lse = m + log2 l
+    backward                    p = 2^(s - lse)               dp = dout vᵀ             delta = sum of dout out
+                                ds = scale p (dp - delta)     dq = sum over blocks of ds k, in order
+                                dk = dsᵀ q, dv = pᵀ dout: one product for each query head, added in head order
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from .spec import AttentionSpec, PackedLengths, heads_side_by_side
+
+KEY_BLOCK = 128
+LOG2_E = 1 / math.log(2)
+_ELEMENTS = 1 << 21  # of scores at a time: heads are taken together up to this; sets the speed only
+
+# torch's CPU kernels take one formula for whole vectors and another for the elements left over, and cut large tensors
+# into one piece per thread, anywhere. So: whole vectors, in blocks below the size that is cut.
+_VECTORS = 64
+_BLOCK = 1 << 14
+
+
+def _transcendental(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), which works in place, with bits that do not depend on where an element lies. May overwrite x."""
+    if x.device.type != "cpu":
+        return function(x)
+    flat = x.reshape(-1)
+    if flat.numel() % _VECTORS:
+        flat = F.pad(flat, (0, -flat.numel() % _VECTORS), value=1.0)
+    for block in flat.split(_BLOCK):
+        function(block)
+    return flat[: x.numel()].view(x.shape)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        from ..gemm.matmul import matmul
+    else:
+        from ..gemm.reference import matmul
+    return matmul(a, b)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Over the last dim: the first half plus the second, until one is left; an order of its size alone."""
+    while (width := x.shape[-1]) > 1:
+        half = width // 2
+        folded = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([folded, x[..., -1:]], dim=-1) if width % 2 else folded
+    return x.squeeze(-1)
+
+
+# --- what meets what ------------------------------------------------------------------------------------------------
+
+
+def _sequences(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Iterator[tuple[slice, slice]]:
+    """The queries and keys of each sequence."""
+    if lengths is None:
+        yield slice(0, q.shape[2]), slice(0, k.shape[2])
+        return
+    cu_q, cu_k = lengths.cu_q.tolist(), lengths.cu_k.tolist()
+    for n in range(len(cu_q) - 1):
+        yield slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Key heads taken together, of rows [N, S, groups, D]."""
+    step = max(1, _ELEMENTS // max(1, rows.shape[1] * rows.shape[2] * KEY_BLOCK))
+    for start in range(0, rows.shape[0], step):
+        yield slice(start, start + step)
+
+
+def _blocks(
+    queries: int, keys: int, spec: AttentionSpec, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """For each block of keys: the queries that see something of it, its keys, and what they do not see [queries, keys].
+
+    Keys are those of the padded sequence: the last block is whole.
+    """
+    first = keys - queries  # the first query's position
+    for start in range(0, keys, KEY_BLOCK):
+        stop = min(start + KEY_BLOCK, keys)
+        low, high = (max(0, start - first), queries) if spec.causal else (0, queries)
+        if spec.window:
+            high = min(high, stop - 1 + spec.window - first)
+        if low >= high:
+            continue
+        key = torch.arange(start, start + KEY_BLOCK, dtype=torch.int64, device=device)
+        position = torch.arange(first + low, first + high, dtype=torch.int64, device=device).unsqueeze(1)
+        hidden = (key >= keys).expand(high - low, -1)
+        if spec.causal:
+            hidden = hidden | (key > position)
+        if spec.window:
+            hidden = hidden | (key <= position - spec.window)
+        yield slice(low, high), slice(start, start + KEY_BLOCK), hidden
+
+
+def _by_key_head(x: Tensor, groups: int) -> Tensor:
+    """[B, kv * groups, S, D] -> fp32 [B * kv, S, groups, D], contiguous: the rows that one key head meets."""
+    return rearrange(x.float(), "b (kv groups) s d -> (b kv) s groups d", groups=groups).contiguous()
+
+
+def _padded_keys(x: Tensor) -> Tensor:
+    """[B, kv, S, D] -> fp32 [B * kv, S in whole blocks, D]."""
+    return F.pad(x.flatten(0, 1).float(), (0, 0, 0, -x.shape[2] % KEY_BLOCK))
+
+
+def _per_head(a: Tensor, b: Tensor) -> Tensor:
+    """a [N, S, groups, K] @ b [N, K, M] -> [N, S, groups, M]"""
+    c = a.new_empty((*a.shape[:-1], b.shape[-1]))
+    for one_a, one_b, one_c in zip(a, b, c, strict=True):
+        one_c.view(-1, c.shape[-1]).copy_(_matmul(one_a.reshape(-1, a.shape[-1]), one_b))
+    return c
+
+
+def _scores(q: Tensor, k: Tensor, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scaled, capped scores of a block times log2(e), -inf where hidden; and their tanh if they are capped."""
+    scores, tanh = _per_head(q, k.transpose(1, 2)), None
+    if spec.softcap:
+        tanh = _transcendental(torch.tanh_, scores.mul_(spec.scale / spec.softcap))
+        scores = tanh * (spec.softcap * LOG2_E)
+    else:
+        scores.mul_(spec.scale * LOG2_E)
+    return scores.masked_fill_(hidden.unsqueeze(1), -math.inf), tanh
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq, D], lse [B, Hq, Sq]; see spec.py. Any device that has a slice-invariant GEMM."""
+    groups = q.shape[1] // k.shape[1]
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for queries, keys in _sequences(q, k, lengths):
+            rows, count = _by_key_head(q[:, :, queries], groups), keys.stop - keys.start
+            padded_k, padded_v = (_padded_keys(x[:, :, keys]) for x in (k, v))
+            for heads in _chunks(rows):
+                one_out, one_lse = _forward(rows[heads], padded_k[heads], padded_v[heads], count, spec)
+                out.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_out.transpose(1, 2)
+                lse.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_lse.transpose(1, 2)
+    return heads_side_by_side(out), lse
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """q [N, S, groups, D], k, v [N, keys in whole blocks, D] -> out, lse [N, S, groups, ..]"""
+    top = q.new_full(q.shape[:-1], -math.inf)
+    total, acc = torch.zeros_like(top), torch.zeros_like(q)
+    for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
+        scores, _ = _scores(q[:, rows], k[:, block], spec, hidden)
+        new_top = torch.maximum(top[:, rows], scores.amax(-1))
+        shrink = _transcendental(torch.exp2_, top[:, rows] - new_top)
+        powers = _transcendental(torch.exp2_, scores.sub_(new_top.unsqueeze(-1)))
+        top[:, rows] = new_top
+        total[:, rows] = total[:, rows] * shrink + _row_sums(powers)
+        acc[:, rows] = acc[:, rows] * shrink.unsqueeze(-1) + _per_head(powers, v[:, block])
+    seen = total > 0
+    lse = torch.where(seen, top + _transcendental(torch.log2_, total.clone()), -math.inf)
+    return acc.div_(total.masked_fill(~seen, 1.0).unsqueeze(-1)), lse
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; see spec.py."""
+    groups = q.shape[1] // k.shape[1]
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for queries, keys in _sequences(q, k, lengths):
+            rows = [_by_key_head(x[:, :, queries], groups) for x in (dout, q, out, lse.unsqueeze(-1))]
+            columns, count = [_padded_keys(x[:, :, keys]) for x in (k, v)], keys.stop - keys.start
+            for heads in _chunks(rows[0]):
+                one_dq, *of_keys = _backward(*(x[heads] for x in rows + columns), count, spec)
+                dq.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_dq.transpose(1, 2)
+                for whole, one in zip((dk, dv), of_keys, strict=True):
+                    whole.flatten(0, 1)[heads, keys] = one[:, :count]
+    return heads_side_by_side(dq), heads_side_by_side(dk), heads_side_by_side(dv)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dout, q, out [N, S, groups, D], lse [.., 1], k, v [N, keys in whole blocks, D] -> dq, dk, dv, fp32"""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = _row_sums(dout * out).unsqueeze(-1)
+    for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
+        scores, tanh = _scores(q[:, rows], k[:, block], spec, hidden)
+        powers = _transcendental(torch.exp2_, scores.sub_(lse[:, rows]))
+        slopes = _per_head(dout[:, rows], v[:, block].transpose(1, 2)).sub_(delta[:, rows]).mul_(powers)
+        if tanh is not None:
+            slopes.mul_(1 - tanh * tanh)
+        slopes.mul_(spec.scale)
+        dq[:, rows] += _per_head(slopes, k[:, block])
+        _add_by_query_head(dk[:, block], slopes, q[:, rows])
+        _add_by_query_head(dv[:, block], powers, dout[:, rows])
+    return dq, dk, dv
+
+
+def _add_by_query_head(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [N, K, D] = the sum over groups, in order, of a[:, :, group]ᵀ b[:, :, group]; a [N, S, groups, K]."""
+    for one_total, one_a, one_b in zip(total, a, b, strict=True):
+        first, *others = (_matmul(one_a[:, group].t(), one_b[:, group]) for group in range(a.shape[2]))
+        one_total.copy_(first)
+        for other in others:
+            one_total.add_(other)

@@ -1,0 +1,79 @@
+"""What one attention call computes, apart from its tensors: shared by forward.py (Triton) and reference.py.
+
+Both have the same two functions and the same contract:
+
+    forward(q, k, v, spec, lengths=None) -> out, lse            backward(dout, q, k, v, out, lse, spec, lengths=None)
+        q         [B, Hq, Sq, D]     any strides; Hq a multiple of Hkv, and query heads
+        k, v      [B, Hkv, Sk, D]    i Hq/Hkv .. share key head i
+        out       [B, Hq, Sq, D]     in q's dtype; 0 where a query sees nothing
+        lse       [B, Hq, Sq]        fp32: log2 of the sum of 2^(scaled and capped score * log2 e); -inf where it sees
+                                     nothing
+        dq, dk, dv                   in the dtypes and shapes of q, k, v
+
+out, dq, dk and dv lie in memory as [B, S, H, D] would (`empty_heads`), lse is contiguous.
+
+Query i stands at key position Sk - Sq + i, the last query at the last key, as in flash-attn 2.1 and later. Keys are
+walked from position 0 of their sequence in blocks that depend on nothing but dtype and head size. So out[b, h, i] is a
+function of q[b, h, i], k[b, h'] and v[b, h'] alone, the same bits in a full prefill, a chunk or one decode step, in any
+batch, packing or slice of the heads. dk and dv of a key head are the sum over its query heads' fp32 parts, in head
+order, rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# How many keys of a sequence the Triton kernels fold into one partial result before it joins the total. A sum over keys
+# is cut here and nowhere else, so that one program can take all chunks or each its own: a decode step then fills the
+# chip, and its bits are those of a prefill. Another value, other bits: a multiple of the largest tile's keys.
+# A prefill pays some 190 instructions a warp for each cut: 1024 makes it up to 6% faster on an H200 (2048 to 16384
+# tokens, head size 128), and a decode step of one sequence 8% slower. benchmarks/bench_attention.py --chunks measures
+# others.
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Which keys a query sees, and how a score is made.
+
+    causal: a query at key position p sees keys 0 .. p; else all of them.
+    scale: multiplies q kᵀ.
+    window: only the last `window` of those, p - window < j <= p; 0 is no window; needs causal.
+    softcap: scaled scores s become softcap * tanh(s / softcap); 0.0 is no cap.
+    """
+
+    causal: bool
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class PackedLengths:
+    """Sequences packed one after another into B = 1, Sq and Sk being the totals of tokens.
+
+    Sequence n has queries cu_q[n] .. cu_q[n + 1] and keys cu_k[n] .. cu_k[n + 1]: int32 [sequences + 1] on the tensors'
+    device, from 0 to the total. max_q and max_k are at least the longest sequence's lengths; they set the size of the
+    grid and no bits.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def empty_heads(like: Tensor) -> Tensor:
+    """[B, H, S, D] in memory for [B, S, H, D]: what follows takes a token's heads side by side, and needs no copy.
+
+    No view: autograd would refuse to have a view changed in place that a function returns.
+    """
+    _, heads, tokens, size = like.shape
+    return like.new_empty_strided(like.shape, (tokens * heads * size, size, heads * size, 1))
+
+
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """A copy of x [B, H, S, D] in such memory."""
+    return empty_heads(x).copy_(x)

@@ -1,0 +1,265 @@
+"""What attention's forward and backward kernels share: tile sizes, the walk over keys, where rows stand in memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch import Launch
+from .spec import AttentionSpec, PackedLengths
+
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels; other sizes are padded with zeros to the next
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2_E = 1.4426950408889634
+_ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
+_MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
+
+
+class Tile(NamedTuple):
+    """queries x keys of a step, the warps that share it, the depth of the loads' pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """By head size and dtype alone: in keys, and in how rows fall to warps, lies the order of a row's weights' sum."""
+    if dtype == torch.float32:
+        return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(64, 16, 8, 1)  # 4 warps at 128 spill 16000 registers
+    if head_dim > 128:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 128, 4, 2) if head_dim >= 64 else Tile(64, 64, 4, 3)
+
+
+@functools.cache
+def has_room(index: int | None) -> bool:
+    """Whether a program here may have more than 160 KiB of shared memory: on Hopper, and on Blackwell in servers."""
+    return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
+
+
+def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int, room: bool) -> Tile:
+    """dk and dv: a program keeps `keys` keys and walks the queries. A choice of speed alone."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
+    if head_dim <= 128:  # 16384 queries take 2% less by the larger tile, 2048 4% more
+        return Tile(32, 128, 8, 3) if room and queries >= 8192 else Tile(32, 64, 4, 3)
+    return Tile(32, 64, 8, 2)
+
+
+def backward_query_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """dq: a program keeps `queries` queries and walks the keys. A choice of speed alone."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 8, 1)
+    return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 8, 2)
+
+
+# --- in a kernel ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sequence(cu_ptr, index, length, PACKED: tl.constexpr):
+    """Where sequence `index` starts and how long it is: packed ones stand in a list, others are all alike."""
+    if PACKED:
+        start = tl.load(cu_ptr + index)
+        return start, tl.load(cu_ptr + index + 1) - start
+    return 0, length
+
+
+@triton.jit
+def tile_of(program, tiles, heads, sequences):
+    """Which tile, head and sequence a program has: heads by groups, so that what they read stays in the cache, and
+    within a group first the tiles numbered 0."""
+    GROUP: tl.constexpr = 16
+    group = program // (tiles * GROUP)
+    size = tl.minimum(heads * sequences - group * GROUP, GROUP)
+    in_group = program - group * tiles * GROUP
+    pair = group * GROUP + in_group % size
+    return in_group // size, pair % heads, pair // heads
+
+
+@triton.jit
+def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
+    """tanh(scores / cap) where there is a cap; the multiplication by cap is left to the exponent's factor."""
+    if SOFTCAP:
+        x = scores * inverse_cap
+        # the formula with exp loses what is small, where the series is right to 3e-7 of its value
+        square = x * x
+        series = tl.fma(square, 62.0 / 2835.0, -17.0 / 315.0)
+        series = tl.fma(series, square, 2.0 / 15.0)
+        series = tl.fma(series, square, -1.0 / 3.0)
+        series = tl.fma(series, square * x, x)
+        return tl.where(square < 0.1225, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+    return scores
+
+
+@triton.jit
+def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a query at a key position sees a key; both broadcast."""
+    see = key < keys
+    if CAUSAL:
+        see = see & (key <= position)
+    if WINDOW:
+        see = see & (position - key < window)
+    return see
+
+
+@triton.jit
+def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The key blocks that queries at positions first .. last see: [low, clear) and [full, high) in part, between whole.
+
+    All but high are multiples of BLOCK.
+    """
+    low = 0
+    high = keys
+    whole = keys  # all queries see the keys before
+    clear = low
+    if CAUSAL:
+        high = tl.minimum(keys, last + 1)
+        whole = tl.minimum(keys, first + 1)
+    if WINDOW:
+        low = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
+        clear = (tl.maximum(last - window + 1, 0) + BLOCK - 1) // BLOCK * BLOCK
+    full = tl.maximum(whole, 0) // BLOCK * BLOCK
+    clear = tl.minimum(clear, tl.maximum(high, 0))
+    return low, clear, tl.maximum(full, clear), tl.maximum(high, 0)
+
+
+# --- on the host ----------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) stands in row b * row_batch + h *
+    row_head + s and column b * column_batch + h * column_head + d."""
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    row_batch: int
+    row_head: int
+    column_batch: int
+    column_head: int
+
+    def descriptor(self, run: Launch, position: int, x: Tensor, block: tuple[int, int]) -> tuple:
+        return run.descriptor(position, x, block, self.shape, self.strides)
+
+    @property
+    def places(self) -> tuple[int, int, int, int]:
+        return self[2:]
+
+
+def aligned_flat(x: Tensor) -> Tensor:
+    """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    return x if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [B, H, S, D], or a contiguous copy of it where a row does not begin at a multiple of 16 bytes."""
+    batch, head, token, one = x.stride()
+    if one != 1 or x.data_ptr() % _ALIGNMENT or (batch | head | token) % (_ALIGNMENT // x.element_size()):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def unit_strides(x: Tensor) -> tuple[int, int, int]:
+    """The strides of x's batch, head and token in units of 16 bytes, so that the compiler knows how they align."""
+    unit = _ALIGNMENT // x.element_size()
+    batch, head, token, _ = x.stride()
+    return batch // unit, head // unit, token // unit
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
+    batch, heads, tokens, size = shape
+    stride_b, stride_h, stride_s, _ = strides
+    if strides == (heads * tokens * size, tokens * size, size, 1):
+        return Rows((batch * heads * tokens, size), (size, 1), heads * tokens, tokens, 0, 0)
+    if tokens > 1 and stride_s >= size:
+        row_b, column_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
+        row_h, column_h = divmod(stride_h, stride_s) if heads > 1 else (0, 0)
+        rows = (batch - 1) * row_b + (heads - 1) * row_h + tokens
+        columns = (batch - 1) * column_b + (heads - 1) * column_h + size
+        if columns <= stride_s and rows <= _MAX_SIDE:
+            return Rows((rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
+    return None
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, Rows]:
+    """`aligned` x, or a contiguous copy of it where it is no matrix, and the matrix."""
+    rows = _rows(x.shape, x.stride())
+    if rows is None:
+        x = x.clone(memory_format=torch.contiguous_format)
+        rows = _rows(x.shape, x.stride())
+        assert rows is not None
+    return x, rows
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The kernels' head size for one of `head_dim`.
+
+    Raises:
+        ValueError: it is larger than the largest.
+    """
+    for size in HEAD_DIMS:
+        if head_dim <= size:
+            return size
+    raise ValueError(f"head_dim={head_dim} is larger than the attention kernel takes: at most {HEAD_DIMS[-1]}")
+
+
+def pad_heads(x: Tensor, head_dim: int) -> Tensor:
+    """x [.., D] with columns of zeros up to head_dim: they add nothing to a score, and their output is cut off."""
+    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+
+
+@functools.cache
+def launch(
+    kernel: triton.JITFunction,
+    index: int | None,
+    dtypes: tuple[torch.dtype, ...],
+    tile: Tile,
+    constants: tuple,
+    early: bool = False,
+    make_descriptor: Any = TensorDescriptor,
+) -> Launch:
+    """The launch of `kernel` for what decides which compiled form it is; `early`: before the kernel ahead is done."""
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    options["make_descriptor"] = make_descriptor
+    return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
+
+
+class Problem(NamedTuple):
+    """A call's sizes and options as the kernels want them."""
+
+    kv_heads: int
+    sequences: int
+    longest_q: int
+    longest_k: int
+    window: int
+    factor: float  # of a (capped) score in the exponent of 2
+    inverse_cap: float  # scale / softcap
+    flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
+
+
+def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | None) -> Problem:
+    """Raises ValueError for a scale that is not positive: the kernels take the largest score before they scale."""
+    if not spec.scale > 0:
+        raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; negate q for a negative one")
+    capped_scores = spec.softcap != 0.0
+    longest_k = k.shape[2] if lengths is None else lengths.max_k
+    return Problem(
+        k.shape[1],
+        q.shape[0] if lengths is None else lengths.cu_q.shape[0] - 1,
+        q.shape[2] if lengths is None else lengths.max_q,
+        longest_k,
+        min(spec.window, max(longest_k, 1)),  # a longer one hides no more, and positions minus it stay in 32 bits
+        (spec.softcap if capped_scores else spec.scale) * LOG2_E,
+        spec.scale / spec.softcap if capped_scores else 0.0,
+        (spec.causal, spec.window > 0, capped_scores, lengths is not None),
+    )

@@ -1,0 +1,316 @@
+"""Slice-invariant matrix product in Triton: the bits of C[i, j] depend on A[i, :], B[:, j], K and the dtypes alone.
+
+How one call runs:
+  1. `matmul` checks its arguments and picks a tile shape (`choose_config`), which is a matter of speed only.
+  2. The kernel gives each output tile to one program. It walks K from 0 upwards, in order, and adds every product
+     into one fp32 accumulator. There is no split of K and no atomic, so neither the number of rows and columns nor the
+     place of an element in its tile can reorder a sum. A second accumulator is there only if `promote_every` asks for
+     it, and then at places that K alone decides.
+  3. Bias is added to the fp32 accumulator, and one rounding makes the output. `accumulate` adds what `out` holds.
+
+On Hopper, 16-bit operands that TMA can address go to matmul_tma.py: the same sums, so the same bits, faster.
+
+Under TRITON_INTERPRET=1 (no GPU) the same kernel runs on CPU tensors. That tests the logic, not the GPU's bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import cdiv, interpreting, launch_on
+from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
+from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
+from .output import check_output, check_promotion, written
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
+_INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
+
+
+@triton.jit
+def _walk(
+    a_ptrs, b_ptrs, a_step, b_step, first, last, K, row_mask, col_mask,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """The sum of the products of steps first .. last, and where the next step is."""
+    ks = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(first, last):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=row_mask, other=0.0)
+            b = tl.load(b_ptrs, mask=col_mask, other=0.0)
+        else:
+            # Both operands are zeroed past K: a zero times a stray NaN or Inf would poison the sum.
+            k_left = K - step * BLOCK_K
+            a = tl.load(a_ptrs, mask=row_mask & (ks[None, :] < k_left), other=0.0)
+            b = tl.load(b_ptrs, mask=col_mask & (ks[:, None] < k_left), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_ptrs += a_step
+        b_ptrs += b_step
+    return acc, a_ptrs, b_ptrs
+
+
+# `steps` must stay a run-time value. With one step known at compile time the loop folds away, and Triton then rewrites
+# dot(a, b, 0) + bias into dot(a, b, bias): another order of additions, so other bits. `promoted_steps` likewise, where
+# the second accumulator would take the place of the bias.
+@triton.jit(do_not_specialize=["steps", "promoted_steps"])
+def _matmul_kernel(
+    a_ptr, b_ptr, c_ptr, bias_ptr,
+    M, N, K, steps, promoted_steps,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_bias,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    # Tiles in groups of GROUP_M tile rows, column by column within a group: neighbours share their part of B.
+    pid = tl.program_id(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = pid // (GROUP_M * tiles_n)
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    pid_in_group = pid % (GROUP_M * tiles_n)
+    tile_m = group * GROUP_M + pid_in_group % group_rows
+    tile_n = pid_in_group // group_rows
+
+    # Offsets are 64-bit, since a row or column index times its stride passes 2**31 in large tensors.
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks_wide = tl.arange(0, BLOCK_K).to(tl.int64)
+    # A stride of 1 is a compile-time constant, so the compiler sees along which dimension a load is contiguous.
+    a_ptrs = a_ptr + rows[:, None] * stride_am + ks_wide[None, :] * stride_ak
+    b_ptrs = b_ptr + ks_wide[:, None] * stride_bk + cols[None, :] * stride_bn
+    a_step = tl.full((), BLOCK_K, tl.int64) * stride_ak
+    b_step = tl.full((), BLOCK_K, tl.int64) * stride_bk
+    row_mask = rows[:, None] < M
+    col_mask = cols[None, :] < N
+
+    if PROMOTE:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for first in range(0, steps, promoted_steps):
+            last = tl.minimum(first + promoted_steps, steps)
+            part, a_ptrs, b_ptrs = _walk(
+                a_ptrs, b_ptrs, a_step, b_step, first, last, K, row_mask, col_mask, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K
+            )
+            acc += part
+    else:
+        acc, a_ptrs, b_ptrs = _walk(
+            a_ptrs, b_ptrs, a_step, b_step, 0, steps, K, row_mask, col_mask, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K
+        )
+
+    # Products that underflow can leave -0.0, which the zeros past K turn into +0.0 for some block_k and not for others.
+    # Adding +0.0 (which compilers may not drop) makes it +0.0 always, and no bias the same as a bias of zeros.
+    acc += 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    c_ptrs = c_ptr + rows[:, None] * stride_cm + cols[None, :]
+    if ACCUMULATE:
+        acc += tl.load(c_ptrs, mask=row_mask & col_mask, other=0.0)
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=row_mask & col_mask)
+
+
+def _allowed_dtypes() -> str:
+    return ", ".join(map(str, DTYPES))
+
+
+def _check_kinds(operation: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Raises unless these are tensors of one device and of dtypes that go together."""
+    for name, tensor in (("a", a), ("b", b)) if bias is None else (("a", a), ("b", b), ("bias", bias)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {_allowed_dtypes()}")
+        if tensor.device != a.device:
+            raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of a, {a.device}")
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"{operation}: out_dtype is {out_dtype}; allowed: {_allowed_dtypes()}, or None for a's dtype")
+    if b.dtype != a.dtype:
+        raise TypeError(f"{operation}: b has dtype {b.dtype}; allowed: the dtype of a, {a.dtype}")
+
+
+def _check_bias(operation: str, bias: Tensor | None, n: int) -> None:
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{operation}: bias has shape {tuple(bias.shape)}; allowed: [N], here ({n},)")
+
+
+def _check(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    _check_kinds("matmul", a, b, bias, out_dtype)
+    if a.dim() != 2 or b.dim() != 2:
+        name, tensor, shape = ("a", a, "[M, K]") if a.dim() != 2 else ("b", b, "[K, N]")
+        raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: two dimensions, {shape}")
+    (m, k), (b_k, n) = a.shape, b.shape
+    if k != b_k:
+        raise ValueError(
+            f"matmul: b has shape {tuple(b.shape)}; allowed: [K, N] with the K of a, whose shape is {tuple(a.shape)}"
+        )
+    if not (m and n and k):
+        name, tensor = ("a", a) if not (m and k) else ("b", b)
+        raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: every dimension at least 1")
+    _check_bias("matmul", bias, n)
+
+
+def _check_rank_major(
+    a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
+    """TMA gives zeros for what lies outside, so operands that do not fit would have a product too."""
+    name = "matmul_rank_major"
+    _check_kinds(name, a, b, bias, out_dtype)
+    if b_k_dim not in (0, 1):
+        raise ValueError(f"{name}: b_k_dim is {b_k_dim!r}; allowed: 1 for b [P, N, K/P], 0 for b [P, K/P, N]")
+    b_shape = ("[P, K/P, N]", "[P, N, K/P]")[b_k_dim]
+    for operand, tensor, shape in (("a", a, "[P, M, K/P]"), ("b", b, b_shape)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; allowed: three dimensions, {shape}")
+    ranks, _, k_local = a.shape
+    if (b.shape[0], b.shape[1 + b_k_dim]) != (ranks, k_local):
+        raise ValueError(
+            f"{name}: b has shape {tuple(b.shape)}; allowed: {b_shape} with the P and K/P of a, whose shape is "
+            f"{tuple(a.shape)}"
+        )
+    if type(stride) is not int or stride < 1 or k_local % stride:
+        raise ValueError(
+            f"{name}: stride is {stride!r}; allowed: an int of at least 1 that divides K/P, here {k_local}"
+        )
+    _check_bias(name, bias, b.shape[2 - b_k_dim])
+
+
+def _no_negated_views(*tensors: Tensor | None) -> list[Any]:
+    """The tensors, a copy of each that torch negates by a bit alone (z.conj().imag): kernels see its bytes."""
+    return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+    config: MatmulConfig | None = None,
+) -> Tensor:
+    """C = A B + bias, where C[i, j] has the same bits whichever other rows and columns are computed with it.
+
+    Args:
+        a: [M, K], bfloat16, float16 or float32, any strides (transposed, sliced and expanded views included).
+        b: [K, N], dtype and device of `a`, any strides.
+        bias: [N] of any of these dtypes, or None; added in fp32 before the one final rounding.
+        out_dtype: dtype of the result, any of the three; None means out's, else a's.
+        out: [M, N] to write into, rows contiguous, memory of its own; None makes a new tensor.
+        accumulate: add the product to what out, float32, holds: the bytes of `out.add_(matmul(a, b, bias=bias,
+            out_dtype=torch.float32))`.
+        promote_every: None, or after how many k, a multiple of 128, the accumulator is added to a second one. Part of
+            the order of K: other values, other bits. See output.py.
+        config: tile shape for this module's kernel, for tests and tuning. None leaves the choice to `choose_config`,
+            and on Hopper takes the TMA kernel where it can. Neither changes a bit.
+
+    Returns:
+        out, or contiguous [M, N]. Accumulated in fp32; fp32 operands are multiplied in IEEE fp32, never TF32.
+        Not differentiable by itself: call it inside a torch.autograd.Function.
+
+    Raises:
+        TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes, an out that is
+            not of out_dtype, or not float32 to accumulate into.
+        ValueError: wrong shapes, an empty dimension (M, N or K is 0), different devices, an out without contiguous
+            rows, in the memory of an operand or of the bias, or negated by a bit, accumulate without out, a
+            promote_every that 128 does not divide, or a device that cannot run Triton kernels.
+    """
+    key = None
+    if out is None and config is None:
+        key = call_key(a, b, bias, out_dtype, promote_every)
+        if (c := repeat_call(key)) is not None:
+            return c
+    _check(a, b, bias, out_dtype or getattr(out, "dtype", None))
+    out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
+    check_promotion(promote_every)
+    if out is not None and out.is_neg():
+        raise ValueError("matmul: out is a view that torch negates (is_neg() is True); allowed: a tensor that is not")
+    a, b, bias = _no_negated_views(a, b, bias)
+    m, k = a.shape
+    n = b.shape[1]
+    if config is None and (operands := tma_operands(a, b, out_dtype, out)) is not None:
+        with launch_on(a, "matmul"):
+            return tma_matmul(
+                operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
+            )
+    if config is None:
+        spare = accumulate or promote_every is not None
+        config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
+        if a.is_cuda:
+            config = fit(config, a.element_size(), shared_memory_of(a.device.index))
+
+    with launch_on(a, "matmul"):
+        if interpreting():
+            # The interpreter's tl.dot on bfloat16 is garbage, its bfloat16 subnormals are wrong and it rounds to
+            # bfloat16 by truncation: let it see fp32 only, and let torch convert on both sides.
+            a, b = a.float(), b.float()
+            bias = None if bias is None else bias.float()
+        c_dtype = torch.float32 if interpreting() else out_dtype
+        in_place = out is not None and out.dtype == c_dtype
+        c = out if in_place else torch.empty((m, n), device=a.device, dtype=c_dtype)
+        grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
+        block_k = promoted_block_k(config.block_k, promote_every)
+        _matmul_kernel[grid](
+            a, b, c, c if bias is None else bias,
+            m, n, k, cdiv(k, block_k), (promote_every or 0) // block_k,
+            a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), 0 if bias is None else bias.stride(0),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
+            EVEN_K=k % block_k == 0, HAS_BIAS=bias is not None, ACCUMULATE=accumulate, PROMOTE=bool(promote_every),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        if out is None:
+            return c.to(out_dtype)
+        return written(out) if in_place else out.copy_(c)
+
+
+def matmul_rank_major(
+    a: Tensor,
+    b: Tensor,
+    *,
+    b_k_dim: int,
+    stride: int = 1,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    promote_every: int | None = None,
+) -> Tensor | None:
+    """The product of operands gathered from P ranks, read where they lie, or None where that is not possible.
+
+    TP=1's order of K is (stride, rank, local): the bytes are those of `matmul` of the operands laid out in that order.
+
+    Args:
+        a: [P, M, K/P], contiguous.
+        b: [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0), contiguous, of a's dtype and device.
+        stride: the partition_stride of K, which divides K/P.
+        bias, out_dtype, promote_every: as for `matmul`.
+
+    Returns:
+        Contiguous [M, N], or None: not a Hopper GPU, not a 16-bit dtype, K/P/stride not a multiple of 16, an empty
+        operand, or rows that TMA cannot address. The caller then lays the operands out and calls `matmul`.
+
+    Raises:
+        TypeError: what is no tensor, a dtype that is not supported, a and b of different dtypes.
+        ValueError: shapes that do not fit each other, a stride that is no divisor of K/P, another b_k_dim,
+            different devices, a promote_every that 128 does not divide.
+    """
+    key = call_key(a, b, bias, out_dtype, promote_every)
+    if key is not None and type(stride) is int:
+        key = (b_k_dim, stride, key)
+        if (c := repeat_call(key)) is not None:
+            return c
+    _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
+    check_promotion(promote_every)
+    a, b, bias = _no_negated_views(a, b, bias)
+    out_dtype = out_dtype or a.dtype
+    if not (a.numel() and b.numel()):
+        return None
+    operands = rank_major_operands(a, b, b_k_dim=b_k_dim, stride=stride, out_dtype=out_dtype)
+    if operands is None:
+        return None
+    with launch_on(a, "matmul"):
+        return tma_matmul(operands, bias, out_dtype, promote_every=promote_every, key=key)

@@ -1,0 +1,393 @@
+"""The matrix product on Hopper: the same sums as matmul.py's kernel, fed by the tensor memory accelerator (TMA).
+
+A persistent grid, one program for each multiprocessor, walks the output tiles; K is walked in order into one fp32
+accumulator, exactly as in matmul.py, so the bits are the same and this is a choice of speed alone. An operand stands in
+memory either as its name says ([M, K], [K, N]) or transposed; TMA loads the tile as it stands and the tensor core reads
+it the other way round, so all three of a linear layer's products (X Wᵀ, dY W, dYᵀ X) run without a copy.
+
+Operands gathered from P ranks are read where they lie. Rank r's shard holds K/P of K in S pieces (S is the
+partition_stride), and TP=1's order of K is piece by piece, within a piece rank by rank. So the kernel walks K as
+(piece, rank, local) in steps that never cross a piece, and the shards stand one below the other in one descriptor:
+A [P * M, K/P], B [P * N, K/P] or [P * K/P, N]. A tile at the lower edge of a shard also loads rows of the next shard;
+they end in rows of C past M, which are not stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, cdiv
+from .matmul_configs import MatmulConfig, choose_tma_config, promoted_block_k
+from .output import written
+
+_ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
+_MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
+
+
+@triton.jit
+def _walk(
+    a_desc, b_desc, b_narrow_desc, row, col, first, last, rank, start, local, M, N, steps, ranks, piece_k,
+    BLOCK_M: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
+):  # fmt: skip
+    """The sums of the products of steps first .. last, and where in a rank-major buffer the next step is."""
+    acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
+    acc_narrow = tl.zeros((BLOCK_M, NARROW if NARROW else 1), dtype=tl.float32)
+    for step in range(first, last):
+        if RANK_MAJOR:
+            k_a = start + local
+            row_a = rank * M + row
+            k_b = k_a if B_TRANSPOSED else rank * (steps * BLOCK_K // ranks) + k_a
+            col_b = rank * N + col if B_TRANSPOSED else col
+        else:
+            k_a = step * BLOCK_K
+            row_a = row
+            k_b = k_a
+            col_b = col
+        # what lies past the edges of M, N and K arrives as zeros
+        if A_TRANSPOSED:
+            a = a_desc.load([k_a, row_a]).T
+        else:
+            a = a_desc.load([row_a, k_a])
+        if B_TRANSPOSED:
+            b = b_desc.load([col_b, k_b]).T
+        else:
+            b = b_desc.load([k_b, col_b])
+        acc = tl.dot(a, b, acc)
+        if NARROW:
+            if B_TRANSPOSED:
+                b_narrow = b_narrow_desc.load([col_b + WIDE, k_b]).T
+            else:
+                b_narrow = b_narrow_desc.load([k_b, col_b + WIDE])
+            acc_narrow = tl.dot(a, b_narrow, acc_narrow)
+        if RANK_MAJOR:
+            local += BLOCK_K
+            rank += (local == piece_k).to(tl.int32)
+            local = tl.where(local == piece_k, 0, local)
+            start += tl.where(rank == ranks, piece_k, 0)
+            rank = tl.where(rank == ranks, 0, rank)
+    return acc, acc_narrow, rank, start, local
+
+
+@triton.jit
+def _finish(
+    acc, c_desc, bias_ptr, row, col, N, stride_bias,
+    COLS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Bias, what c holds, rounding, store: of COLS columns."""
+    acc += 0.0  # no negative zero, as in matmul.py
+    if HAS_BIAS:
+        cols = col + tl.arange(0, COLS)
+        acc += tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if HALVES:
+        # half a tile at a time takes half the shared memory, which buys the loads another stage
+        PART: tl.constexpr = COLS // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, PART)), (0, 2, 1)))
+        _store(left, c_desc, row, col, ACCUMULATE)
+        _store(right, c_desc, row, col + PART, ACCUMULATE)
+    else:
+        _store(acc, c_desc, row, col, ACCUMULATE)
+
+
+@triton.jit
+def _store(c, c_desc, row, col, ACCUMULATE: tl.constexpr):
+    # Not by TMA's own addition (cp.reduce), which flushes subnormals; nor by pointers, which spill registers.
+    if ACCUMULATE:
+        c += c_desc.load([row, col])
+    c_desc.store([row, col], c.to(c_desc.dtype))
+
+
+# Nothing is specialised on a value, so that one compiled kernel serves all shapes; for `steps` and `promoted_steps`
+# that is needed for the bits too, as in matmul.py.
+@triton.jit(do_not_specialize=["bias_ptr", "M", "N", "steps", "promoted_steps", "stride_bias", "ranks", "piece_k"])
+def _persistent_matmul_kernel(
+    a_desc, b_desc, b_narrow_desc, c_desc, bias_ptr,
+    M, N, steps, promoted_steps, stride_bias, ranks, piece_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    # A tile of 3 * 2**n columns is two products side by side, of two thirds and of one third of them.
+    NARROW: tl.constexpr = 0 if (BLOCK_N & (BLOCK_N - 1)) == 0 else BLOCK_N // 3
+    WIDE: tl.constexpr = BLOCK_N - NARROW
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_in_group = GROUP_M * tiles_n
+    # Flattened with the K loop, so that the loads of the next tile start while this one is being stored. With two
+    # products side by side that takes longer (128 x 192 at 2048 x 1536 x 4096: 59 us against 41), and loops three deep
+    # Triton does not flatten: a promotion waits for its last product, and the loads start anew after it.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=NARROW == 0 and not PROMOTE):
+        group = tile // tiles_in_group
+        group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        in_group = tile % tiles_in_group
+        row = (group * GROUP_M + in_group % group_rows) * BLOCK_M
+        col = (in_group // group_rows) * BLOCK_N
+
+        rank = tl.full((), 0, tl.int32)
+        start = tl.full((), 0, tl.int32)  # of the piece, within the shard
+        local = tl.full((), 0, tl.int32)  # within the piece
+        if PROMOTE:
+            acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
+            acc_narrow = tl.zeros((BLOCK_M, NARROW if NARROW else 1), dtype=tl.float32)
+            for first in range(0, steps, promoted_steps):
+                part, part_narrow, rank, start, local = _walk(
+                    a_desc, b_desc, b_narrow_desc, row, col, first, tl.minimum(first + promoted_steps, steps),
+                    rank, start, local, M, N, steps, ranks, piece_k,
+                    BLOCK_M, WIDE, NARROW, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, RANK_MAJOR,
+                )  # fmt: skip
+                acc += part
+                acc_narrow += part_narrow
+        else:
+            acc, acc_narrow, rank, start, local = _walk(
+                a_desc, b_desc, b_narrow_desc, row, col, 0, steps,
+                rank, start, local, M, N, steps, ranks, piece_k,
+                BLOCK_M, WIDE, NARROW, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, RANK_MAJOR,
+            )  # fmt: skip
+
+        _finish(acc, c_desc, bias_ptr, row, col, N, stride_bias, WIDE, HAS_BIAS, ACCUMULATE, HALVES)
+        if NARROW:
+            _finish(acc_narrow, c_desc, bias_ptr, row, col + WIDE, N, stride_bias, NARROW, HAS_BIAS, ACCUMULATE, False)
+
+
+class TmaOperands(NamedTuple):
+    """Two matrices that TMA can address, as the kernel wants them.
+
+    a, b          as they stand in memory: [M, K] or [K, M]; [K, N] or [N, K]; rank-major: shards one below the other
+    a_transposed  a stands as [K, M]; b_transposed: b stands as [N, K]
+    ranks         P of rank-major operands; 1 otherwise
+    piece_k       K / (P * S), how much of K stands together; K where ranks is 1
+    """
+
+    a: Tensor
+    b: Tensor
+    a_transposed: bool
+    b_transposed: bool
+    m: int
+    n: int
+    k: int
+    ranks: int = 1
+    piece_k: int = 0
+
+
+def _as_it_stands(x: Tensor) -> tuple[Tensor, bool] | None:
+    """x or its transpose, whichever has contiguous rows that TMA can address, and whether it is the transpose."""
+    if x.data_ptr() % _ALIGNMENT:
+        return None
+    (rows, cols), (outer, inner) = x.shape, x.stride()
+    unit = _ALIGNMENT // x.element_size()
+    if inner == 1 and outer >= cols and outer % unit == 0:
+        return x, False
+    if outer == 1 and inner >= rows and inner % unit == 0:
+        return x.t(), True
+    return None
+
+
+@functools.cache
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] == 9
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _takes(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
+    """Whether the device, the dtypes and the row stride of C are right."""
+    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(a.device.index):
+        return False
+    return c_stride * out_dtype.itemsize % _ALIGNMENT == 0
+
+
+def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> TmaOperands | None:
+    """What the kernel needs to compute a [M, K] @ b [K, N] (into out), or None where it cannot take them."""
+    (m, k), n = a.shape, b.shape[1]
+    if not _takes(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > _MAX_SIDE:
+        return None
+    if out is not None and (out.data_ptr() % _ALIGNMENT or out.stride(0) < n or out.stride(1) != 1):
+        return None
+    a_stands, b_stands = _as_it_stands(a), _as_it_stands(b)
+    if a_stands is None or b_stands is None:
+        return None
+    return TmaOperands(a_stands[0], b_stands[0], a_stands[1], b_stands[1], m, n, k)
+
+
+def rank_major_operands(
+    a: Tensor, b: Tensor, *, b_k_dim: int, stride: int, out_dtype: torch.dtype
+) -> TmaOperands | None:
+    """The same for rank-major a [P, M, K/P] and b [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0).
+
+    None where the kernel cannot read them in place: then lay them out first (gemm.RankMajor.matrix).
+    """
+    ranks, m, k_local = a.shape
+    n = b.shape[2 - b_k_dim]
+    if not _takes(a, n, out_dtype) or not a.is_contiguous() or not b.is_contiguous():
+        return None
+    piece_k, left_over = divmod(k_local, stride)
+    if left_over or piece_k % 16 or ranks * max(m, n, k_local) > _MAX_SIDE:
+        return None
+    a_stands, b_stands = _as_it_stands(a.view(-1, k_local)), _as_it_stands(b.view(-1, b.shape[2]))
+    if a_stands is None or b_stands is None:
+        return None
+    return TmaOperands(a_stands[0], b_stands[0], False, b_k_dim == 1, m, n, ranks * k_local, ranks, piece_k)
+
+
+class _Plan(NamedTuple):
+    """All of a call that does not depend on its data: for the host, most of the work."""
+
+    launch: Launch
+    a_block: tuple[int, int]
+    b_block: tuple[int, int]
+    narrow_block: tuple[int, int] | None
+    c_block: tuple[int, int]
+    steps: int
+    promoted_steps: int
+    constants: tuple
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
+    dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, accumulate: bool,
+    promote_every: int | None, index: int, config: MatmulConfig | None,
+) -> _Plan:  # fmt: skip
+    multiprocessors = _multiprocessors(index)
+    if config is None:
+        promoted = bool(promote_every)
+        config = choose_tma_config(
+            m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors, accumulate, promoted
+        )
+    block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
+    while ranks > 1 and piece_k % block_k:
+        block_k //= 2  # a step stays within a piece
+    programs = min(multiprocessors, cdiv(m, block_m) * cdiv(n, block_n))
+    wide = block_n - config.narrow
+
+    def b_block(cols: int) -> tuple[int, int]:
+        return (cols, block_k) if b_transposed else (block_k, cols)
+
+    return _Plan(
+        launch=Launch(
+            _persistent_matmul_kernel, programs, num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        a_block=(block_k, block_m) if a_transposed else (block_m, block_k),
+        b_block=b_block(wide),
+        narrow_block=b_block(config.narrow) if config.narrow else None,
+        c_block=(block_m, wide // 2 if config.halves else wide),
+        steps=cdiv(k, block_k),
+        promoted_steps=(promote_every or 0) // block_k,
+        constants=(
+            block_m, block_n, block_k, config.group_m, a_transposed, b_transposed, ranks > 1,
+            bias_dtype is not None, accumulate, bool(promote_every), config.halves,
+        ),
+    )  # fmt: skip
+
+
+class _Prepared(NamedTuple):
+    """A call that was made before, but for its output. Addresses and no tensors, so that it keeps nothing alive."""
+
+    launch: Launch
+    index: int
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    operands: tuple
+    c_position: int
+    c_block: tuple[int, int]
+    others: tuple
+
+
+_MOST_PREPARED = 4096
+_prepared: dict[tuple, _Prepared] = {}
+
+
+def call_key(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
+) -> tuple | None:
+    """All that a call depends on, but for what stands at these addresses.
+
+    None for a call that is neither remembered nor like one that was: arguments that are no tensors, views negated by a
+    bit (the same address as what they negate), a promote_every of another type, which may equal an int (512.0). Devices
+    are a part, since an address of memory that one gave back may be another's next.
+    """
+    if promote_every is not None and type(promote_every) is not int:
+        return None
+    try:
+        if a.is_neg() or b.is_neg():
+            return None
+        key = (
+            a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(),
+            b.data_ptr(), b.shape, b.stride(), b.dtype, b.get_device(), out_dtype, promote_every,
+        )  # fmt: skip
+        if bias is None:
+            return key
+        if bias.is_neg():
+            return None
+        return (key, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype, bias.get_device())
+    except AttributeError:
+        return None
+
+
+def repeat_call(key: tuple | None) -> Tensor | None:
+    """The product of a call like one before, or None if there was none: most of a call's time goes into preparing."""
+    prepared = _prepared.get(key)  # type: ignore[arg-type]
+    if prepared is None:
+        return None
+    launch, index, shape, strides, dtype, device, operands, c_position, c_block, others = prepared
+    if index != torch._C._cuda_getDevice():  # torch.cuda.current_device() less 0.2 us: CUDA has started
+        return None
+    c = torch.empty(shape, device=device, dtype=dtype)
+    launch(index, *operands, *launch.descriptor(c_position, c, c_block, shape, strides), *others)
+    return c
+
+
+def tma_matmul(
+    x: TmaOperands,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    config: MatmulConfig | None = None,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+    key: tuple | None = None,
+) -> Tensor:
+    """c [M, N] = a @ b (+ bias), on the current device; arguments checked by matmul.matmul.
+
+    config: for tests and tuning; None takes the table's. key: `call_key`, to remember the call for `repeat_call`.
+    """
+    a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
+    if bias is not None and n * bias.stride(0) > _MAX_SIDE:
+        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address is not to be remembered
+    c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
+    index = c.get_device()
+    launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
+        m, n, k, ranks, piece_k, a_transposed, b_transposed,
+        a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
+    )  # fmt: skip
+    c_position = 2 if narrow_block is None else 3
+    operands = (
+        *launch.descriptor(0, a, a_block),
+        *launch.descriptor(1, b, b_block),
+        *((None,) if narrow_block is None else launch.descriptor(2, b, narrow_block)),
+    )
+    others = (
+        m, n, steps, promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k, *constants,
+    )  # fmt: skip
+    pointer = c if bias is None else bias
+    if key is not None and launch.direct:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        remembered = (pointer.data_ptr(), *others)
+        _prepared[key] = _Prepared(
+            launch, index, (m, n), (n, 1), out_dtype, a.device, operands, c_position, c_block, remembered
+        )
+    launch(index, *operands, *launch.descriptor(c_position, c, c_block), pointer, *others)
+    return c if out is None else written(out)

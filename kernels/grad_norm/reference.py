@@ -1,0 +1,170 @@
+"""Sums of squares by leaf, their fold, and scaling, for a CPU: plain torch, the contract and the bits of kernel.py.
+
+A leaf is what a tensor holds at one index of one dim. The order of its sum:
+
+    lanes   lane l of LANES adds the squares of elements l, l + LANES, l + 2 LANES .., each product rounded to fp32
+            first; elements in the order in which the tensor has them
+    tree    then neighbours: lanes 0 and 1, 2 and 3 .., and so on with the results, until one is left
+
+It depends on the leaf's length alone. Zeros behind the end change nothing, as no sum of squares is -0.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..gemm.reference import SUPPORTED_DTYPES
+
+LANES = 128
+FOLDED = 4096  # numbers that one step of `fold` makes one of
+
+
+def check_tensors(operation: str, xs: Sequence[Tensor]) -> None:
+    """Raises unless xs are tensors of supported dtypes on one device, at least one."""
+    if not len(xs):
+        raise ValueError(f"{operation}: there are no tensors; allowed: at least one")
+    device = xs[0].device
+    for i, x in enumerate(xs):
+        if x.dtype not in SUPPORTED_DTYPES:
+            allowed = ", ".join(map(str, SUPPORTED_DTYPES))
+            raise TypeError(f"{operation}: tensor {i} has dtype {x.dtype}; allowed: {allowed}")
+        if x.device != device:
+            raise ValueError(f"{operation}: tensor {i} is on {x.device}; allowed: the device of tensor 0, {device}")
+
+
+def check_dims(operation: str, xs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """Raises unless each of xs has its dim of `dims`; 0 is one of a tensor without dims, too."""
+    if len(xs) != len(dims):
+        raise ValueError(f"{operation}: {len(xs)} tensors and {len(dims)} dims; allowed: as many")
+    for i, (x, dim) in enumerate(zip(xs, dims, strict=True)):
+        if not 0 <= dim < max(x.dim(), 1):
+            raise ValueError(f"{operation}: dim {dim} of tensor {i} {tuple(x.shape)}; allowed: 0 to {x.dim() - 1}")
+
+
+def check_vector(operation: str, v: Tensor) -> None:
+    if v.dim() != 1 or v.dtype != torch.float32:
+        raise ValueError(f"{operation}: got {v.dtype} {tuple(v.shape)}; allowed: a float32 vector")
+
+
+def check_factor(operation: str, factor: Tensor, xs: Sequence[Tensor]) -> None:
+    if factor.dim() or factor.dtype != torch.float32 or factor.device != xs[0].device:
+        raise ValueError(
+            f"{operation}: factor is {factor.dtype} {tuple(factor.shape)} on {factor.device}; allowed: one float32 "
+            f"number without dims, on {xs[0].device}"
+        )
+
+
+def _sum_rows(rows: Tensor, square: bool) -> Tensor:
+    """[L, n] -> fp32 [L], each row in the order above."""
+    count, n = rows.shape
+    lanes = min(LANES, 1 << max(n - 1, 0).bit_length())
+    total = torch.zeros(count, lanes, dtype=torch.float32, device=rows.device)
+    for start in range(0, n, lanes):
+        part = rows[:, start : start + lanes].float()
+        total[:, : part.shape[1]] += part * part if square else part
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return total[:, 0]
+
+
+def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
+    """fp32 [number of leaves]: one for each index of a tensor's dim, tensor after tensor.
+
+    xs: bfloat16, float16 or float32, any strides, all on one device; dims: one for each, 0 for a tensor without dims,
+    which is one leaf.
+
+    Raises:
+        TypeError: a dtype that is not supported.
+        ValueError: no tensors, other devices, or a dim that is not there.
+    """
+    check_tensors("sums_of_squares", xs)
+    check_dims("sums_of_squares", xs, dims)
+    rows = [x.reshape(1) if not x.dim() else x.movedim(dim, 0) for x, dim in zip(xs, dims, strict=True)]
+    return torch.cat([_sum_rows(x.reshape(x.shape[0], x[:1].numel()), square=True) for x in rows])
+
+
+def fold(v: Tensor) -> Tensor:
+    """The sum of an fp32 vector, 0-dim: FOLDED numbers at a time become one, each in the order above, until one is
+    left; 0.0 for none. For vectors without -0.0. Raises ValueError for anything else than an fp32 vector."""
+    check_vector("fold", v)
+    while v.numel() > 1:
+        v = _sum_rows(F.pad(v, (0, -v.numel() % min(FOLDED, v.numel()))).view(-1, min(FOLDED, v.numel())), square=False)
+    return v.sum()
+
+
+def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies xs in place by factor, a 0-dim fp32 tensor, in fp32 and rounded once; 1.0 leaves all bits.
+    (torch's mul_ would round factor to 16 bits first.)
+
+    Raises as `sums_of_squares`, and ValueError for another factor.
+    """
+    check_tensors("scale_", xs)
+    check_factor("scale_", factor, xs)
+    for x in xs:
+        x.mul_(factor) if x.dtype == torch.float32 else x.copy_(x.float().mul_(factor))
+
+
+# --- digests --------------------------------------------------------------------------------------------------------
+
+STEP, MIX1, MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
+_SMALL = 1 << 16  # bytes: gradients of up to so many are hashed together, as calls of torch cost more than they
+_WIDTH = 1 << 16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digests(xs: Sequence[Tensor]) -> Tensor:
+    """int64 [tensors]: a 64-bit digest of the bytes of each, the same for the same bytes in the same order, whatever
+    the strides, and for others practically never; those of one tensor at several places of xs differ. Sums that wrap,
+    of integers: exact in any order. Made to notice accidents, not forgeries.
+
+    xs: any dtypes of real numbers, on one device. A GPU's digests (kernel.py) are other ones.
+    """
+    flat = [x.detach().resolve_neg().reshape(-1).view(_INTEGERS[x.element_size()]) for x in xs]
+    result = torch.empty(len(xs), dtype=torch.int64, device="cpu")  # whatever the default device is
+    small: dict[torch.dtype, list[int]] = {}
+    for i, words in enumerate(flat):
+        if words.nbytes <= _SMALL:
+            small.setdefault(words.dtype, []).append(i)
+        else:
+            result[i] = _digest(words)
+    for members in small.values():
+        words = torch.cat([flat[i] for i in members]).long()
+        ends = torch.tensor([flat[i].numel() for i in members], device="cpu").cumsum(0)
+        sums = F.pad(words.mul_(_multipliers(words.numel())).cumsum(0), (1, 0))
+        result[torch.tensor(members, device="cpu")] = sums[ends] - sums[F.pad(ends, (1, 0))[:-1]]
+    return result * _multipliers(len(xs))
+
+
+def _digest(words: Tensor) -> Tensor:
+    """Of a large tensor: pieces of _WIDTH 32-bit words, each times an odd number of its own, are added up, and the
+    words of the sum weighted by their places. One pass at the speed of memory; mixing each word would take ten."""
+    size = words.element_size()
+    if words.nbytes % 4:
+        words = F.pad(words, (0, -words.nbytes % 4 // size))
+    elif words.storage_offset() * size % 4:
+        words = words.clone()
+    total = torch.zeros(_WIDTH, dtype=torch.int32, device="cpu")
+    pieces = words.view(torch.int32).split(_WIDTH)
+    for piece, factor in zip(pieces, _factors(len(pieces)), strict=True):
+        total[: len(piece)].add_(piece, alpha=factor)
+    return (total.long() * _multipliers(_WIDTH)).sum()
+
+
+@functools.lru_cache(maxsize=64)
+def _factors(count: int) -> list[int]:
+    """Odd numbers below 2^31, without a pattern."""
+    return (_multipliers(count) & (2**31 - 1)).tolist()
+
+
+@functools.lru_cache(maxsize=64)
+def _multipliers(count: int) -> Tensor:
+    """int64 [count], odd, without a pattern."""
+    z = torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * STEP
+    for shift, factor in ((30, MIX1), (27, MIX2)):
+        z = (z ^ (z >> shift)) * factor
+    return (z ^ (z >> 31)) | 1

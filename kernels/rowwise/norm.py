@@ -1,0 +1,317 @@
+"""LayerNorm and RMSNorm in Triton, forward and backward, with bits that depend on one row or one column alone.
+
+    xhat = (x - mean) * rstd        (RMSNorm: x * rstd)
+    y    = xhat * w + bias          (w = weight, or 1 + weight if zero_centered)
+    dx   = (wdy - mean(wdy) - xhat * mean(wdy * xhat)) * rstd,  wdy = dy * w        (RMSNorm: without mean(wdy))
+    dw   = sum over rows of dy * xhat,  db = sum over rows of dy
+
+Sums along a row (`norm_forward`, `norm_backward_input`): one program per row. The order of its tree of additions
+follows from how the compiler spreads a row over threads, and that from the chunk, the warps, the dtypes, and what it
+knows of alignment. So the first two are functions of H, and `_rows` lets it know the same of every tensor of that H.
+
+Sums over rows (the weight gradients): two phases. `norm_weight_leaves` adds the rows of each leaf (a fixed block of
+rows), one after another, and `fold_leaves` adds the leaves, one after another; neither mixes columns.
+
+All kernels run in fp32 and are launched with enable_fp_fusion=False: every multiplication and addition rounds on its
+own, so no compiler's choice of where to fuse them can show, and the sums over rows equal a plain loop's in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
+
+MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
+LOOP_CHUNK = 8192
+COLUMN_BLOCK = 1024  # columns per program in the sums over rows: 16 bytes a thread and load; sets the speed only
+FOLD_BLOCK = 64  # the same for the fold, whose few columns must keep all multiprocessors busy
+
+
+@triton.jit
+def _load(ptr, cols, H: tl.constexpr, CHUNK: tl.constexpr):
+    if H % CHUNK == 0:
+        value = tl.load(ptr + cols)
+    else:
+        value = tl.load(ptr + cols, mask=cols < H, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _keep(value, cols, H: tl.constexpr, CHUNK: tl.constexpr):
+    # Zero past the end of the row, so that it adds nothing to a sum, not even a NaN.
+    return value if H % CHUNK == 0 else tl.where(cols < H, value, 0.0)
+
+
+@triton.jit
+def _load_centered(x_row, cols, mean, H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr):
+    x = _load(x_row, cols, H, CHUNK)
+    return x if RMS else x - mean
+
+
+@triton.jit
+def _load_factor(w_ptr, cols, H: tl.constexpr, CHUNK: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    w = _load(w_ptr, cols, H, CHUNK)
+    return w + 1.0 if ZERO_CENTERED else w
+
+
+@triton.jit
+def _mean(total, H: tl.constexpr):
+    return tl.div_rn(tl.sum(total, axis=0), tl.full((), H, tl.float32))
+
+
+# In the two kernels below a row of one chunk is a loop of one step, which the compiler folds away.
+@triton.jit
+def _forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_x, eps,
+    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    # Between two loads of a row the compiler keeps it in registers, unless something is stored: KEEP stores last.
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride_x
+    mean = tl.full((), 0.0, tl.float32)
+    if not RMS:
+        total = tl.zeros((CHUNK,), tl.float32)
+        for start in range(0, H, CHUNK):
+            total += _load(x_row, start + tl.arange(0, CHUNK), H, CHUNK)
+        mean = _mean(total, H)
+        if not KEEP:
+            tl.store(mean_ptr + row, mean)
+    squares = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = _keep(_load_centered(x_row, cols, mean, H, CHUNK, RMS), cols, H, CHUNK)
+        squares += x * x
+    rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(_mean(squares, H) + eps))
+    if not KEEP:
+        tl.store(rstd_ptr + row, rstd)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        xhat = _load_centered(x_row, cols, mean, H, CHUNK, RMS) * rstd
+        y = xhat * _load_factor(w_ptr, cols, H, CHUNK, ZERO_CENTERED)
+        if HAS_BIAS:
+            y = y + _load(b_ptr, cols, H, CHUNK)
+        tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
+    if KEEP:
+        tl.store(rstd_ptr + row, rstd)
+        if not RMS:
+            tl.store(mean_ptr + row, mean)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, stride_dy, stride_x,
+    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dy_row, x_row = dy_ptr + row * stride_dy, x_ptr + row * stride_x
+    rstd = tl.load(rstd_ptr + row)
+    mean = tl.full((), 0.0, tl.float32)
+    if not RMS:
+        mean = tl.load(mean_ptr + row)
+    total_wdy = tl.zeros((CHUNK,), tl.float32)
+    total_wdy_xhat = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        xhat = _load_centered(x_row, cols, mean, H, CHUNK, RMS) * rstd
+        wdy = _load(dy_row, cols, H, CHUNK) * _load_factor(w_ptr, cols, H, CHUNK, ZERO_CENTERED)
+        if not RMS:
+            total_wdy += wdy
+        total_wdy_xhat += _keep(wdy * xhat, cols, H, CHUNK)
+    mean_wdy_xhat = _mean(total_wdy_xhat, H)
+    mean_wdy = _mean(total_wdy, H)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        xhat = _load_centered(x_row, cols, mean, H, CHUNK, RMS) * rstd
+        wdy = _load(dy_row, cols, H, CHUNK) * _load_factor(w_ptr, cols, H, CHUNK, ZERO_CENTERED)
+        if not RMS:
+            wdy = wdy - mean_wdy
+        dx = (wdy - xhat * mean_wdy_xhat) * rstd
+        tl.store(dx_ptr + row * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _leaves_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, stride_dy, stride_x, T, H, leaf_rows,
+    BLOCK: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    # HEADS equal parts of a row have a mean and an rstd each.
+    leaf = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < H
+    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    # A column belongs to one thread, which adds the rows in this order whatever BLOCK is.
+    # Unrolled, so that loads of several rows are under way at a time.
+    for row in tl.range(leaf * leaf_rows, tl.minimum(leaf * leaf_rows + leaf_rows, T), loop_unroll_factor=4):
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+        part = row if HEADS == 1 else row * HEADS + tl.minimum(cols // (H // HEADS), HEADS - 1)
+        if not RMS:
+            x = x - tl.load(mean_ptr + part)
+        dw += dy * (x * tl.load(rstd_ptr + part))  # product and sum round separately: see the top of this file
+        if HAS_BIAS:
+            db += dy
+    tl.store(dw_ptr + leaf * H + cols, dw, mask=inside)
+    if HAS_BIAS:
+        tl.store(db_ptr + leaf * H + cols, db, mask=inside)
+
+
+@triton.jit
+def _fold_kernel(leaves_ptr, out_ptr, L, H, BLOCK: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for leaf in tl.range(0, L, loop_unroll_factor=16):
+        total += tl.load(leaves_ptr + tl.cast(leaf, tl.int64) * H + cols, mask=cols < H, other=0.0)
+    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
+
+
+# Every operation rounds on its own: see the top of this file.
+_forward = Launches(_forward_kernel, enable_fp_fusion=False)
+_backward = Launches(_backward_kernel, enable_fp_fusion=False)
+_leaves = Launches(_leaves_kernel, enable_fp_fusion=False)
+_fold = Launches(_fold_kernel, enable_fp_fusion=False, num_warps=2)
+
+
+def row_chunk(h: int) -> tuple[int, int]:
+    """Chunk and warps, both functions of the row length alone."""
+    chunk = max(16, next_power_of_2(h)) if h <= MAX_SINGLE_CHUNK else LOOP_CHUNK
+    return chunk, min(16, max(1, chunk // 512))
+
+
+def keeps_row(h: int, rms: bool) -> bool:
+    """Whether forward keeps a row in registers or loads it again, from a cache. A choice of speed alone.
+
+    LayerNorm loads it three times, with a sum over all warps after each: 8192 x 8192 ran at 0.83 of a copy, RMSNorm at
+    0.97. Kept, its 40 registers a thread still let three rows onto a multiprocessor, as many as before (34, rounded
+    up); for shorter rows they would be fewer than before.
+    """
+    return not rms and 4096 < h <= MAX_SINGLE_CHUNK
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """[T, H] or [H], copied if it is not laid out as every tensor of this H must be, and its row stride.
+
+    Copied too if torch negates it by a bit alone (z.conj().imag), which kernels do not see.
+    Triton compiles apart for addresses, and strides, that are multiples of 16; another layout of threads and another
+    order of additions may follow. So the address is one always, and the row stride is one if and only if H is.
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if interpreting():
+        tensor = tensor.float()  # the interpreter gets bfloat16 subnormals wrong: let it see fp32 only
+    h = tensor.shape[-1]
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor, h
+    # The stride of a dimension of one is arbitrary in torch, so it must not reach the kernel.
+    stride = tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else h
+    usable = (tensor.stride(-1) == 1 or h == 1) and tensor.data_ptr() % 16 == 0
+    if usable and (stride % 16 == 0 if h % 16 == 0 else stride == h):
+        return tensor, stride
+    return tensor.clone(memory_format=torch.contiguous_format), h
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.resolve_neg().contiguous()
+
+
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(y, mean, rstd) of LayerNorm, or of RMSNorm if `rms`, over the last dimension; one row's bits never see another.
+
+    x: [T, H], any strides, T may be 0. weight: [H]. bias: [H] or None. Each bfloat16, float16 or float32.
+    y: contiguous [T, H] of out_dtype, or of x's dtype. mean (None if `rms`) and rstd: float32 [T].
+    LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
+    ValueError for a shape, a device or an eps that does not fit.
+    """
+    check_forward("norm_forward", x, weight, bias, eps, out_dtype)
+    t, h = x.shape
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    y = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    mean, rstd = (torch.empty(t, device=x.device, dtype=torch.float32) for _ in range(2))
+    if t > 0:
+        x_rows, stride = _rows(x)
+        w, b = (_rows(weight if vector is None else vector)[0] for vector in (weight, bias))
+        with launch_on(x, "norm_forward"):
+            chunk, warps = row_chunk(h)
+            _forward(
+                x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)),
+                (h, chunk, rms, zero_centered, bias is not None, keeps_row(h, rms)), num_warps=warps,
+            )  # fmt: skip
+    return y.to(out_dtype), None if rms else mean, rstd
+
+
+def norm_backward_input(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
+) -> Tensor:
+    """dx [T, H], contiguous, of x's dtype; one row's bits never see another. See the top of this file for the formula.
+
+    dy, x: [T, H]; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`), rstd: float32 [T],
+    from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
+    """
+    check_backward("norm_backward_input", dy, x, mean, rstd, rms)
+    t, h = x.shape
+    check("norm_backward_input", "weight", weight, (h,), x)
+    dx = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
+    if t > 0:
+        (dy, dy_stride), (x_rows, x_stride), (w, _) = _rows(dy), _rows(x), _rows(weight)
+        rstd = _contiguous(rstd)
+        with launch_on(x, "norm_backward_input"):
+            chunk, warps = row_chunk(h)
+            _backward(
+                x.device.index, (t,),
+                (dy, x_rows, w, rstd if rms else _contiguous(mean), rstd, dx, dy_stride, x_stride),
+                (h, chunk, rms, zero_centered), num_warps=warps,
+            )  # fmt: skip
+    return dx.to(x.dtype)
+
+
+def norm_weight_leaves(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, leaf_rows: int, rms: bool, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dweight leaves, dbias leaves or None), float32 [ceil(T / leaf_rows), H]; one column's bits never see another.
+
+    Leaf l starts from +0.0 and adds, in row order, dy * xhat (or dy) of rows l * leaf_rows to (l + 1) * leaf_rows - 1,
+    the product rounded to fp32 before it is added. Arguments and errors as for `norm_backward_input`; a leaf_rows below
+    1 raises ValueError. mean and rstd may be [T, heads], where each of as many equal parts of a row is normalised by
+    itself: a token's heads side by side.
+    """
+    heads = check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
+    check_leaves("norm_weight_leaves", leaf_rows)
+    t, h = x.shape
+    count = cdiv(t, leaf_rows)
+    dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
+    db = torch.empty_like(dw) if with_bias else None
+    if t > 0:
+        (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
+        with launch_on(x, "norm_weight_leaves"):
+            _leaves(
+                x.device.index, (count, cdiv(h, COLUMN_BLOCK)),
+                (
+                    dy, x_rows, rstd if rms else _contiguous(mean), rstd, dw, dw if db is None else db,
+                    dy_stride, x_stride, t, h, leaf_rows,
+                ),
+                (COLUMN_BLOCK, rms, with_bias, heads),
+            )  # fmt: skip
+    return dw, db
+
+
+def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Sum of float32 leaves [L, H] as [H] of out_dtype, or float32: from +0.0, adds leaf 0, then leaf 1, and so on,
+    and rounds once; zeros if L is 0.
+
+    Raises TypeError for another dtype and ValueError for another shape.
+    """
+    check_fold(leaves, out_dtype)
+    count, h = leaves.shape
+    out_dtype = out_dtype or torch.float32
+    out = torch.empty(h, device=leaves.device, dtype=torch.float32 if interpreting() else out_dtype)
+    with launch_on(leaves, "fold_leaves"):
+        _fold(leaves.device.index, (cdiv(h, FOLD_BLOCK),), (_contiguous(leaves), out, count, h), (FOLD_BLOCK,))
+    return out.to(out_dtype)

@@ -1,0 +1,65 @@
+"""What the norms take: the same on every device, refused in the same words. No Triton here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gemm.reference import SUPPORTED_DTYPES as DTYPES
+
+
+def check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
+    """Raise unless `tensor` has `shape` (None: any [rows, H]), the device of `like`, and one of `dtypes`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
+    if tensor.dim() != 2 or tensor.shape[1] == 0 if shape is None else tensor.shape != shape:
+        allowed = "[rows, H] with H at least 1" if shape is None else shape
+        raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
+    if tensor.device != like.device:
+        raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
+
+
+def check_forward(
+    operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
+) -> None:
+    """`check` of what forward is given."""
+    check(operation, "x", x, None, x)
+    check(operation, "weight", weight, (x.shape[1],), x)
+    if bias is not None:
+        check(operation, "bias", bias, (x.shape[1],), x)
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"{operation}: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
+    if not eps >= 0:
+        raise ValueError(f"{operation}: eps is {eps}; allowed: 0 or more")
+
+
+def check_backward(
+    operation: str, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, rms: bool, heads: bool = False
+) -> int:
+    """`check` of what backward is given: dy [T, H] like x, mean (unless `rms`) and rstd float32 [T].
+
+    heads: these may be [T, heads], of each of as many equal parts of a row. Returns their number.
+    """
+    check(operation, "x", x, None, x)
+    check(operation, "dy", dy, tuple(x.shape), x)
+    shape: tuple = (x.shape[0],)
+    parts = rstd.shape[1] if heads and isinstance(rstd, Tensor) and rstd.dim() == 2 else None
+    if parts is not None and parts and x.shape[1] % parts == 0:
+        shape = (x.shape[0], parts)
+    check(operation, "rstd", rstd, shape, x, (torch.float32,))
+    if not rms:
+        check(operation, "mean", mean, shape, x, (torch.float32,))  # type: ignore[arg-type]
+    return parts or 1
+
+
+def check_leaves(operation: str, leaf_rows: int) -> None:
+    if leaf_rows < 1:
+        raise ValueError(f"{operation}: leaf_rows is {leaf_rows}; allowed: 1 or more")
+
+
+def check_fold(leaves: Tensor, out_dtype: torch.dtype | None) -> None:
+    check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"fold_leaves: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")

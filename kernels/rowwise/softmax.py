@@ -1,0 +1,104 @@
+"""Softmax, log-softmax and sums along rows in Triton, with bits that depend on the row alone.
+
+    softmax    y = exp(x - top) / total        log    y = (x - top) - log(total)
+               top = largest of the row, total = sum of exp(x - top)
+    row_sums   y = sum of x / divisor
+
+One program per row, in fp32. As in norm.py, the order of a row's tree of additions follows from the chunk and the
+warps, both functions of the row length alone, and from what the compiler knows of alignment, which `_rows` makes one
+for all tensors of a row length. The length itself is no constexpr here: that of scores grows with every token, and each
+new one would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, Launches, interpreting, launch_on
+from .norm import _rows, row_chunk
+from .norm_checks import check
+
+
+@triton.jit
+def _softmax_kernel(x_ptr, y_ptr, stride, H, CHUNK: tl.constexpr, LOG: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride
+    top = tl.full((CHUNK,), -float("inf"), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        top = tl.maximum(top, tl.load(x_row + cols, mask=cols < H, other=-float("inf")).to(tl.float32))
+    highest = tl.max(top, axis=0)  # may pass over a NaN, which then shows in the total
+    exps = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = tl.load(x_row + cols, mask=cols < H, other=-float("inf")).to(tl.float32)
+        exps += tl.where(cols < H, tl.exp(x - highest), 0.0)  # in a row of -inf the padding would be NaN
+    total = tl.sum(exps, axis=0)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = tl.load(x_row + cols, mask=cols < H, other=0.0).to(tl.float32) - highest
+        if LOG:
+            y = x - tl.log(total)
+        else:
+            y = tl.div_rn(tl.exp(x), total)
+        tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        sums += tl.load(x_ptr + row * stride + cols, mask=cols < H, other=0.0).to(tl.float32)
+    y = tl.div_rn(tl.sum(sums, axis=0), divisor)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty))
+
+
+_softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
+_sums = Launches(_sums_kernel, enable_fp_fusion=False)
+_sums_before: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
+_MOST_BEFORE = 4096
+
+
+def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
+    """Softmax, or log-softmax, of each row of x [T, H] -> contiguous [T, H] of out_dtype.
+
+    x: bfloat16, float16 or float32, any strides; T may be 0. NaN for a row with a NaN or inf, or of -inf alone, as
+    torch has it. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
+    """
+    check("softmax", "x", x, None, x)
+    y = torch.empty(x.shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    if x.shape[0] > 0:
+        rows, stride = _rows(x)
+        with launch_on(x, "softmax"):
+            chunk, warps = row_chunk(x.shape[1])
+            _softmax(x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1]), (chunk, log), num_warps=warps)
+    return y.to(out_dtype)
+
+
+def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
+    """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
+    check("row_sums", "x", x, None, x)
+    key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out_dtype, divisor, x.get_device()
+    before = _sums_before.get(key)
+    if before is not None and key[-1] == torch.cuda.current_device():
+        run, numbers = before
+        y = torch.empty(key[0][0], device=x.device, dtype=out_dtype)
+        run(key[-1], x, y, *numbers, grid=(key[0][0], 1, 1))
+        return y
+    y = torch.empty(x.shape[0], device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    if x.shape[0] > 0:
+        rows, stride = _rows(x)
+        with launch_on(x, "row_sums"):
+            chunk, warps = row_chunk(x.shape[1])
+            numbers = stride, x.shape[1], float(divisor)
+            run = _sums(x.device.index, (x.shape[0],), (rows, y, *numbers), (chunk,), num_warps=warps)
+            if rows is x and not interpreting():
+                if len(_sums_before) >= _MOST_BEFORE:
+                    _sums_before.clear()
+                _sums_before[key] = run, (*numbers, chunk)
+    return y.to(out_dtype)

@@ -1,0 +1,88 @@
+"""Paths that users' programs name stay where they were; one of them is a function and a folder."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import tp_invariant as tpi
+from tp_invariant.gemm.weight_cache import weight_cache
+
+PATHS = {  # what the README and the pages name
+    "batch_invariant": "set_batch_invariant_mode batch_invariant is_batch_invariant_mode_enabled "
+    "enable_batch_invariant_mode disable_batch_invariant_mode",
+    "checkpoint": "save load",
+    "data_parallel": "FixedOrderReduceScatter MicroBatchTree TokenCount fix_reduction_order fixed_order_hook",
+    "determinism": "Report Row checkpoint_kwargs deterministic enable report",
+    "gemm": "GemmFn bundled bundled_gemm_fn gemm set_default_gemm_fn",
+    "graphs": "GraphedLayers graph_layers",
+    "hugging_face": "register_attention",
+    "kernels.tensor_core": "HOPPER Recipe matmul model",
+    "owners": "OWNER_MAPS explain_choice weight_cache",
+    "parameters": "mark_sharded",
+    "plans": "Part own_plan",
+    "regions": "gather_sequence scatter_sequence",
+    "testing": "RankError assert_bitwise_equal assert_slice_invariant assert_tp_invariant digest full_grads "
+    "full_parameters raw_bytes run_ranks",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_modules_and_their_names(path):
+    module = importlib.import_module(f"tp_invariant.{path}")
+    for name in PATHS[path].split():
+        assert hasattr(module, name), name
+        assert name in module.__all__, name
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def in_a_fresh_process(*lines):
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_attributes_of_the_package():
+    """Without an import of their own: `tpi.regions.gather_sequence`."""
+    attributes = [
+        f"assert callable(tpi.{path}.{name}) or tpi.{path}.{name}"
+        for path, names in PATHS.items()
+        if path not in ("batch_invariant", "kernels.tensor_core")  # a function; imported by whoever asks for it
+        for name in names.split()
+    ]
+    in_a_fresh_process("import tp_invariant as tpi", *attributes)
+
+
+def test_an_alias_holds_the_very_objects():
+    assert tpi.owners.weight_cache is weight_cache
+    for path in ("owners", "parameters", "plans", "regions", "kernels.tensor_core"):
+        alias = importlib.import_module(f"tp_invariant.{path}")
+        for name in alias.__all__:
+            found = getattr(alias, name)
+            home = getattr(found, "__module__", "")
+            if isinstance(home, str) and home.startswith("tp_invariant."):
+                assert home != alias.__name__ and getattr(importlib.import_module(home), name, found) is found
+
+
+CONTEXT = "with tpi.batch_invariant(): assert is_batch_invariant_mode_enabled()"
+NAMES = "from tp_invariant.batch_invariant import is_batch_invariant_mode_enabled, set_batch_invariant_mode"
+ORDERS = {
+    "the package first": ["import tp_invariant as tpi", NAMES],
+    "its folder first": [NAMES, "import tp_invariant as tpi"],
+    "a file of the folder first": ["import tp_invariant.batch_invariant.ops", NAMES, "import tp_invariant as tpi"],
+    "a file of the folder last": ["import tp_invariant as tpi", NAMES, "import tp_invariant.batch_invariant.dispatch"],
+    "another wing that uses it first": ["import tp_invariant.graphs.capture", "import tp_invariant as tpi", NAMES],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_batch_invariant_is_a_function_and_a_folder(order):
+    checks = [
+        CONTEXT,
+        "with set_batch_invariant_mode(True): assert is_batch_invariant_mode_enabled()",
+        "assert not is_batch_invariant_mode_enabled()",
+        "from tp_invariant import batch_invariant",
+        "assert batch_invariant is tpi.batch_invariant",
+    ]
+    in_a_fresh_process(*ORDERS[order], *checks)

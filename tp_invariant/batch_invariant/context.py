@@ -1,0 +1,219 @@
+"""Batch invariance for any model: inside `batch_invariant()` a row has the same bits whatever batch it is in.
+
+torch's matmul, softmax and mean take another order of summation for another number of rows. Inside the context they go
+through this library's kernels, whose order depends on the summed dimension alone:
+
+    mm bmm addmm baddbmm mv addmv dot vdot      the process-wide or bundled gemm_fn; out= and in-place forms too
+    softmax log_softmax, their backward         kernels/rowwise/softmax.py
+    mean and sum over dims
+    F.linear                                    its 2-D form, always: torch rounds once or twice by the input's layout
+    F.scaled_dot_product_attention              safe_attention
+    exp tanh silu gelu pow rsqrt ..             on a CPU, by whole vectors: torch's kernels have another formula for
+                                                the elements left over
+
+Integers are exact in any order and left to torch. Refused are convolutions, other fused attention, scaled and grouped
+products, and prod, nansum, norm, var and std over dims, which sum in an order of torch's choosing; and so are dtypes,
+layouts and devices that the kernels do not take. Reductions of a whole tensor (x.sum()), the other elementwise
+functions, and what else computes with rows (cumulative sums, torch.linalg, FFTs, pooling, scatter_add) stay torch's.
+
+How. torch's dispatcher has two keys that nothing in torch 2.11 to 2.13 registers: DeferredInit above autograd, Fake
+below it. At the first entry the functions above are registered there, for good, and a fallthrough for all others. A
+thread inside has the two keys in its thread-local set; so what is not routed costs nothing inside, and nothing at all
+is different outside or in another thread. torch takes the set along into the threads of a backward, into what
+activation checkpointing computes again, and into the functions that torch's own C++ calls. Other ways: a
+TorchDispatchMode has Python run for each operation, some 3000 in a forward of 28 layers, 78 ms against 16 on an H200;
+registering at "CUDA", as batch_invariant_ops does, routes every thread's calls.
+
+Its price: the keys and the calls that set them are private. A torch that lacks them, has them elsewhere or uses them
+itself (2.13 already calls Fake the key of a FakeTensor mode to come) is noticed at the first entry, a RuntimeError.
+Where there is CUDA sums and the elementwise functions of one tensor are registered at "CPU" instead, so that a GPU's do
+not wait for Python; a thread outside then pays some 5 us for a CPU's, 20 for one with a number. In torch 2.11 a
+dispatch mode or a DTensor inside hides Fake from what it calls, so what is routed or refused is then registered at
+BackendSelect too: a product outside pays as much, and elementwise functions on a CPU stay torch's there.
+
+Compiled functions run eagerly while any thread is inside (torch.compiler.set_stance, which is process-wide), so no
+fused kernel slips by; the backward of one that ran outside is compiled and stays so.
+
+With the names of the package batch_invariant_ops, so that changing the import is all:
+
+    from tp_invariant.batch_invariant import set_batch_invariant_mode
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DispatchKeySet
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._ops import OpOverload
+
+from ..functional.attention_choice import safe_attention
+from ..functional.linear import flatten_tokens
+from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm
+from .dispatch import include, included, is_on, is_plain, register, unrouted
+
+
+def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x = input if input.dim() == 2 else flatten_tokens(input)
+    dtype = x.dtype
+    if (
+        is_plain(keys.raw_repr())
+        and is_on()  # else a gemm_fn calls it
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None))
+        and dtype is weight.dtype
+        and dtype in BUNDLED_DTYPES
+        and weight.dim() == 2
+        and x.shape[1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+    ):  # what it comes to, without the way through the dispatcher
+        y = unrouted(gemm, None, x, weight.t(), bias=bias)
+    else:
+        y = F.linear(x, weight, bias)
+    return y if x is input else y.view(*input.shape[:-1], *weight.shape[:-1])
+
+
+def _matmul(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
+    try:
+        return torch.matmul(a, b)
+    except TypeError as error:  # which Python would take for an operator that is not there
+        raise RuntimeError(str(error)) from error
+
+
+def _attention(
+    keys: DispatchKeySet,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p={dropout_p}: inside batch_invariant() attention takes no dropout, whose mask depends on the "
+            "batch; set it to 0"
+        )
+    options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return unrouted(safe_attention, query, key, value, **options)  # its products are invariant already
+
+
+_REPLACED: dict[OpOverload, Callable[..., Tensor]] = {
+    torch.ops.aten.linear.default: _linear,
+    torch.ops.aten.matmul.default: _matmul,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+}
+
+
+# --- public ---------------------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    contexts = 0  # open ones
+    enabled: tuple[contextlib.AbstractContextManager[None], int] | None = None  # enable_'s, and how many were open then
+
+
+_thread = _Thread()
+_opening = threading.Lock()
+_open = 0  # contexts of all threads
+_stance: Any = None  # gives back what the first of them found of torch.compile's stance
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """torch.compile stands back: on this thread, if a compiled function enters; for all, until the last one leaves."""
+    global _open, _stance
+    callback = set_eval_frame(None)
+    try:
+        with _opening:
+            if _open == 0:
+                _stance = torch.compiler.set_stance("force_eager")
+            _open += 1
+        try:
+            yield
+        finally:
+            with _opening:
+                _open -= 1
+                if _open == 0:
+                    _stance.__exit__(None, None, None)
+    finally:
+        set_eval_frame(callback)
+
+
+@contextlib.contextmanager
+def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
+    """A context, or a decorator: routes what this module's docstring lists, or with False lets torch do it again.
+
+    Nests, restores on exceptions, and holds for this thread. A backward pass is routed if it is called inside.
+
+    Raises (inside, at the operation):
+        TypeError: a dtype or layout that the kernels do not take; names the operation and the operand. From `a @ b`
+            and matmul a RuntimeError, because Python swallows a TypeError there.
+        NotImplementedError: an operation or a device for which there is no batch-invariant kernel.
+    Raises (at the entry):
+        RuntimeError: in a compiled function; or under a torch whose dispatcher is another (see above).
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled={enabled!r} is not understood: pass True or False")
+    keys = register(_REPLACED)
+    before = [included(key) for key in keys]
+    with _nothing_compiled():
+        _thread.contexts += 1
+        for key in keys:
+            include(key, enabled)
+        try:
+            yield
+        finally:
+            for key, was in zip(keys, before, strict=True):
+                include(key, was)
+            _thread.contexts -= 1
+
+
+def batch_invariant() -> contextlib._GeneratorContextManager[None]:
+    """Context or decorator inside which a model's forward gives a row the same bits in any batch.
+
+        with tpi.batch_invariant():
+            logits = model(tokens)
+
+    Raises: see set_batch_invariant_mode.
+    """
+    return set_batch_invariant_mode(True)
+
+
+def is_batch_invariant_mode_enabled() -> bool:
+    """Whether operations of this thread are routed now."""
+    return is_on()
+
+
+def enable_batch_invariant_mode() -> None:
+    """Turns the mode on for the rest of this thread, or until disable_batch_invariant_mode; twice is as once."""
+    if _thread.enabled is None:
+        context = set_batch_invariant_mode(True)
+        context.__enter__()
+        _thread.enabled = context, _thread.contexts
+
+
+def disable_batch_invariant_mode() -> None:
+    """Undoes enable_batch_invariant_mode; nothing if it was not called on this thread.
+
+    Raises:
+        RuntimeError: contexts entered since then are still open.
+    """
+    if _thread.enabled is None:
+        return
+    context, contexts = _thread.enabled
+    if contexts != _thread.contexts:
+        raise RuntimeError(
+            "disable_batch_invariant_mode() inside a context that was entered after enable_batch_invariant_mode(): "
+            "leave that one first, or use set_batch_invariant_mode(False) as a context"
+        )
+    _thread.enabled = None
+    context.__exit__(None, None, None)

@@ -1,0 +1,289 @@
+"""Where context.py meets torch's dispatcher: two keys, what is registered at them, and who has them.
+
+The keys are DeferredInit, above autograd, and Fake, below it, neither of which torch 2.11 to 2.13 registers anything
+at. Why those: context.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+
+from ..core.elementwise import BY_POSITION, at_no_position
+from .ops import REFUSED, REFUSED_OVER_DIMS, ROUTES, check_operands, over_dims, overloads, store
+
+_ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
+_lock = threading.Lock()
+
+
+def _of_torch(name: str) -> Callable[..., Any]:
+    """A private function of torch's; where there is none, the package can be imported and the mode not entered."""
+
+    def missing(*args: Any) -> None:
+        raise RuntimeError(f"batch_invariant() needs {name}, which torch {torch.__version__} lacks: use 2.11 to 2.13")
+
+    return getattr(torch._C, name, missing)
+
+
+included: Callable[[DispatchKey], bool] = _of_torch("_dispatch_tls_is_dispatch_key_included")
+include: Callable[[DispatchKey, bool], None] = _of_torch("_dispatch_tls_set_dispatch_key_included")
+_exclude: Callable[[DispatchKey, bool], None] = _of_torch("_dispatch_tls_set_dispatch_key_excluded")
+
+
+def _keys() -> tuple[DispatchKey, DispatchKey]:
+    """_ABOVE and _BELOW.
+
+    Raises:
+        RuntimeError: this torch does not have them where they were, or uses them.
+    """
+    try:
+        above, below = (torch._C._dispatch_key_parse(name) for name in (_ABOVE, _BELOW))
+    except RuntimeError:
+        above = below = DispatchKey.Undefined
+    order = (DispatchKey.BackendSelect, below, DispatchKey.ADInplaceOrView, DispatchKey.AutocastCUDA, above)
+    places = [key.value for key in order]
+    entries = torch._C._dispatch_dump_table("aten::mm").splitlines()
+    if places != sorted(set(places)) or any(line.startswith((f"{_ABOVE}:", f"{_BELOW}:")) for line in entries):
+        raise RuntimeError(
+            f"batch_invariant() needs the dispatch keys {_ABOVE} and {_BELOW}, which torch {torch.__version__} lacks, "
+            "has in another order or uses itself (or torchdistx, if it is imported): use torch 2.11 to 2.13, without it"
+        )
+    return above, below
+
+
+Handler = Callable[[tuple, dict[str, Any]], Any]
+
+
+def _kernel(handle: Handler, leave: Callable[[DispatchKeySet], bool], otherwise: Callable[..., Any]) -> Callable:
+    """What is registered: handle(args, kwargs), inside of which nothing is routed; `otherwise` where leave(keys)."""
+
+    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if leave(keys):
+            return otherwise(keys, *args, **kwargs)
+        include(_below, False)
+        try:
+            return handle(args, kwargs)
+        finally:
+            include(_below, True)
+
+    return kernel
+
+
+def _is_off(keys: DispatchKeySet) -> bool:
+    return not included(_below)
+
+
+def _redispatch(func: OpOverload, later: DispatchKeySet, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    return func.redispatch(keys & later, *args, **kwargs)
+
+
+def _is_for_python(keys: DispatchKeySet) -> bool:
+    """In torch 2.11 a dispatch mode or a subclass, a DTensor say, comes behind _BELOW, and hides it while it runs."""
+    return keys.has(DispatchKey.Python)
+
+
+def _python_first(func: OpOverload) -> Callable[..., Any]:
+    """func without _BELOW, which torch takes away for what the mode or the subclass calls, too."""
+
+    def call(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        _register_behind_python()
+        _exclude(_below, True)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _exclude(_below, False)
+
+    return call
+
+
+def _goes_by_cpu(func: OpOverload) -> bool:
+    """Whether a kernel at "CPU" can stand in for func, so that a GPU's tensors do not pass it.
+
+    Not for one of two tensors: torch hands over a number in place of one, which cannot be passed on, but for sums (see
+    _of_cpu). Nor for one of a number that calls one of two tensors: the number, as a tensor of a GPU, cannot be passed
+    to Python. Nor for a composite one: what it is made of does, and a kernel of its own would take its derivative.
+    """
+    if func in _CALLING_TWO:
+        return False
+    tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
+    composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
+    return (tensors == 1 or "backward" in func._schema.name or func in _SUMS) and (direct or not composite)
+
+
+_CALLING_TWO = {
+    torch.ops.aten.pow.Scalar,
+    torch.ops.aten.pow.Scalar_out,
+    torch.ops.aten.xlogy.Scalar_Self,
+    torch.ops.aten.xlogy.Scalar_Other,
+    torch.ops.aten.xlogy.OutScalar_Self,
+    torch.ops.aten.xlogy.OutScalar_Other,
+    torch.ops.aten.xlogy_.Scalar_Other,
+}
+
+_SUMS = {  # and the form of each that writes into out=
+    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.add_.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.sub.Tensor: torch.ops.aten.sub.out,
+    torch.ops.aten.sub_.Tensor: torch.ops.aten.sub.out,
+}
+
+
+def _of_cpu(func: OpOverload) -> Callable[..., Any]:
+    """torch's own kernel of func at "CPU"."""
+    kernel = torch.library.get_kernel(func, "CPU").call_boxed
+    if func not in _SUMS:
+        return kernel
+    into, in_place = _SUMS[func], func._schema.name.endswith("_")
+
+    def call(keys: DispatchKeySet, a: Any, b: Any, **kwargs: Any) -> Tensor:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return kernel(keys, a, b, **kwargs)
+        # one is a number, which the form with out= takes; that one is not registered here
+        tensor = a if isinstance(a, Tensor) else b
+        out = a if in_place else torch.empty_like(tensor, dtype=torch.result_type(a, b))
+        return into(a, b, **kwargs, out=out)
+
+    return call
+
+
+def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
+    compute, in_place = ROUTES[func], func._schema.name.endswith("_")
+    target = next((argument.name for argument in func._schema.arguments if argument.is_out), None)
+
+    def route(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        plain = kwargs if target is None else {name: value for name, value in kwargs.items() if name != target}
+        if not check_operands(func, args, plain):
+            return func(*args, **kwargs)
+        result = compute(*args, **plain)
+        if target is not None:
+            return store(func, result, kwargs[target])
+        return store(func, result, args[0]) if in_place else result
+
+    return route
+
+
+def _refusal(func: OpOverload, advice: str, unless: Callable[[tuple, dict[str, Any]], bool] | None = None) -> Handler:
+    def refuse(args: tuple, kwargs: dict[str, Any]) -> Any:
+        if unless is not None and unless(args, kwargs):
+            return func(*args, **kwargs)
+        raise NotImplementedError(
+            f"{func}: inside batch_invariant() no kernel computes this with bits that do not depend on the batch; "
+            f"{advice}, or leave it out with set_batch_invariant_mode(False)"
+        )
+
+    return refuse
+
+
+def _refusal_over_dims(func: OpOverload, advice: str, place: int) -> Handler:
+    def whole(args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Or of integers, which are exact in any order."""
+        dim = args[place] if len(args) > place else kwargs.get("dim")
+        return dim is None or dim == [] or not (args[0].is_floating_point() or args[0].is_complex())
+
+    return _refusal(func, advice, whole)
+
+
+def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
+    """What _ABOVE has in place of a function that torch decomposes in one way or another by shape or layout."""
+
+    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
+        include(_above, False)
+        try:
+            return replacement(keys, *args, **kwargs)
+        finally:
+            include(_above, True)
+
+    return kernel
+
+
+def unrouted(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """fn(*args, **kwargs), inside of which nothing is routed."""
+    was = included(_below)
+    if not was:
+        return fn(*args, **kwargs)
+    include(_below, False)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        include(_below, True)
+
+
+@functools.cache
+def is_plain(keys: int) -> bool:
+    """Whether a call's keys are those of a CPU's or a GPU's dense tensors alone, without autocast, vmap or a mode."""
+    plain = DispatchKeySet(_above) | DispatchKeySet(_below)
+    for key in ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"):
+        plain = plain | DispatchKeySet(getattr(DispatchKey, key))
+    return (plain | DispatchKeySet.from_raw_repr(keys)).raw_repr() == plain.raw_repr()
+
+
+_above = _below = DispatchKey.Undefined  # until register
+_handlers: dict[OpOverload, Handler] = {}
+_libraries: list[torch.library.Library] = []  # what is registered lives as long as they do
+
+
+def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[DispatchKey, DispatchKey]:
+    """Registers all of it, once for the process; returns the keys above and below autograd.
+
+    replaced: called in place of a function, above autograd, with the call's keys as first argument.
+
+    Raises: see _keys.
+    """
+    global _above, _below
+    with _lock:
+        if _libraries:
+            return _above, _below
+        _above, _below = _keys()
+        everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        for name in (_ABOVE, _BELOW):
+            everything.fallback(torch.library.fallthrough_kernel, name)
+        for func, replacement in replaced.items():
+            aten.impl(func, _above_autograd(replacement), _ABOVE, with_keyset=True)
+        _handlers.update({func: _router(func) for func in ROUTES})
+        _handlers.update({func: _refusal(func, advice) for name, advice in REFUSED.items() for func in overloads(name)})
+        for name, advice in REFUSED_OVER_DIMS.items():
+            for func in overloads(name):
+                if (place := over_dims(func)) is not None:
+                    _handlers[func] = _refusal_over_dims(func, advice, place)
+        by_cpu = set(filter(_goes_by_cpu, BY_POSITION)) if torch.cuda.is_available() else set()
+        by_position = {func: functools.partial(at_no_position, func) for func in BY_POSITION}
+        for func, handle in (_handlers | by_position).items():
+            if func not in by_cpu:
+                kernel = _kernel(handle, _is_for_python, _python_first(func))
+                aten.impl(func, kernel, _BELOW, with_keyset=True)
+                continue
+            kernel = _kernel(handle, _is_off, _of_cpu(func))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
+                aten.impl(func, kernel, "CPU", with_keyset=True)
+        from ..kernels.gemm import reference
+
+        reference.unrouted = unrouted
+        _libraries.extend((everything, aten))
+        return _above, _below
+
+
+def _register_behind_python() -> None:
+    """What is routed or refused once more at BackendSelect, which every thread passes: only once it is needed."""
+    with _lock:
+        if len(_libraries) == 2:
+            aten = torch.library.Library("aten", "IMPL")
+            later = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+            for func, handle in _handlers.items():
+                kernel = _kernel(handle, _is_off, functools.partial(_redispatch, func, later))
+                aten.impl(func, kernel, "BackendSelect", with_keyset=True)
+            _libraries.append(aten)
+
+
+def is_on() -> bool:
+    """Whether this thread's operations are routed now."""
+    return bool(_libraries) and included(_below)

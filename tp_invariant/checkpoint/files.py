@@ -1,0 +1,610 @@
+"""A checkpoint's files, as torch.distributed.checkpoint's storage: safetensors and one JSON index, no pickle.
+
+    index.json                  every tensor's dtype, full shape and boxes, where each box lies; plain values
+    <save>-<rank>-<n>.safetensors   the boxes that a rank wrote
+    save.lock                   while a save is under way: who holds it
+
+Files of one save have names of their own, and replacing index.json is the commit: until then the folder is the old
+checkpoint, from then on the new one. What no index names is left over from a save that did not finish, or from the
+one before, and goes with the next commit.
+
+The index holds a SHA-256 of each box's bytes and one of itself, and every data file the random number of its save: a
+bit that flipped, a file of another save and a value that was changed are found before a load writes anything. SHA-256
+since every server's processor has instructions for it (hashlib uses them and lets go of the interpreter's lock, so that
+threads hash side by side); torch.hash_tensor is ten times faster and blind to the order of elements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import reprlib
+import secrets
+import socket
+import stat
+import time
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+INDEX, LOCK = "index.json", "save.lock"
+FORMAT, WITHOUT_DIGESTS = "tp_invariant checkpoint 2", "tp_invariant checkpoint 1"
+_SAVE, _DIGEST = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
+_DATA = re.compile(r"([0-9a-f]{16})-\d{5,}-\d{5,}\.safetensors")
+_LEFT_OVER = re.compile(rf"{_DATA.pattern}|[0-9a-f]{{16}}-{re.escape(INDEX)}|{re.escape(INDEX)}\.new")
+_FILE_BYTES = 2**31  # a file's boxes are copied to the CPU together
+_THREADS = 4  # that hash; one does about 1 GB/s
+_LARGEST = 2**63 - 1  # what torch.Size takes
+
+_logger = logging.getLogger("tp_invariant")
+
+
+def require_safetensors() -> Any:
+    """The safetensors module.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors: pip install 'tp_invariant[hf]'") from error
+    return safetensors
+
+
+def _done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _regular_file(path: Path) -> Iterator[int]:
+    """A descriptor for reading a file that is one: a link would lead out of the folder, a pipe would never end.
+
+    Raises:
+        ValueError: names what is there instead.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise ValueError(f"{path} is a symbolic link: a checkpoint holds its files itself") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _new_file(path: Path) -> int:
+    """A descriptor for writing a file that was not there, whose mode follows the umask."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _bytes_digest(tensor: Tensor) -> str:
+    """SHA-256 of the bytes of a contiguous tensor on the CPU."""
+    size = tensor.numel() * tensor.element_size()
+    view = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+    return hashlib.sha256(view).hexdigest()
+
+
+def _index_digest(index: Mapping[str, Any]) -> str:
+    """SHA-256 of an index's content but for the digest itself; not of its layout, so that one may reformat it."""
+    rest = {key: value for key, value in index.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def box_key(name: str, offsets: Sequence[int]) -> str:
+    """What a box is called in its data file."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Raises ValueError unless boxes, as (offsets, sizes), make up `shape`: each element in exactly one of them."""
+    volume = 0
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"{name} has {len(shape)} dims and a box at {list(offsets)} of sizes {list(sizes)}")
+        if any(offset + size > full for offset, size, full in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"the box at {list(offsets)} of sizes {list(sizes)} is not within {name} {list(shape)}")
+        volume += math.prod(sizes)
+    if volume != math.prod(shape) or (volume and any(0 in sizes for _, sizes in boxes)):
+        raise ValueError(f"the boxes of {name} do not make up its shape {list(shape)}")
+    if not shape or not volume:
+        if len(boxes) > 1:
+            raise ValueError(f"{name} {list(shape)} has {len(boxes)} boxes where one holds it")
+        return
+    dim = max(range(len(shape)), key=lambda d: shape[d])  # boxes are compared with those that they meet along this one
+    active: list[tuple[int, int]] = []  # (where it ends, its place in `ordered`)
+    ordered = sorted(boxes, key=lambda box: box[0][dim])
+    for place, (offsets, sizes) in enumerate(ordered):
+        del active[: bisect_right(active, (offsets[dim], len(ordered)))]
+        for _, other in active:
+            starts, lengths = ordered[other]
+            pairs = zip(offsets, sizes, starts, lengths, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in pairs):
+                raise ValueError(f"two boxes of {name} overlap, at {list(starts)} and at {list(offsets)}")
+        insort(active, (offsets[dim] + sizes[dim], place))
+
+
+# --- one save at a time ---------------------------------------------------------------------------------------------
+
+
+class FolderLock:
+    """Keeps two saves out of one folder: the kernel's lock on a file, which ends with the process that holds it.
+
+    So what a process that died leaves behind hinders nobody. On NFS the lock holds between hosts unless the mount says
+    `nolock` or `local_lock`; a filesystem that has no locks is said so in the log, and saves go on without.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the lock.
+
+        Raises:
+            RuntimeError: another save holds it; says which.
+        """
+        self.path, self.handle = folder / LOCK, -1
+        while self.handle < 0:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(FileNotFoundError):  # else its last owner took the file away while we came
+                    if os.path.samestat(os.fstat(handle), os.lstat(self.path)):
+                        self.handle = handle
+            except BlockingIOError as error:
+                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "a process that does not say who"
+                raise RuntimeError(
+                    f"another save into {folder} is under way, by {holder}: give each job a folder of its own. Ranks "
+                    "of one job save together, with the group of all of them as `group`"
+                ) from error
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                _logger.warning(
+                    "the filesystem of %s has no locks (%s): see to it that no two jobs save into one folder",
+                    folder,
+                    error.strerror,
+                )
+                self.handle = handle
+            finally:
+                if self.handle != handle:
+                    os.close(handle)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        with suppress(OSError):  # a full disk, say: it holds without a name as well
+            os.ftruncate(self.handle, 0)
+            os.pwrite(self.handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self.handle >= 0:
+            with suppress(OSError):
+                self.path.unlink()
+            with suppress(OSError):
+                fcntl.flock(self.handle, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+            os.close(self.handle)
+            self.handle = -1
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What tells one file from another that took its name."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes each rank's boxes to files of its own, then, on the coordinator, the index. See the top of the file.
+
+    `close` it at the end, whatever has happened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.save = ""
+        self.lock: FolderLock | None = None
+        self.before: tuple[int, ...] | None = None
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(f"{self.folder} is a file: a checkpoint is a folder") from error
+        if is_coordinator:
+            self.lock = FolderLock(self.folder)
+            self.before = _stamp(self.folder / INDEX)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.save = secrets.token_hex(8)
+        return [dataclasses.replace(plan, storage_data=(self.save, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert isinstance(plan.storage_data, tuple)
+        save, rank = plan.storage_data
+        results: list[WriteResult] = []
+        written: list[Path] = []
+        try:
+            for number, items in enumerate(_batches(plan.items)):
+                path = self.folder / f"{save}-{rank:05}-{number:05}.safetensors"
+                written.append(path)
+                results += self._write_file(path, save, items, planner)
+        except BaseException:
+            for path in written:  # this rank has failed, so that no index will name them: a full disk needs the room
+                with suppress(OSError):
+                    path.unlink()
+            raise
+        return _done(results)
+
+    def _write_file(self, path: Path, save: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        boxes = {}
+        for item in items:
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            # a copy, since boxes of one tensor share their memory, which safetensors refuses
+            boxes[box_key(item.index.fqn, item.index.offset or ())] = data.to("cpu", copy=True).contiguous()
+        handle = _new_file(path)
+        try:
+            mode = stat.S_IMODE(os.fstat(handle).st_mode)
+        finally:
+            os.close(handle)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            digests = threads.map(_bytes_digest, boxes.values())
+            require_safetensors().torch.save_file(boxes, path, metadata={"format": "pt", "save": save})
+        os.chmod(path, mode)  # safetensors puts a new file in its place, which only its owner may read
+        _sync(path)
+        return [
+            WriteResult(
+                item.index,
+                tensor.numel() * tensor.element_size(),
+                {"file": path.name, "key": key, "digest": digest},
+            )
+            for item, (key, tensor), digest in zip(items, boxes.items(), digests, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits. planner_data is {"values": .., "aliases": {name: the name it is written under}}."""
+        places = {result.index: result.storage_data for ranks in results for result in ranks}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            boxes = [
+                {"offsets": list(box.offsets), "sizes": list(box.sizes), **places[MetadataIndex(name, box.offsets)]}
+                for box in tensor.chunks
+            ]
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
+        for name, target in metadata.planner_data["aliases"].items():
+            tensors[name] = tensors[target]
+        self._check_alone()
+        files = {place["file"] for place in places.values()}
+        if absent := sorted(file for file in files if not (self.folder / file).is_file()):
+            raise FileNotFoundError(
+                f"{absent[0]}, which another rank wrote, is not in {self.folder} here: the folder must be on a "
+                "filesystem that all ranks share"
+            )
+        index = {"format": FORMAT, "save": self.save, "values": metadata.planner_data["values"], "tensors": tensors}
+        fresh = self.folder / f"{self.save}-{INDEX}"
+        try:
+            with open(_new_file(fresh), "w") as file:
+                json.dump({**index, "digest": _index_digest(index)}, file)
+            _sync(fresh)
+            _sync(self.folder)  # the data files' names, before the index that speaks of them
+            self._check_alone()
+            os.replace(fresh, self.folder / INDEX)
+        except BaseException:
+            with suppress(OSError):
+                fresh.unlink()
+            raise
+        _sync(self.folder)
+        self._clean(files)
+
+    def _check_alone(self) -> None:
+        """Where the lock does nothing (see FolderLock), the other job's index shows."""
+        if _stamp(self.folder / INDEX) != self.before:
+            raise RuntimeError(f"another job has saved into {self.folder} meanwhile: give each a folder of its own")
+
+    def _clean(self, files: set[str]) -> None:
+        """Takes away what the index does not name."""
+        for path in self.folder.iterdir():
+            if _LEFT_OVER.fullmatch(path.name) and path.name not in files:
+                with suppress(OSError):  # the checkpoint stands; leftovers only take room
+                    path.unlink()
+
+
+def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Runs of items that make a file of about _FILE_BYTES or less."""
+    batch: list[WriteItem] = []
+    size = 0
+    for item in items:
+        if batch and size + (item.tensor_storage_size() or 0) > _FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += item.tensor_storage_size() or 0
+    if batch:
+        yield batch
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a box lies; digest None in checkpoints that have none."""
+
+    file: str
+    key: str
+    sizes: torch.Size
+    dtype: torch.dtype
+    digest: str | None
+
+
+class Index(NamedTuple):
+    """What a checkpoint holds; storage_data of the metadata are Places. `save` None, as digests, in old ones."""
+
+    metadata: Metadata
+    values: dict[str, Any]
+    save: str | None
+    digest: str  # of the file: the same on every rank that reads the same checkpoint
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+    return found
+
+
+def _of(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is {reprlib.repr(value)}, which is no {kind.__name__}")
+    return value
+
+
+def _field(value: Any, key: str, kind: type, what: str) -> Any:
+    if key not in _of(value, dict, what):
+        raise ValueError(f"{what} has no {key!r}")
+    return _of(value[key], kind, f"{key!r} of {what}")
+
+
+def _lengths(value: Any, key: str, what: str) -> torch.Size:
+    numbers = _field(value, key, list, what)
+    if any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers):
+        raise ValueError(f"{key!r} of {what} is {reprlib.repr(numbers)}: lengths are integers of at least 0")
+    return torch.Size(numbers)
+
+
+def read_index(folder: Path) -> Index:
+    """What the checkpoint in a folder holds.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or a save that never finished.
+        ValueError: the index is damaged, or not one that this version reads; names the file and the reason.
+    """
+    path = folder / INDEX
+    if not os.path.lexists(path):
+        if folder.exists() and not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is no checkpoint: it is a file, and a checkpoint a folder")
+        what = "holds a save that did not finish" if folder.is_dir() and any(folder.iterdir()) else "is no checkpoint"
+        raise FileNotFoundError(f"{folder} {what}: there is no {INDEX} in it")
+    try:
+        with _regular_file(path) as handle, open(handle, "rb", closefd=False) as file:
+            data = file.read()
+        index = json.loads(data.decode(), object_pairs_hook=_named_once)
+        return _checked_index(index, hashlib.sha256(data).hexdigest())
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read as a checkpoint's index: it is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint's index: {error}") from error
+
+
+def _checked_index(index: Any, digest: str) -> Index:
+    found = _field(index, "format", str, "the index")
+    if found not in (FORMAT, WITHOUT_DIGESTS):
+        raise ValueError(f"its format is {reprlib.repr(found)}, and this version reads {FORMAT!r}")
+    save: str | None = None
+    if found == FORMAT:
+        if _index_digest(index) != index.get("digest"):
+            raise ValueError("it is not what was saved: it does not have the digest that it holds")
+        save = _field(index, "save", str, "the index")
+        if not _SAVE.fullmatch(save):
+            raise ValueError(f"its save is {reprlib.repr(save)}, which is no number of one")
+    values = _field(index, "values", dict, "the index")
+    _field(values, "extra", dict, "values")
+    if _field(values, "optimizer", object, "values") is not None:
+        _of(values["optimizer"], dict, "the optimizer")
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Place] = {}
+    entries = _field(index, "tensors", dict, "the index")
+    for name, entry in entries.items():
+        shape, dtype = _lengths(entry, "shape", name), getattr(torch, _field(entry, "dtype", str, name), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"the dtype of {name} is {reprlib.repr(entry['dtype'])}, which torch has not")
+        chunks = []
+        for box in _field(entry, "boxes", list, name):
+            offsets, sizes = _lengths(box, "offsets", f"a box of {name}"), _lengths(box, "sizes", f"a box of {name}")
+            place = _place(box, name, offsets, sizes, dtype, entries, save)
+            if places.setdefault(MetadataIndex(name, offsets), place) is not place:
+                raise ValueError(f"two boxes of {name} overlap, both at {list(offsets)}")
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+        check_boxes(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
+    return Index(Metadata(tensors, storage_data=places), values, save, digest)
+
+
+def _place(
+    box: Any,
+    name: str,
+    offsets: torch.Size,
+    sizes: torch.Size,
+    dtype: torch.dtype,
+    entries: Mapping[str, Any],
+    save: str | None,
+) -> Place:
+    what = f"a box of {name}"
+    file, key = _field(box, "file", str, what), _field(box, "key", str, what)
+    named = _DATA.fullmatch(file)
+    if named is None or save not in (None, named[1]):
+        of = "" if save is None else f" of save {save}"
+        raise ValueError(f"{name} lies in {reprlib.repr(file)}, which is no name of a data file{of}")
+    owner, at, _ = key.rpartition("@")
+    right = bool(at) and box_key(owner, offsets) == key
+    if right and owner != name:  # of tied names one is written, and the others have the same boxes
+        right = owner.startswith("model.") and name.startswith("model.") and entries.get(owner) == entries[name]
+    if not right:
+        raise ValueError(f"the box at {list(offsets)} of {name} is said to be {reprlib.repr(key)}, which it cannot be")
+    digest = None
+    if save is not None:
+        digest = _field(box, "digest", str, what)
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"the digest of {what} is {reprlib.repr(digest)}")
+    return Place(file, key, sizes, dtype, digest)
+
+
+class SafetensorsReader(StorageReader):
+    """Reads of each file only the slices that this rank's boxes need, once all ranks have checked what they will read.
+
+    A digest is that of a whole box, so a rank that needs a slice reads the box once more than it copies from it. Boxes
+    are cut into blocks of rows (plan.py), so that this is little where another degree cuts rows, and the
+    whole tensor where it cuts columns. Files stay open from the check to the copy: what a save that follows takes away
+    is still there. Nothing is kept in memory in between.
+    """
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self.index = folder, index
+        self.files: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Checks all that this rank will read, before any rank writes: they exchange plans next, or errors."""
+        places = {self.index.metadata.storage_data[item.storage_index] for item in plan.items}
+        for place in places:
+            self._open(place.file)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for _ in threads.map(self._check, sorted(places, key=lambda place: (place.file, place.key))):
+                pass  # raises the first error
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self.index.metadata.storage_data[item.storage_index]
+            try:
+                tensor = self._box(place)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    tensor = tensor.narrow(dim, start, length)
+                planner.resolve_tensor(item).copy_(tensor)
+            except Exception as error:
+                raise RuntimeError(
+                    f"{self.folder / place.file}: {error}. This rank's model holds a part of the checkpoint now"
+                ) from error
+        return _done(None)
+
+    def check_tensor(self, name: str) -> None:
+        """Raises ValueError where files do not hold the boxes of a tensor; the digests are left to the load."""
+        for index, place in self.index.metadata.storage_data.items():
+            if index.fqn == name:
+                self._open(place.file)
+                self._box(place)
+
+    def _open(self, file: str) -> None:
+        if file in self.files:
+            return
+        path = self.folder / file
+        try:
+            with _regular_file(path) as handle:
+                data = require_safetensors().safe_open(f"/dev/fd/{handle}", framework="pt")
+            metadata = data.metadata()
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is not there, and {INDEX} names it") from error
+        except Exception as error:
+            reason = str(error)
+            raise ValueError(reason if str(path) in reason else f"{path} cannot be read: {reason}") from error
+        if self.index.save is not None and (metadata or {}).get("save") != self.index.save:
+            raise ValueError(f"{path} is not of the save that {INDEX} speaks of, {self.index.save}")
+        self.files[file] = data
+
+    def _box(self, place: Place) -> Tensor:
+        """The box, in the file's memory map: read when it is used."""
+        path = self.folder / place.file
+        try:
+            tensor = self.files[place.file].get_tensor(place.key)
+        except Exception as error:
+            raise ValueError(f"{path} does not hold what {INDEX} says: {error}") from error
+        if tensor.shape != place.sizes or tensor.dtype != place.dtype:
+            raise ValueError(
+                f"{path} does not hold what {INDEX} says: {place.key} is {tensor.dtype} {list(tensor.shape)}, not "
+                f"{place.dtype} {list(place.sizes)}"
+            )
+        return tensor
+
+    def _check(self, place: Place) -> None:
+        tensor = self._box(place)
+        if place.digest is not None and _bytes_digest(tensor.contiguous()) != place.digest:
+            raise ValueError(
+                f"{self.folder / place.file} is damaged: {place.key} does not have the digest that {INDEX} holds"
+            )

@@ -1,0 +1,236 @@
+"""Full optimizer state: as the unsharded model's optimizer would have it, by parameter name, and back."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core.bits import leaves
+from ..layers.parameters import ShardSpec
+from .full_state import WHOLE, Entry, gather_entries, model_group, tensor_specs, together
+
+_HOW = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what its state means
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """{"class": .., "state": {parameter name: {key: full tensor or value}}, "param_groups": [..]}, as without sharding.
+
+    State tensors of the parameter's shape are sharded as it is, scalars such as `step` are whole. param_groups hold
+    names in place of parameters, "class" is the optimizer's name. Options as for `full_state_dict`. A collective.
+
+    Raises:
+        ValueError: a state tensor of another shape (Adafactor), or an optimizer of another model.
+        RuntimeError: as `full_state_dict`, of the optimizer's state.
+    """
+    group = model_group(model)
+    groups, state = together(
+        group,
+        "full_optimizer_state_dict",
+        lambda: (optimizer_groups(model, optimizer), optimizer_entries(model, optimizer)),
+    )
+    flat = {(name, key): entry for name, values in state.items() for key, entry in values.items()}
+    tensors = {pair: entry for pair, entry in flat.items() if isinstance(entry, Entry)}
+    gathered = gather_entries(tensors, group, rank0_only, cpu_offload)
+    if rank0_only and group.rank:
+        return {}
+    full: dict[str, dict[str, Any]] = {}
+    for (name, key), value in flat.items():
+        full.setdefault(name, {})[key] = gathered.get((name, key), value)
+    return {"class": type(optimizer).__name__, "state": full, "param_groups": groups}
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes this rank's part of what `full_optimizer_state_dict` gave, at any degree. Replaces all state there is.
+
+    The optimizer's hyperparameters become the saved ones, also where they differ (a schedule's learning rate).
+
+    Raises:
+        ValueError: on every rank, before anything is changed: other parameters in the groups, another optimizer,
+            options that give the state another meaning (amsgrad, say), or shapes that are not the parameters'.
+    """
+
+    def local_state() -> dict[str, dict[str, Any]]:
+        groups = {"groups": state.get("param_groups"), "state": state.get("state"), "class": state.get("class")}
+        check_optimizer(model, optimizer, groups, "optimizer state")
+        parameters, specs = dict(model.named_parameters()), tensor_specs(model)
+        result: dict[str, dict[str, Any]] = {}
+        for name, values in state["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    parameter = parameters[name]
+                    value = state_target(name, key, value.shape, value.dtype, parameter, specs[id(parameter)])
+                result.setdefault(name, {})[key] = value
+        return result
+
+    targets = together(model_group(model), "load_full_optimizer_state_dict", local_state)
+    for name, values in targets.items():
+        for key, target in values.items():
+            if isinstance(target, Entry):
+                target.tensor.copy_(target.spec.local(state["state"][name][key]))
+    install_optimizer_state(model, optimizer, state["param_groups"], targets)
+
+
+def state_target(
+    name: str, key: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, spec: ShardSpec
+) -> Entry:
+    """A new tensor to load one full state tensor into: sharded like its parameter, or a scalar on the CPU."""
+    if shape == Entry(parameter, spec).full_shape:
+        return Entry(torch.zeros_like(parameter, dtype=dtype, requires_grad=False), spec)
+    if shape:
+        raise ValueError(
+            f"the optimizer's state {key!r} of {name} has shape {tuple(shape)} where the parameter has "
+            f"{tuple(Entry(parameter, spec).full_shape)}"
+        )
+    return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
+
+
+def install_optimizer_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    groups: Iterable[Mapping[str, Any]],
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Puts loaded groups and this rank's state tensors in place, dtypes as they are.
+
+    Optimizer.load_state_dict would cast floating-point state to the parameter's dtype, and lose bits.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer.state.clear()
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if key != "params":
+                own = group.get(key)  # a learning rate that is a tensor stays on its device
+                group[key] = value.to(own.device) if isinstance(own, Tensor) and isinstance(value, Tensor) else value
+        for parameter in group["params"]:
+            if names[id(parameter)] not in state:
+                continue
+            values = {k: v.tensor if isinstance(v, Entry) else v for k, v in state[names[id(parameter)]].items()}
+            if group.get("capturable") or group.get("fused"):  # torch wants `step` on the device then
+                values = {k: v.to(parameter.device) if isinstance(v, Tensor) else v for k, v in values.items()}
+            optimizer.state[parameter] = values
+
+
+# --- what there is to save or load ----------------------------------------------------------------------------------
+
+
+def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's param_groups, with parameters' names in place of parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise ValueError(
+                f"param_groups[{index}] holds {len(foreign)} tensors that are no parameters of the model, the first "
+                f"of shape {foreign[0]}: pass the model that the optimizer was made for"
+            )
+        groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+    return groups
+
+
+def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter name: an Entry for each tensor, other values as they are.
+
+    State of parameters that have left the optimizer's groups (someone froze them, say) is left out.
+
+    Raises:
+        ValueError: a state tensor that has neither its parameter's shape nor a single element, or tensors in a list;
+            names it.
+    """
+    specs = tensor_specs(model)
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    result: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in stepped:
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (Mapping, list, tuple)) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {name} is a {type(value).__name__} of tensors, which do not say "
+                    f"how they are sharded, so {type(optimizer).__name__} is not supported; use AdamW, say"
+                )
+            if isinstance(value, Tensor):
+                value = Entry(value, specs[id(parameter)] if value.shape == parameter.shape else WHOLE)
+                if value.spec is WHOLE and value.tensor.dim() and value.tensor.shape != parameter.shape:
+                    raise ValueError(
+                        f"the optimizer's state {key!r} of {name} has shape {tuple(value.tensor.shape)}: only tensors "
+                        f"of the parameter's own shape {tuple(parameter.shape)} and scalars can be resharded, so "
+                        f"{type(optimizer).__name__} is not supported; use AdamW, say"
+                    )
+            result.setdefault(name, {})[key] = value
+    return result
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], source: str) -> None:
+    """Whether a saved state is one for this optimizer.
+
+    Args:
+        saved: {"class": its name, None or absent in states that have none, "groups": [..], "state": {name: {key: ..}}}.
+
+    Raises:
+        ValueError: not of that form; an optimizer of another class; other parameters in the groups; options that differ
+            and give the state another meaning: those that are on or off (amsgrad, maximize, nesterov, centered), and
+            momentum where only one has any. Names all.
+    """
+    theirs, state, kind = saved.get("groups"), saved.get("state"), saved.get("class")
+    if not _are_groups(theirs) or not (kind is None or isinstance(kind, str)) or not isinstance(state, Mapping):
+        raise ValueError(f"the {source} has no optimizer's state: it is {reprlib.repr(dict(saved))}")
+    assert isinstance(theirs, list)
+    if strange := [name for name, values in state.items() if not _has_str_keys(values)]:
+        raise ValueError(f"the {source} has a state of {strange[0]} that is {reprlib.repr(state[strange[0]])}")
+    if unknown := sorted(map(str, state.keys() - dict(model.named_parameters()).keys())):
+        raise ValueError(f"the {source} has optimizer state of parameters that the model lacks: {', '.join(unknown)}")
+    groups, own = optimizer_groups(model, optimizer), type(optimizer).__name__
+    problems = [] if kind in (None, own) else [f"it is a state of {kind}"]
+    if len(theirs) != len(groups):
+        problems.append(f"{len(theirs)} param_groups against {len(groups)}")
+    for index, (mine, other) in enumerate(zip(groups, theirs, strict=False)):
+        where = f"param_groups[{index}]"
+        if only := sorted(set(mine["params"]) ^ set(other["params"])):
+            problems.append(f"only one of the two has in {where}: {', '.join(only)}")
+        elif len(other["params"]) != len(mine["params"]):
+            problems.append(f"{where} names a parameter twice")
+        if kind is None and mine.keys() - other.keys() and other.keys() - mine.keys() - {"initial_lr"}:
+            # one version of torch knows more options than another; only another class has others as well
+            lacks, has = sorted(mine.keys() - other.keys()), sorted(other.keys() - mine.keys())
+            problems.append(f"{where} has the options {', '.join(has)} and lacks {', '.join(lacks)}")
+        for key in sorted(mine.keys() & other.keys() - _HOW - {"params"}):
+            if not _same_meaning(key, mine[key], other[key]):
+                problems.append(f"{where} has {key}={reprlib.repr(other[key])} against {key}={mine[key]!r}")
+    grouped = {name for group in theirs for name in group["params"]}
+    if alone := sorted(state.keys() - grouped):
+        problems.append(f"it has state of parameters that are in none of its groups: {', '.join(alone)}")
+    if problems:
+        raise ValueError(f"the {source} does not fit this {own}:\n" + "\n".join(problems))
+
+
+def _has_str_keys(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        _has_str_keys(group)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in value
+    )
+
+
+def _same_meaning(key: str, mine: Any, theirs: Any) -> bool:
+    """Whether a state that was made with an option of one value goes on with another's optimizer."""
+    if isinstance(mine, bool) or isinstance(theirs, bool):
+        return mine is theirs
+    numbers = int, float, Tensor, Entry
+    if mine is None or theirs is None:
+        return True
+    if isinstance(mine, numbers) != isinstance(theirs, numbers):
+        return False
+    return key != "momentum" or bool(mine) == bool(theirs)

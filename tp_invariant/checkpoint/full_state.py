@@ -1,0 +1,360 @@
+"""Full state dicts: what the unsharded model would have, and back; full_optimizer_state.py has the optimizer's.
+
+Full tensors do not know the degree they come from, so what one degree wrote any other can take. One tensor at a time
+is gathered. The whole model still passes through each rank's memory: save_load.py writes shards instead.
+
+What several ranks hold alike (a whole parameter, a buffer) is compared first, by 64-bit hashes: one of them will stand
+for all, and where they differ nobody can say which is right. That costs a pass over these tensors and one gather.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..comm.collectives import Group
+from ..comm.wire import gather_objects
+from ..consistency.agreement import check_agreement
+from ..consistency.same_weights import ranks_apart, tensor_hash
+from ..core.bits import raw_bytes
+from ..core.layout import piece_sizes
+from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
+
+T = TypeVar("T")
+WHOLE = ShardSpec(Group(None, 0, 1), None, 1)
+_SHOWN = 5
+_ERRORS = {error.__name__: error for error in (ValueError, TypeError)}  # that stay what they are on all ranks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as this rank holds it and how it is sharded."""
+
+    tensor: Tensor
+    spec: ShardSpec
+
+    @property
+    def full_shape(self) -> torch.Size:
+        shape, spec = list(self.tensor.shape), self.spec
+        if spec.dim is not None:
+            shape[spec.dim] = shape[spec.dim] * spec.group.size - spec.padding
+        return torch.Size(shape)
+
+    def pieces(self) -> list[tuple[torch.Size, Tensor]]:
+        """(offsets in the full tensor, view of this rank's tensor) of each box of it: partition_stride boxes."""
+        spec, local = self.spec, self.tensor.detach()
+        if spec.dim is None:
+            return [(torch.Size([0] * local.dim()), local)]
+        world, total = spec.group.size, local.shape[spec.dim] * spec.group.size
+        here = before = 0  # where the piece begins in this rank's tensor, and in the full one
+        boxes = []
+        for piece in piece_sizes(total, spec.stride if world > 1 else 1, world):
+            width, offsets = piece // world, [0] * local.dim()
+            offsets[spec.dim] = before + spec.group.rank * width
+            size = min(width, self.full_shape[spec.dim] - offsets[spec.dim])  # less where the rest is padding
+            if size > 0:
+                boxes.append((torch.Size(offsets), local.narrow(spec.dim, here, size)))
+            here, before = here + width, before + piece
+        return boxes
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_full_state_dict` with strict=False left alone."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+# --- what there is to save or load ----------------------------------------------------------------------------------
+
+
+def model_group(model: nn.Module) -> Group:
+    """The tensor-parallel group of a model's layers; one of size 1 where none is sharded.
+
+    Of layers with different groups (TP=4 and TP=2, say) it is the one that holds the ranks of all the others.
+
+    Raises:
+        ValueError: layers with different groups, none of which holds the ranks of all; names a layer of each.
+    """
+    groups: dict[int, tuple[str, Group]] = {}
+    for name, _, spec in named_shard_specs(model):
+        if spec.group.size > 1:
+            groups.setdefault(id(spec.group.process_group), (name, spec.group))
+    if not groups:
+        return WHOLE.group
+    members = {key: set(dist.get_process_group_ranks(group.process_group)) for key, (_, group) in groups.items()}
+    for key, (_, group) in groups.items():
+        if all(ranks <= members[key] for ranks in members.values()):
+            return group
+    named = ", ".join(f"{sorted(members[key])} ({name})" for key, (name, _) in groups.items())
+    raise ValueError(
+        f"the model's layers have {len(groups)} different tp_groups, with ranks {named}, none of which has the ranks "
+        "of all others: save and load checkpoints with the group of all ranks as `group`"
+    )
+
+
+def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
+    """How each parameter of the model is sharded, by its id: a layer that shards it knows more than a plain module.
+
+    Raises:
+        ValueError: two layers shard one parameter in different ways, or it is not known how one is sharded: torch's
+            parametrizations, weight_norm and pruning put others in its place. Names it.
+    """
+    found: dict[int, tuple[str, ShardSpec]] = {}
+    for name, parameter, spec in named_shard_specs(model):
+        first, known = found.setdefault(id(parameter), (name, spec))
+        if known == spec or spec.dim is None:
+            continue
+        if known.dim is None or known == replace(spec, padding=known.padding):
+            # a table of ids knows its padding, what is tied to it does not
+            found[id(parameter)] = name, replace(spec, padding=max(spec.padding, known.padding))
+        elif spec.group.size > 1 or known.group.size > 1:
+            raise ValueError(f"{first} and {name} are one parameter, and their layers shard it in different ways")
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            for key in ("weight", "bias"):
+                if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
+                    spec = module.shard_spec(key)
+                    if spec.dim is not None and spec.group.size > 1:
+                        raise ValueError(
+                            f"{prefix}{'.' if prefix else ''}{key} is sharded and no parameter of its "
+                            f"{type(module).__name__}: what torch.nn.utils (parametrize, prune) puts in its "
+                            "place does not say how it is sharded. Remove it first, or have the layer whole"
+                        )
+    for name, parameter in model.named_parameters():
+        lost = getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "tp_group", None) is not None
+        if lost and id(parameter) in found and found[id(parameter)][1].dim is None:
+            raise ValueError(f"{name} says that it is sharded, and the layer that shards it is not in the model")
+    return {key: spec for key, (_, spec) in found.items()}
+
+
+def model_entries(model: nn.Module) -> dict[str, Entry]:
+    """The model's state dict, buffers included, with how each tensor is sharded.
+
+    Raises:
+        TypeError: something else than plain tensors in it.
+        ValueError: see `tensor_specs`; or a sharded parameter that the state dict lacks.
+    """
+    specs = tensor_specs(model)
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
+        if is_traceable_wrapper_subclass(value) or value.layout != torch.strided:
+            kind = type(value).__name__ if value.layout == torch.strided else str(value.layout)
+            raise TypeError(f"{name} in the model's state dict is a {kind} tensor: only dense plain ones are supported")
+    held = {id(value) for value in state.values()}
+    for name, parameter in model.named_parameters():
+        spec = specs[id(parameter)]
+        if id(parameter) not in held and spec.dim is not None and spec.group.size > 1:
+            raise ValueError(
+                f"the model's state dict has something else in place of {name}, which is sharded (a hook's doing?), "
+                "and does not say how it is"
+            )
+    return {name: Entry(tensor, specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
+
+
+# --- errors on every rank -------------------------------------------------------------------------------------------
+
+
+def together(group: Group, what: str, step: Callable[[], T]) -> T:
+    """step() on every rank; where it fails on some rank, an error on every rank, so that none waits for another.
+
+    Raises:
+        RuntimeError: names the ranks and their errors; a ValueError or TypeError where all that failed had one. Where
+            all ranks have the same error, that error itself; KeyboardInterrupt and SystemExit where they came.
+    """
+    failure: BaseException | None = None
+    result: Any = None
+    try:
+        result = step()
+    except BaseException as error:
+        failure = error
+    own = None if failure is None else (type(failure).__name__, str(failure))
+    found = gather_objects(own, group)
+    if failure is not None and (not isinstance(failure, Exception) or len(set(found)) == 1):
+        raise failure
+    if any(found):
+        raise error_of_ranks(what, {rank: error for rank, error in enumerate(found) if error}, group) from failure
+    return result
+
+
+def error_of_ranks(what: str, found: Mapping[int, tuple[str, str]], group: Group) -> Exception:
+    """What every rank raises where some failed, given the kind and the text of each one's error."""
+    kinds = {kind for kind, _ in found.values()}
+    named = "\n".join(f"rank {rank} of {group.size}: {kind}: {text}" for rank, (kind, text) in sorted(found.items()))
+    raised = _ERRORS.get(kinds.pop(), RuntimeError) if len(kinds) == 1 else RuntimeError
+    return raised(f"{what} failed:\n{named}")
+
+
+def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> None:
+    """Compares what several ranks of the group hold alike: whole tensors, and shards of smaller groups. A collective.
+
+    Raises:
+        RuntimeError: the same on every rank; names the tensors that differ, in dtype, shape, degree or bytes, or that
+            not all ranks have, and the ranks.
+    """
+    if group.size == 1:
+        return
+    own: dict[str, tuple[str, str, tuple[int, ...] | None]] = {}
+    for key, entry in entries.items():
+        name, spec = key if isinstance(key, str) else ".".join(key), entry.spec
+        sharded = spec.dim is not None and spec.group.size > 1
+        kind = f"{entry.tensor.dtype} {tuple(entry.full_shape)}"
+        part = f"part {spec.group.rank} of {spec.group.size} of " if sharded else ""
+        alike = not sharded or spec.group.size != group.size  # else each part is on one rank alone
+        value = tuple(int(tensor_hash(view)) for _, view in entry.pieces()) if alike else None
+        own[name] = (f"{kind} in {spec.group.size} parts" if sharded else kind), part, value
+    everyone = gather_objects(own, group)
+    problems = []
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        facts = [theirs.get(name, ("nothing", "", None)) for theirs in everyone]
+        if len(kinds := _ranks_with(enumerate(kind for kind, _, _ in facts))) > 1:
+            named = "; ".join(f"{kind} on rank {', '.join(map(str, ranks))}" for kind, ranks in kinds.items())
+            problems.append(f"  {name}: {named}")
+            continue
+        for part in dict.fromkeys(part for _, part, _ in facts):
+            values = _ranks_with((rank, value) for rank, (_, own_part, value) in enumerate(facts) if own_part == part)
+            if len(values) > 1:
+                problems.append(f"  {part}{name}: {ranks_apart(values.values())}")
+    if problems:
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise RuntimeError(
+            f"{what}: the {group.size} ranks differ in what they should hold alike. For weights see that all ranks "
+            "start from the same and get the same gradients; for statistics of each rank's own data, save one replica, "
+            "or give all ranks one value first:\n" + "\n".join(problems[:_SHOWN]) + more
+        )
+
+
+def _ranks_with(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:
+    """The ranks that have each value, given (rank, value)."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in values:
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def check_match(
+    entries: Mapping[str, Entry], found: Mapping[str, tuple[torch.Size, torch.dtype]], *, strict: bool, source: str
+) -> IncompatibleKeys:
+    """Compares the model's entries with what a source has to offer.
+
+    Raises:
+        ValueError: one error that names every key that is missing, unexpected (with strict), or of another shape or
+            dtype than the model's.
+    """
+    missing, unexpected = sorted(entries.keys() - found.keys()), sorted(found.keys() - entries.keys())
+    problems = []
+    if strict and missing:
+        problems.append(f"missing in the {source}: {', '.join(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected in the {source}: {', '.join(unexpected)}")
+    for name in entries.keys() & found.keys():
+        entry, (shape, dtype) = entries[name], found[name]
+        if entry.tensor.is_meta:
+            problems.append(f"{name} is on the meta device: call model.to_empty(device=...) first")
+        elif torch._debug_has_internal_overlap(entry.tensor) == 1:
+            problems.append(f"{name} has elements that share memory in the model (expand?), so it cannot be written")
+        elif entry.full_shape != shape or entry.tensor.dtype != dtype:
+            problems.append(
+                f"{name} is {dtype} {tuple(shape)} in the {source} and {entry.tensor.dtype} {tuple(entry.full_shape)} "
+                "in the model"
+            )
+    if problems:
+        raise ValueError(f"the {source} does not fit the model:\n" + "\n".join(sorted(problems)))
+    return IncompatibleKeys(missing, unexpected)
+
+
+# --- gathering ------------------------------------------------------------------------------------------------------
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Tensor]:
+    """The state dict that the unsharded model would have: keys, shapes, dtypes and order. A collective.
+
+    Gated layers are in TP=1's order, a padded vocabulary has its own rows alone. No two tensors share memory, tied
+    weights neither, so that `safetensors.torch.save_file` takes them.
+
+    Args:
+        rank0_only: {} on other ranks than the group's first.
+        cpu_offload: move each tensor to the CPU as soon as it is gathered.
+
+    Raises:
+        ValueError: layers of tp_groups none of which has all ranks; a parameter of which it is not known how it is
+            sharded.
+        TypeError: something else than dense tensors in the state dict.
+        RuntimeError: on every rank: ranks that hold different whole parameters or buffers; names them.
+    """
+    group = model_group(model)
+    entries = together(group, "full_state_dict", lambda: model_entries(model))
+    return gather_entries(entries, group, rank0_only, cpu_offload)
+
+
+def gather_entries(
+    entries: Mapping[Any, Entry], group: Group, rank0_only: bool, cpu_offload: bool
+) -> dict[Any, Tensor]:
+    """Each entry's full tensor, one after another; options as for `full_state_dict`."""
+    if group.size > 1:
+        names = hashlib.sha256(repr(list(entries)).encode()).hexdigest()[:12]
+        devices = (entry.tensor.device for entry in entries.values())
+        # not that of `step` and its like, which is out of NCCL's reach
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        check_agreement({"what is in the state dict": f"{len(entries)} tensors, {names}"}, group, device, set())
+        check_replicas("gathering full tensors", entries, group)
+    full: dict[Any, Tensor] = {}
+    for name, entry in entries.items():
+        tensor = entry.spec.full(entry.tensor)
+        if not rank0_only or group.rank == 0:
+            full[name] = tensor.cpu() if cpu_offload else tensor
+    return full
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> IncompatibleKeys:
+    """Copies this rank's part of each full tensor into the model. Every rank needs the whole `state_dict`.
+
+    Args:
+        state_dict: as `full_state_dict` or an unsharded model's `state_dict()` gives it, at any degree. Of tied names
+            one is enough, as Hugging Face saves them.
+        strict: whether missing and unexpected keys are an error.
+
+    Returns:
+        (missing_keys, unexpected_keys), for strict=False.
+
+    Raises:
+        ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named; or,
+            whatever `strict`, two values for tied names.
+    """
+    entries, group = model_entries(model), model_group(model)
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
+    given: dict[int, list[str]] = {id(entry.tensor): [] for entry in entries.values()}  # several names: tied
+    for name, entry in entries.items():
+        if name in found:
+            given[id(entry.tensor)].append(name)
+
+    def check() -> IncompatibleKeys:
+        wanted = {name: entry for name, entry in entries.items() if name in found or not given[id(entry.tensor)]}
+        keys = check_match(wanted, found, strict=strict, source="state dict")
+        for first, *others in filter(None, given.values()):
+            for other in others:
+                if not torch.equal(raw_bytes(state_dict[first]), raw_bytes(state_dict[other])):
+                    raise ValueError(
+                        f"{other} and {first} are one parameter in the model and two in the state dict: leave one of "
+                        "them out, or untie them in the model"
+                    )
+        return keys
+
+    keys = together(group, "load_full_state_dict", check)
+    with torch.no_grad():
+        for name, entry in entries.items():
+            if name in state_dict:
+                entry.tensor.copy_(entry.spec.local(state_dict[name]))
+    return keys

@@ -1,0 +1,362 @@
+"""Checkpoints of shards, which any degree writes and any degree reads: `save(path, model)`, `load(path, model)`.
+
+torch.distributed.checkpoint plans, drops what several ranks hold alike, and carries one rank's failure to all; its
+planners are told here which boxes of a full tensor a rank holds (several for a gated layer, which no DTensor placement
+says), and its storage is ours, since torch's own pickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import reprlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..comm.collectives import Group, resolve_group
+from ..comm.liveness import explain
+from ..comm.wire import gather_objects
+from ..core.bits import leaves
+from .full_optimizer_state import (
+    check_optimizer,
+    install_optimizer_state,
+    optimizer_entries,
+    optimizer_groups,
+    state_target,
+)
+from .full_state import (
+    WHOLE,
+    Entry,
+    check_match,
+    check_replicas,
+    error_of_ranks,
+    model_entries,
+    model_group,
+    tensor_specs,
+    together,
+)
+
+if TYPE_CHECKING:
+    from .files import Index, SafetensorsReader
+
+_TENSOR, _TUPLE = "__tensor__", "__tuple__"
+_DEPTH = 100  # of nests of values
+_logger = logging.getLogger("tp_invariant")
+
+
+def save(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+) -> None:
+    """Writes a checkpoint to the folder `path`, each rank its own shards; what all hold alike is written once.
+
+    Replaces a checkpoint that is there, in one step at the very end: a crash before that leaves the old one as it was.
+    A collective; the folder must be on a filesystem that all ranks share. Files' modes follow the umask.
+
+    Args:
+        optimizer: its state and param_groups go with the model.
+        extra: rank 0's; a nest of dicts, lists, tuples, numbers, strings, None and tensors (a step count, RNG states).
+        group: the ranks that call; None for the model's own tp_group. With data parallelism give the group of all
+            ranks, or call it on one replica.
+
+    Raises:
+        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter of which it
+            is not known how it is sharded; layers of tp_groups none of which has all ranks, without `group`.
+        TypeError: something in `extra`, param_groups or the state dict that has no place in a checkpoint.
+        RuntimeError: on every rank: some rank failed, which it names; ranks hold different whole parameters, buffers or
+            param_groups; another save into the folder is under way.
+        KeyboardInterrupt, SystemExit: on the rank that got it; a RuntimeError on the others.
+        ImportError: safetensors is not installed.
+    """
+    from torch.distributed import checkpoint as dcp  # takes a second to import
+
+    from .files import SafetensorsWriter, require_safetensors
+    from .plan import BoxSavePlanner
+
+    ranks = model_group(model) if group is None else resolve_group(group)
+
+    def describe() -> tuple[dict[str, Entry], dict[str, Entry], dict[str, str], Any]:
+        safetensors = require_safetensors()
+        entries, aliases = _once(model_entries(model))
+        tensors = {f"model.{name}": entry for name, entry in entries.items()}
+        values: dict[str, Any] = {"optimizer": None}
+        if optimizer is not None:
+            state = {
+                "class": type(optimizer).__name__,
+                "groups": optimizer_groups(model, optimizer),
+                "state": optimizer_entries(model, optimizer),
+            }
+            values["optimizer"] = _pack(state, "optimizer", tensors)
+        own: dict[str, Entry] = {}
+        values["extra"] = _pack(dict(extra or {}), "extra", own)
+        _check_storable(tensors | own, safetensors)
+        json.dumps(values)  # before anything is written
+        return tensors, own, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
+
+    what = f"saving {os.fspath(path)}"
+    tensors, own, aliases, values = together(ranks, what, describe)
+    check_replicas(what, tensors, ranks)
+    _check_alike(what, {"aliases": aliases, "optimizer": values["optimizer"]}, ranks)
+    if ranks.rank == 0:
+        tensors |= own
+    writer, planner = SafetensorsWriter(Path(path)), BoxSavePlanner(tensors, aliases, values)
+    try:
+        _run(dcp.save, ranks, what, storage_writer=writer, planner=planner)
+    finally:
+        writer.close()
+
+
+def load(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+) -> dict[str, Any]:
+    """Reads a checkpoint that `save` wrote, at any degree, into the model and the optimizer; each rank its shards.
+
+    Never unpickles. A collective; `group` as for `save`. Every rank checks all that it will read, digests included,
+    before any rank writes to its model; so files are read twice, the second time mostly from the system's cache, and
+    nothing is held in memory meanwhile. The optimizer's hyperparameters become the saved ones.
+
+    Returns:
+        The `extra` that was saved; its tensors on the CPU.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: on every rank, before anything is written: keys, shapes or dtypes that are not the model's (one
+            error names all); other parameters in the optimizer's groups, another optimizer, or options that give its
+            state another meaning (amsgrad, say); no optimizer in the checkpoint; files that are damaged, of another
+            save, or no regular files: names the file and the reason.
+        RuntimeError: on every rank, where some rank failed in another way; it says so if a model is partly loaded.
+        KeyboardInterrupt, SystemExit: as for `save`.
+        ImportError: safetensors is not installed.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    from .files import INDEX, SafetensorsReader, read_index, require_safetensors
+    from .plan import BoxLoadPlanner
+
+    ranks, folder = model_group(model) if group is None else resolve_group(group), Path(path)
+    what = f"loading {folder}"
+
+    def describe() -> tuple[SafetensorsReader, dict[str, Entry], dict[str, Any]]:
+        require_safetensors()
+        index = read_index(folder)
+        reader, metadata = SafetensorsReader(folder, index), index.metadata
+        saved = {name: (t.size, t.properties.dtype) for name, t in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+        values = _checked_values(folder, index)
+        offered = {name.removeprefix("model."): found for name, found in saved.items() if name.startswith("model.")}
+        entries = model_entries(model)
+        check_match(entries, offered, strict=True, source=f"checkpoint {folder}")
+        once, aliases = _once(entries)
+        for name, tied in aliases.items():
+            if _contents(index, f"model.{name}") != _contents(index, f"model.{tied}"):
+                raise ValueError(f"{name} and {tied} are one parameter in the model and two in the checkpoint {folder}")
+        tensors = {f"model.{name}": entry for name, entry in once.items()}
+        parameters, specs = dict(model.named_parameters()), tensor_specs(model)
+
+        def target(path: tuple, name: str) -> Entry:
+            shape, dtype = saved[name]
+            if path[:2] == ("optimizer", "state"):
+                parameter = parameters[path[2]]
+                return state_target(path[2], path[3], shape, dtype, parameter, specs[id(parameter)])
+            reader.check_tensor(name)  # before memory is taken for what the index says
+            return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
+
+        if optimizer is None:
+            values["optimizer"] = None
+        elif values["optimizer"] is None:
+            raise ValueError(f"the checkpoint {folder} holds no optimizer: load without one")
+        else:
+            check_optimizer(model, optimizer, values["optimizer"], f"checkpoint {folder}")
+        return reader, tensors, _unpack(values, target, tensors)
+
+    reader, tensors, values = together(ranks, what, describe)
+    if len(set(gather_objects(reader.index.digest, ranks))) > 1:
+        raise ValueError(
+            f"the ranks read different {INDEX} in {folder}: another job saves into it, or ranks do not share it"
+        )
+    if reader.index.save is None and ranks.rank == 0:
+        _logger.warning(
+            "the checkpoint %s has no digests, as written before: damage to its data would not show", folder
+        )
+    _run(dcp.load, ranks, what, storage_reader=reader, planner=BoxLoadPlanner(tensors))
+    if optimizer is not None:
+        loaded = _loaded(values["optimizer"])
+        install_optimizer_state(model, optimizer, loaded["groups"], loaded["state"])
+    return _loaded(values["extra"])
+
+
+def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) -> None:
+    """Calls torch.distributed.checkpoint; its exception, which is no Exception, becomes one that names the ranks."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            call({}, process_group=ranks.process_group, no_dist=ranks.size == 1, **arguments)
+        except CheckpointException as error:
+            own, _ = error.failures.get(ranks.rank, (None, None))
+            if isinstance(own, (KeyboardInterrupt, SystemExit)):  # who asks this process to end is no failed write
+                raise own from None
+            causes = {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
+            raise error_of_ranks(what, causes, ranks) from None
+        except RuntimeError as error:
+            raise explain(error, ranks, what) from error
+
+
+def _contents(index: Index, name: str) -> list[tuple]:
+    """A tensor's boxes by what they hold, or by where they lie in a checkpoint without digests."""
+    return sorted(
+        (tuple(box.offset), tuple(place.sizes), place.digest or (place.file, place.key))
+        for box, place in index.metadata.storage_data.items()
+        if box.fqn == name
+    )
+
+
+def _check_storable(tensors: Mapping[str, Entry], safetensors: Any) -> None:
+    """Raises ValueError or TypeError for a tensor without values, or of a kind that has no place in a file."""
+    known: set[torch.dtype] = set()
+    for name, entry in tensors.items():
+        tensor = entry.tensor
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: it has no values to save")
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
+            raise TypeError(f"{name} is a {kind} tensor: a checkpoint takes dense plain ones")
+        if tensor.dtype not in known:
+            try:
+                safetensors.torch.save({"tensor": torch.empty(0, dtype=tensor.dtype)})
+            except Exception as error:
+                raise TypeError(f"{name} is {tensor.dtype}, which safetensors does not store") from error
+            known.add(tensor.dtype)
+
+
+def _check_alike(what: str, values: Any, ranks: Group) -> None:
+    """Raises RuntimeError, the same on every rank, where the ranks' values differ; names the first and each one's."""
+    own = {name: repr(leaf) for name, leaf in leaves(values)}
+    if len(set(gather_objects(hashlib.sha256(repr(own).encode()).hexdigest(), ranks))) == 1:
+        return
+    everyone = gather_objects(own, ranks)
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        found = [theirs.get(name, "nothing") for theirs in everyone]
+        if len(set(found)) > 1:
+            named = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
+            raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which should be alike: {named}")
+
+
+# --- nests of values, and tensors in them ---------------------------------------------------------------------------
+
+
+def _checked_values(folder: Path, index: Index) -> dict[str, Any]:
+    """The index's plain values.
+
+    Raises:
+        ValueError: a mark that is none, or stands for another tensor than that of its place; a tensor without a mark.
+    """
+    try:
+        marked = set()
+        for path, name in _marks(index.values):
+            if name != ".".join(map(str, path)) or name not in index.metadata.state_dict_metadata:
+                raise ValueError(f"{'.'.join(map(str, path))} is said to be the tensor {reprlib.repr(name)}")
+            marked.add(name)
+        held = {name for name in index.metadata.state_dict_metadata if not name.startswith("model.")}
+        if lost := sorted(held - marked):
+            raise ValueError(f"it holds tensors that have no place in its values: {', '.join(lost[:5])}")
+    except ValueError as error:
+        raise ValueError(f"{folder / 'index.json'} cannot be read as a checkpoint's index: {error}") from None
+    return index.values
+
+
+def _marks(value: Any, path: tuple = ()) -> Iterable[tuple[tuple, Any]]:
+    """(path, name) of each mark of a tensor in a nest that `_pack` made."""
+    if len(path) > _DEPTH + 1:
+        raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
+    if isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _marks(item, (*path, place))
+    elif isinstance(value, dict):
+        if (_TENSOR in value or _TUPLE in value) and len(value) > 1:
+            raise ValueError(f"{'.'.join(map(str, path))} is a mark with more keys: {reprlib.repr(value)}")
+        if _TENSOR in value:
+            yield path, value[_TENSOR]
+        elif _TUPLE in value:
+            if not isinstance(value[_TUPLE], list):
+                raise ValueError(f"{'.'.join(map(str, path))} is no tuple: {reprlib.repr(value)}")
+            yield from _marks(value[_TUPLE], path)
+        else:
+            for key, item in value.items():
+                yield from _marks(item, (*path, key))
+
+
+def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Each tensor under its first name, and {further name: first name} of tied ones."""
+    first: dict[int, str] = {}
+    for name, entry in entries.items():
+        first.setdefault(id(entry.tensor), name)
+    aliases = {name: first[id(e.tensor)] for name, e in entries.items() if first[id(e.tensor)] != name}
+    return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> Any:
+    """`value` as JSON takes it; tensors go to `tensors` under names made of their paths, marks stand in their place."""
+    if depth > _DEPTH:
+        raise ValueError(f"{name.partition('.')[0]} is nested too deep, or holds itself: {_DEPTH} levels are allowed")
+    if isinstance(value, Tensor):
+        value = Entry(value, WHOLE)
+    if isinstance(value, Entry):
+        if name in tensors:
+            raise ValueError(f"two tensors of the checkpoint would both be called {name}: rename a key")
+        tensors[name] = value
+        return {_TENSOR: name}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        packed = [_pack(item, f"{name}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
+        return packed if isinstance(value, list) else {_TUPLE: packed}
+    if isinstance(value, Mapping) and all(isinstance(key, str) and key not in (_TENSOR, _TUPLE) for key in value):
+        return {key: _pack(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
+    raise TypeError(
+        f"{name} is a {type(value).__name__}: a checkpoint takes dicts with string keys, lists, tuples, numbers, "
+        "strings, None and tensors"
+    )
+
+
+def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str, Entry], path: tuple = ()) -> Any:
+    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which goes to `tensors` as well."""
+    if isinstance(value, list):
+        return [_unpack(item, target, tensors, (*path, index)) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        name = value[_TENSOR]
+        tensors[name] = target(path, name)
+        return tensors[name]
+    if _TUPLE in value:
+        return tuple(_unpack(value[_TUPLE], target, tensors, path))
+    return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}
+
+
+def _loaded(value: Any) -> Any:
+    """A nest with tensors for Entries."""
+    if isinstance(value, Entry):
+        return value.tensor
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_loaded, value))
+    return {key: _loaded(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,332 @@
+"""Collectives that move bytes and never add. The group is always an argument; regions.py has those with an adjoint.
+
+Because nothing here adds, no algorithm, protocol, ring order or topology of NCCL or gloo can change a bit of a result.
+Activations are [..., features] or [rows, features]; see core/layout.py for the legend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.compiled import set_group_type
+from ..core.layout import fresh_view, split_sizes
+from . import wire
+
+
+@dataclass(frozen=True)
+class Group:
+    """A tensor-parallel group as the layers see it: who I am in it and how many we are. size 1 needs no process group.
+
+    Copying a module or a parameter copies its Group by reference: process groups cannot be copied. A pickled Group
+    holds the name and the ranks, and becomes the process group of that name and these ranks where it is unpickled; one
+    that is not there gives a Group that says so as soon as it is used. torch.load(.., weights_only=True) takes it too.
+    """
+
+    process_group: dist.ProcessGroup | None = field(repr=False)
+    rank: int
+    size: int
+
+    def __hash__(self) -> int:  # what dataclass would make takes all fields, and layers ask at every call
+        return hash(self.process_group)
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple:
+        group = self.process_group
+        if group is None:
+            return Group, (None, self.rank, self.size)
+        if isinstance(group, _Elsewhere):
+            return _unpickled_group, (group.name, group.ranks, self.rank)
+        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank)
+
+
+class _Elsewhere:
+    """In place of a process group that the process which unpickled a Group does not have."""
+
+    def __init__(self, name: str, ranks: list[int]) -> None:
+        self.name, self.ranks = name, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what pickle and copy ask for
+            raise AttributeError(name)
+        raise ValueError(
+            f"this tp_group was pickled in a process where it was called {self.name!r} and had the global ranks "
+            f"{self.ranks}; this process has no such group: load the values into a model built with a group of its own"
+        )
+
+
+def _unpickled_group(name: str, ranks: list[int], rank: int) -> Group:
+    if dist.is_available() and dist.is_initialized():
+        for process_group in c10d._world.pg_map:
+            if str(process_group.group_name) == name and dist.get_process_group_ranks(process_group) == ranks:
+                return resolve_group(process_group)
+    missing: Any = _Elsewhere(name, ranks)
+    return Group(missing, rank, len(ranks))
+
+
+torch.serialization.add_safe_globals([Group, _unpickled_group])
+
+_OUTSIDE = "tp_group does not contain this rank (global rank {rank}): build its layers elsewhere"
+
+
+def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Group:
+    """The Group for a `tp_group` argument: a ProcessGroup, a 1-D DeviceMesh, or None for TP=1.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: a DeviceMesh with more than one dim, or a group that this rank is not in.
+    """
+    if tp_group is None:
+        return Group(None, 0, 1)
+    if isinstance(tp_group, Group):
+        return tp_group
+    if isinstance(tp_group, DeviceMesh):
+        if tp_group.ndim != 1:
+            raise ValueError(
+                f"tp_group is a {tp_group.ndim}-dimensional DeviceMesh with dims {tp_group.mesh_dim_names}: "
+                'pass one dim of it, for example mesh["tp"]'
+            )
+        if tp_group.get_coordinate() is None:
+            raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
+        tp_group = tp_group.get_group()
+    # torch hands ranks outside a new group a placeholder that is no ProcessGroup
+    if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
+    if not isinstance(tp_group, dist.ProcessGroup):
+        raise TypeError(
+            f"tp_group={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
+        )
+    rank = dist.get_rank(tp_group)
+    if rank < 0:
+        raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
+    return Group(tp_group, rank, dist.get_world_size(tp_group))
+
+
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of a group, in its order; this rank alone without a process group."""
+    if isinstance(group.process_group, _Elsewhere):
+        return group.process_group.ranks
+    if group.process_group is None:
+        return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+    return dist.get_process_group_ranks(group.process_group)
+
+
+_side_groups: dict[Group, Group] = {}
+
+
+def side_group(group: Group, device: torch.device) -> Group:
+    """The same ranks once more, for what is not needed at once. Collective the first time; the same one afterwards.
+
+    device: of what it will carry.
+
+    NCCL runs a communicator's collectives one after another, so a weight gathered ahead would hold up activations that
+    are needed now; a second communicator has a stream of its own. All ranks start both in the same order, and either
+    finishes without the other, so they cannot wait for each other in a circle. Gloo runs its own side by side. Where
+    the job is bound to devices (init_process_group(device_id=..)) torch splits a new communicator off the whole job's,
+    for which ranks outside this group would have to come along: then a smaller group goes without a second one. So it
+    does where the first call is captured in a CUDA graph, as NCCL cannot connect there.
+    """
+    side = _side_groups.get(group)  # asked for with every weight that is gathered ahead
+    if side is not None:
+        return side
+    side = group
+    if _may_have_another(group):
+        if is_capturing():
+            return group
+        side = same_ranks_again(group, "nccl")
+        gather_major(torch.zeros(1, device=device), side)  # connects
+    _side_groups[group] = side
+    return side
+
+
+def _may_have_another(group: Group) -> bool:
+    if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
+        return False
+    world = dist.group.WORLD
+    return group.size == dist.get_world_size() or world is None or world.bound_device_id is None
+
+
+def same_ranks_again(group: Group, backend: str) -> Group:
+    """A new process group on `backend` of the ranks of `group`, which alone take part; once for a process group.
+
+    dist.new_group(.., use_local_synchronization=True) names a group after how many groups the process has: ranks that
+    are in different numbers of groups would wait for each other under different names, for ever. So this goes by the
+    function below it, with a name that the ranks share.
+
+    Raises:
+        ValueError: the group has been made before.
+    """
+    parent = group.process_group
+    assert parent is not None
+    ranks = dist.get_process_group_ranks(parent)
+    again, _ = c10d._new_process_group_helper(
+        group.size,
+        group.rank,
+        ranks,
+        dist.Backend(backend),
+        c10d._get_default_store(),
+        c10d.GroupName(f"tp_invariant, once more {parent.group_name}: {'_'.join(map(str, ranks))}"),
+        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        group_desc="tp_invariant weights",
+    )
+    c10d._world.pg_group_ranks[again] = {rank: place for place, rank in enumerate(ranks)}
+    return resolve_group(again)
+
+
+set_group_type(Group, resolve_group)
+
+
+def is_capturing() -> bool:
+    """Whether this thread's work on the current CUDA stream goes into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Pending:
+    """A collective under way: `wait()` gives its result. Keeps the operands alive until then.
+
+    `finish` makes the result from what was received. With `for_all_streams` set, on CUDA, a later `wait` may be on
+    another stream than the first. `lent`: the result is good until `release`, by whoever took it if `for_taker`.
+    """
+
+    lent = for_taker = False
+
+    def __init__(
+        self,
+        received: Tensor,
+        work: dist.Work | None,
+        operand: Tensor | None = None,
+        group: Group | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._result, self._work, self._operand, self._group = received, work, operand, group
+        self._finish = finish
+        self._arrived: torch.cuda.Event | None = None
+        self.for_all_streams = self.waited = False
+
+    def wait(self) -> Tensor:
+        """The result; errors as of wire.wait."""
+        if self._work is not None:
+            assert self._group is not None
+            wire.wait(self._work, self._result, self._group)
+            self._work = self._operand = None  # work too keeps the operand alive
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._result.device).wait_event(self._arrived)
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
+        if self.for_all_streams and not self.waited and self._result.is_cuda:
+            self._arrived = torch.cuda.current_stream(self._result.device).record_event()
+        self.waited = True
+        return self._result
+
+    def release(self) -> None:
+        """Once all that reads the result has been launched: a lent buffer goes back, anything else stays."""
+
+    @property
+    def result(self) -> Tensor:
+        """The result of a collective that was waited for, without waiting again."""
+        assert self.waited
+        return self._result
+
+
+def start_gather_major(local: Tensor, group: Group, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
+    """Starts gathering every rank's `local` (same shape everywhere) into a new rank-major [P, ...local].
+
+    `finish` makes the result of that.
+    """
+    local = local.contiguous()
+    if group.size == 1:
+        return Pending(local.unsqueeze(0), None, finish=finish)
+    out = local.new_empty((group.size, *local.shape))
+    if local.numel() == 0:
+        return Pending(out, None, finish=finish)
+    return Pending(out, wire.start_all_gather(out, local, group), local, group, finish)
+
+
+def gather_major(local: Tensor, group: Group) -> Tensor:
+    """Every rank's `local` (same shape everywhere) in a rank-major [P, ...local]."""
+    return start_gather_major(local, group).wait()
+
+
+def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
+    """Starts gathering every rank's `local` (same shape everywhere), concatenated along `dim` in rank order."""
+    if group.size == 1:
+        return Pending(local, None)
+    shape = [group.size * local.shape[0], *local.shape[1:]]
+
+    def finish(major: Tensor) -> Tensor:
+        return fresh_view(major, shape) if dim % (major.dim() - 1) == 0 else torch.cat(major.unbind(0), dim=dim)
+
+    return start_gather_major(local, group, finish)
+
+
+def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:
+    """See `start_gather_dim`."""
+    return start_gather_dim(local, dim, group).wait()
+
+
+def gather_uneven(local: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """The whole of a dim of `size` elements that `layout.split_sizes` splits over ranks, from this rank's piece."""
+    if group.size == 1:
+        return local
+    sizes = split_sizes(size, group.size)
+    if sizes[0] == sizes[-1]:
+        return gather_dim(local, dim, group)
+    # gloo gathers equal shapes only: send the largest piece's shape and drop what is padding. Unwritten bytes in the
+    # padding never reach the result.
+    shape = list(local.shape)
+    shape[dim] = sizes[0]
+    padded = local.new_empty(shape)
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+    major = gather_major(padded, group)
+    return torch.cat([major[rank].narrow(dim, 0, sizes[rank]) for rank in range(group.size)], dim=dim)
+
+
+def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Pending:
+    """Starts an all-to-all of row blocks: rank q gets rows block q of every rank's x, stacked rank-major.
+
+    x [sum(send_sizes), C], the same shape on every rank -> [P, send_sizes[rank], C].
+    """
+    x = x.contiguous()
+    mine = send_sizes[group.rank]
+    if group.size == 1:
+        return Pending(x.unsqueeze(0), None)
+    out = x.new_empty((group.size, mine, *x.shape[1:]))
+    if x.numel() == 0:
+        return Pending(out, None)
+    work = wire.start_all_to_all(out.view(-1, *x.shape[1:]), x, [mine] * group.size, send_sizes, group)
+    return Pending(out, work, x, group)
+
+
+def exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Tensor:
+    """See `start_exchange_rows`."""
+    return start_exchange_rows(x, send_sizes, group).wait()
+
+
+def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Sequence[int], group: Group) -> Tensor:
+    """From columns split over ranks to rows split over ranks: x [T, col_sizes[rank]] -> [row_sizes[rank], N]."""
+    if group.size == 1:
+        return x
+    mine = row_sizes[group.rank]
+    # blocks of different widths, so they travel flat
+    out = x.new_empty(mine * sum(col_sizes))
+    if sum(row_sizes) * sum(col_sizes) == 0:
+        return out.view(mine, sum(col_sizes))
+    sent = [rows * x.shape[1] for rows in row_sizes]
+    received = [mine * cols for cols in col_sizes]
+    flat = x.contiguous().view(-1)
+    alike = *row_sizes, *col_sizes
+    out = Pending(out, wire.start_all_to_all(out, flat, received, sent, group, alike=alike), flat, group).wait()
+    blocks = [block.view(mine, cols) for block, cols in zip(out.split(received), col_sizes, strict=True)]
+    return torch.cat(blocks, dim=1)

@@ -1,0 +1,167 @@
+"""Small gathers by a kernel that writes into peers' memory (kernels/peer_gather.py), in a stream's own order.
+
+For decoding and for norms' leaves: a gather of a few KiB takes NCCL ten microseconds on the GPU, and more of the host.
+This is one kernel on the current stream, which takes four, eager or captured in a CUDA graph. Like other collectives,
+gathers of a group come in the same order on all ranks. Those of a process come one after another, whatever its streams:
+
+    eager       one on another stream than the last waits for that stream first
+    captured    they have a buffer of their own, and within a capture wait for each other in the same way. Graphs that
+                are replayed at the same time, on several streams, have no order among them: where ranks run them in
+                different orders they wait for each other, as with NCCL, and read nothing that is not theirs
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.layout import fresh_view
+from . import collectives
+from .collectives import Group, Pending, is_capturing
+from .peer_copies import copies_of, transport
+from .peer_memory import CudaMachine, Shared, driver, looks_of
+from .wire import gather_objects
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 2**22  # of all ranks' together: [128, 12288] in 16 bits
+
+
+def _capacity(size: int) -> int:
+    """Words that a rank sends at most."""
+    return MOST_BYTES // size // 4
+
+
+class Channel:
+    """A buffer at every rank, and the order of the gathers that go through it. `gathers` counts them."""
+
+    def __init__(self, shared: Shared, device: torch.device) -> None:
+        from ..kernels.peer_gather import blocks_of
+
+        shared.own.zero_()
+        self._shared = shared
+        self.table = torch.tensor(shared.addresses, dtype=torch.int64, device=device)
+        self.states = torch.zeros(blocks_of(_capacity(len(shared.addresses))), dtype=torch.int32, device=device)
+        self.gathers = 0
+        self._last: tuple[Any, int | None] | None = None
+
+    def next(self, stream: Any, capture: int | None) -> int:
+        """The number of the gather that `stream` is about to get; it runs after the one before."""
+        if self._last is not None:
+            last, within = self._last
+            if within == capture and last != stream:
+                stream.wait_stream(last)
+        self._last = stream, capture
+        self.gathers += 1
+        return self.gathers
+
+
+class SmallGathers:
+    """What a group has on a device: a channel for eager gathers and one for captured ones."""
+
+    def __init__(self, machine: CudaMachine, eager: Channel, captured: Channel, looks: int) -> None:
+        self._machine, self._looks, self.size = machine, looks, machine.size
+        self.eager, self.captured = eager, captured
+
+    def gather(self, x: Tensor, dim: int, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
+        """Of all ranks' x: rank-major [P, ...x] (dim 0), or of [R, C] the columns side by side, [R, P C] (dim 1)."""
+        from ..kernels.peer_gather import TAGS, peer_gather
+
+        stream = self._machine.current()
+        capture = driver().capture(stream.cuda_stream) if is_capturing() else None
+        channel = self.eager if capture is None else self.captured
+        number, rank, size = channel.next(stream, capture), self._machine.rank, self.size
+        out = x.new_empty((x.shape[0], size * x.shape[1]) if dim else (size, *x.shape))
+        capacity = _capacity(size)
+        peer_gather(x, out, dim, channel.table, channel.states, rank, capacity, number % TAGS, self._looks)
+        return _OnStream(out, self._machine, stream, finish)
+
+
+class _OnStream(Pending):
+    """What a kernel on `stream` makes."""
+
+    def __init__(
+        self, result: Tensor, machine: CudaMachine, stream: Any, finish: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        super().__init__(result, None, finish=finish)
+        self._machine, self._stream = machine, stream
+
+    def wait(self) -> Tensor:
+        stream = self._machine.current()
+        if stream != self._stream:
+            stream.wait_stream(self._stream)
+            self._result.record_stream(stream)
+        return super().wait()
+
+
+def _connect(group: Group, machine: CudaMachine, device: torch.device) -> SmallGathers | None:
+    """Collective."""
+    from ..kernels.peer_gather import buffer_bytes
+
+    nbytes = buffer_bytes(_capacity(group.size), group.size)
+    shared = [machine.share(nbytes) for _ in range(2)]
+    if shared[0] is None or shared[1] is None:
+        logger.info("NCCL makes small gathers too: a rank has no %.0f MiB left for their buffers", 2 * nbytes / 2**20)
+        return None
+    eager, captured = (Channel(buffer, device) for buffer in shared if buffer is not None)
+    torch.cuda.current_stream(device).synchronize()
+    gather_objects(None, group)  # nobody writes before all buffers are zero
+    return SmallGathers(machine, eager, captured, looks_of(group))
+
+
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, SmallGathers | None]]
+_connected = weakref.WeakKeyDictionary()
+
+
+def gathers_of(group: Group, device: torch.device) -> SmallGathers | None:
+    """The group's SmallGathers, None where it has none: the same on every rank. Collective the first time, which
+    cannot be in a capture: then there are none yet."""
+    assert group.process_group is not None
+    of_group = _connected.setdefault(group.process_group, {})
+    if device not in of_group:
+        if is_capturing():
+            return None
+        copies = copies_of(group, device)
+        found = None if isinstance(copies, str) else _connect(group, copies.machine, device)  # type: ignore[arg-type]
+        of_group[device] = found
+    return of_group[device]
+
+
+def start_gather(
+    x: Tensor, group: Group, dim: int = 0, finish: Callable[[Tensor], Tensor] | None = None
+) -> Pending | None:
+    """Every rank's x, of the same shape, rank-major [P, ...x] (dim 0) or, of [R, C], side by side [R, P C] (dim 1).
+
+    None where NCCL (or gloo) is to do it: TP_INVARIANT_TRANSPORT is not auto, x is none of a few bytes on a GPU, or the
+    group's ranks cannot write into each other's memory. The same on every rank. `finish` makes the result of it.
+    """
+    if not x.is_cuda or group.size == 1 or not 0 < group.size * x.nbytes <= MOST_BYTES or transport() != "auto":
+        return None
+    if (x.nbytes if dim == 0 else x.shape[1] * x.element_size()) % 4:
+        return None
+    gathers = gathers_of(group, x.device)
+    if gathers is None:
+        return None
+    x = x.contiguous()
+    return gathers.gather(x if x.data_ptr() % 4 == 0 else x.clone(), dim, finish)
+
+
+def start_gather_major(local: Tensor, group: Group) -> Pending:
+    """collectives.start_gather_major, or this way."""
+    pending = start_gather(local, group)
+    return collectives.start_gather_major(local, group) if pending is None else pending
+
+
+def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
+    """collectives.start_gather_dim, or this way where `dim` is the first."""
+    pending = None
+    if dim % local.dim() == 0:
+        shape = group.size * local.shape[0], *local.shape[1:]
+        pending = start_gather(local, group, finish=lambda major: fresh_view(major, shape))
+    return collectives.start_gather_dim(local, dim, group) if pending is None else pending

@@ -1,0 +1,1 @@
+"""Do ranks agree: on their calls, their environment, their weights and their gradients."""

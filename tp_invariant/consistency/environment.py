@@ -1,0 +1,74 @@
+"""What of a process besides its calls decides bits: versions, the device, switches. All ranks must have it alike."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..version import __version__
+
+
+@cache
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def architecture(device: torch.device) -> str:
+    """The kind of device whose bits these are: "cuda 9.0", "cpu x86_64 AVX512"."""
+    if device.type == "cuda":
+        return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
+    if device.type == "cpu":
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return device.type
+
+
+def _flushes_subnormals() -> bool:
+    return not (torch.full((1,), 1e-40, dtype=torch.float32) * 1.0).item()
+
+
+@cache
+def _kernel_sources() -> str:
+    """A digest of the kernels' source files: an edited copy has the version of the original."""
+    sha = hashlib.sha256()
+    folder = Path(import_module("tp_invariant.kernels").__path__[0])
+    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
+        sha.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    return sha.hexdigest()[:12]
+
+
+def _switch(read: Callable[[], bool]) -> bool | str:
+    try:
+        return read()
+    except ValueError as error:  # a variable that cannot be read: the others are told, see agreement.refuse
+        return str(error)
+
+
+def environment_facts(device: torch.device) -> dict[str, Any]:
+    """{what: its value here}, for tensors on `device`."""
+    return {
+        "the version of tp_invariant": __version__,
+        "the source of tp_invariant's kernels": _kernel_sources(),
+        "the version of torch": torch.__version__,
+        "the version of triton": _installed("triton"),
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "the device": architecture(device),
+        "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0"),
+        "whether the CPU flushes subnormal numbers": _flushes_subnormals(),
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the TP-invariant mode": _switch(is_tp_invariant_mode_enabled),
+        "TP_INVARIANT_CHECK": _switch(is_call_check_enabled),
+        "TP_INVARIANT_TRANSPORT": os.environ.get("TP_INVARIANT_TRANSPORT", "auto"),
+    }

@@ -1,0 +1,387 @@
+"""parallelize(.., verify=True): a model by its plan against the unsharded one, before the model itself is touched.
+
+A plan says which layers are sharded. What the code between them does with a part of the features nobody can read off
+names and shapes: it may split q, k and v out of one projection, or take a mean over features of which a rank has a
+half. So it is tried: copies of the model run forward and backward on the same random input,
+
+    exact    in float64, unsharded
+    plain    in float32, unsharded
+    ours     in float32, by the plan, over the ranks, in the mode as it is
+
+and each output of a module, each gradient of a parameter and of an input is compared with exact's. An error counts as
+rounding while it is at most TIMES that of plain, or leaves half of float32's digits; a plan that is wrong leaves one
+or none. Random outputs gradients go in at the end, so that no gradient is zero by symmetry.
+
+The copies take 12 bytes of each parameter's element while this runs, and nothing of the model changes: no gradient,
+buffer, hook or flag, and no state of a generator. So a large model is best verified by a small configuration of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.full_state import together
+from ..comm.collectives import Group
+from ..comm.wire import gather_objects
+from ..core.bits import digest, leaves
+from ..core.layout import shard
+from ..gemm.weight_cache import weight_cache
+from ..layers.linear import Linear
+from ..layers.parallel_norm import ParallelNorm
+from ..layers.parameters import ShardedModule, named_shard_specs
+from ..layers.vocab_embedding import VocabParallelEmbedding
+from .gradient_flow import IncompleteGradient, check_gradient_flow
+
+_EPS = torch.finfo(torch.float32).eps
+TIMES = 10.0  # what rounding in another order may cost
+FLOOR = _EPS**0.5
+SMALL = _EPS**0.25  # of the root mean square of all gradients: one that is smaller is measured as if it were not
+TOKENS = 8  # at least, in a sequence made up for a Hugging Face model
+
+
+# --- input ----------------------------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def example_of(model: nn.Module, given: Any, group: Group) -> Example:
+    """What the model is called with: `example_inputs` as parallelize takes them, or token ids for a Hugging Face model.
+
+    Raises:
+        ValueError: none given, and the model is none of Hugging Face's with a vocabulary.
+        TypeError: neither a tensor nor a tuple, list or dict.
+    """
+    if isinstance(given, Tensor):
+        return Example((given,), {})
+    if isinstance(given, Mapping):
+        return Example((), dict(given))
+    if isinstance(given, (tuple, list)):
+        return Example(tuple(given), {})
+    if given is not None:
+        raise TypeError(f"example_inputs is a {type(given).__name__}: give a tensor, a tuple, or a dict of arguments")
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int) or not hasattr(text, "_attn_implementation"):
+        raise ValueError(
+            f"verify=True needs something to call {type(model).__name__} with: give example_inputs=x, a tuple of "
+            "arguments or a dict of them, the same on every rank (a few tokens of random values do)"
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    length = -(-TOKENS // group.size) * group.size  # sequence parallelism divides it
+    ids = torch.randint(size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
+    return Example((), dict(input_ids=ids, use_cache=False))
+
+
+def _map(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """value with fn(tensor) for each tensor in its tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: _map(fn, item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_map(fn, item) for item in value)
+    return value
+
+
+# --- one forward and backward ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one forward and backward of a copy gave, in float64. outputs and seen: lists of tensors, in order."""
+
+    seen: dict[str, list[Tensor]] = field(default_factory=dict)  # by the names of modules, in the order of their ends
+    outputs: list[Tensor] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of parameters and inputs, whole
+    incomplete: str = ""  # what gradient_flow.py has to say
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _kept(x: Tensor) -> Tensor:
+    """As it is now, whatever is done to it in place."""
+    return x.detach().to(torch.float64, copy=True)
+
+
+@contextmanager
+def _watched(model: nn.Module, run: Run) -> Iterator[None]:
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            run.seen.setdefault(name, []).extend(_kept(t) for t in _floats(output))
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward(model: nn.Module, example: Example, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """(floating-point outputs, the floating-point tensors among the inputs)."""
+    inputs: list[Tensor] = []
+
+    def own(x: Tensor) -> Tensor:
+        x = x.detach().clone()
+        if x.is_floating_point():
+            x = x.to(dtype).requires_grad_()
+            inputs.append(x)
+        return x
+
+    args, kwargs = _map(own, example.args), _map(own, example.kwargs)
+    return _floats(model(*args, **kwargs)), inputs
+
+
+def _grad_of(output: Tensor, index: int, full_shape: torch.Size, group: Group) -> Tensor:
+    """Random, the same for every copy; this rank's part where the output is one."""
+    generator = torch.Generator().manual_seed(index + 1)
+    full = torch.randn(full_shape, generator=generator, dtype=torch.float64).to(output)
+    part = _part_of(full, output.shape, group)
+    return full if part is None else part
+
+
+def _part_of(full: Tensor, shape: torch.Size, group: Group) -> Tensor | None:
+    """This rank's consecutive part of `full`, along the one dim in which it is larger than `shape`; else None."""
+    if full.dim() != len(shape):
+        return None
+    dims = [dim for dim, (n, mine) in enumerate(zip(full.shape, shape, strict=True)) if n != mine]
+    if not dims:
+        return full
+    if len(dims) > 1 or full.shape[dims[0]] != shape[dims[0]] * group.size:
+        return None
+    return shard(full, dim=dims[0], rank=group.rank, world=group.size)
+
+
+def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | None, group: Group) -> Run:
+    """`like`: exact's, whose outputs tell the full shapes."""
+    run = Run()
+    model.zero_grad(set_to_none=True)
+    with _watched(model, run):
+        outputs, inputs = _forward(model, example, dtype)
+    run.outputs = [_kept(y) for y in outputs]
+    shapes = [y.shape for y in (run if like is None else like).outputs]
+    if len(shapes) != len(outputs):
+        raise ValueError(f"the model gives {len(outputs)} tensors by the plan, {len(shapes)} without")
+    try:
+        check_gradient_flow(model, outputs, inputs)
+    except IncompleteGradient as error:
+        run.incomplete = str(error)
+    differentiable = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
+    if differentiable:
+        grads = [_grad_of(y, i, shapes[i], group) for i, y in differentiable]
+        torch.autograd.backward([y for _, y in differentiable], grads)
+    for name, parameter, spec in named_shard_specs(model):
+        if parameter.requires_grad:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            run.grads[name] = spec.full(grad).double()
+    for index, x in enumerate(inputs):
+        run.grads[f"input {index}"] = (torch.zeros_like(x) if x.grad is None else x.grad).double()
+    return run
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------
+
+
+def _expected(module: nn.Module, full: Tensor, shape: torch.Size, group: Group) -> Tensor | None:
+    """What of the unsharded module's output `module` should give on this rank, or None where that is not known.
+
+    Layers of this library say what they give. Others are compared where they give something whole: in between, code of
+    the model's own may hold the features in any order.
+    """
+    if isinstance(module, Linear) and module.parallel_mode == "column" and not module.gather_output:
+        stride = module.partition_stride if module.partition_sizes is None else module.partition_sizes
+        return shard(full, dim=-1, rank=module.group.rank, world=module.group.size, stride=stride)
+    if isinstance(module, (ShardedModule, Linear, ParallelNorm, VocabParallelEmbedding)):
+        return _part_of(full, shape, group)
+    return full if full.shape == shape else None
+
+
+def _difference(value: Tensor, exact: Tensor, least: float = 0.0) -> float:
+    """The error by its norm, over that of `exact`, or of elements of the size `least` where these are smaller."""
+    size = max(float(exact.norm()), least * exact.numel() ** 0.5)
+    error = float((value - exact).norm())
+    return error / size if size else float(error > 0)
+
+
+class Wrong(NamedTuple):
+    name: str
+    error: float
+    limit: float
+
+
+def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Wrong]:
+    found, modules = [], dict(model.named_modules())
+    for name, theirs in exact.seen.items():
+        if name not in ours.seen or len(ours.seen[name]) != len(theirs):
+            continue
+        for mine, near, full in zip(ours.seen[name], plain.seen[name], theirs, strict=True):
+            want = _expected(modules[name], full, mine.shape, group)
+            if want is not None and want.shape == mine.shape:
+                found += _judge(f"the output of {name}", _difference(mine, want), _difference(near, full))
+    for index, (mine, near, full) in enumerate(zip(ours.outputs, plain.outputs, exact.outputs, strict=True)):
+        want = _part_of(full, mine.shape, group)
+        which = f"output {index} of the model" if len(exact.outputs) > 1 else "the model's output"
+        if want is None:
+            raise ValueError(
+                f"{which} has shape {tuple(mine.shape)} by the plan over {group.size} ranks, and without it "
+                f"{tuple(full.shape)}"
+            )
+        found += _judge(which, _difference(mine, want), _difference(near, full))
+    return found
+
+
+def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Wrong]:
+    """Nearest to the model's output first, where a wrong gradient comes from."""
+    everything = torch.cat([grad.flatten() for grad in exact.grads.values()]) if exact.grads else torch.zeros(1)
+    least = SMALL * float(everything.square().mean().sqrt())
+    found = []
+    last_called = {name: position for position, name in enumerate(exact.seen)}
+
+    def position(name: str) -> int:
+        return -last_called.get(name.rpartition(".")[0], -1)
+
+    for name in sorted(exact.grads, key=position):
+        full = exact.grads[name]
+        found += _judge(name, _difference(ours.grads[name], full, least), _difference(plain.grads[name], full, least))
+    return found
+
+
+def _judge(name: str, error: float, plain_error: float) -> list[Wrong]:
+    limit = max(TIMES * plain_error, FLOOR)
+    return [] if error <= limit else [Wrong(name, error, limit)]
+
+
+def _percent(wrong: Wrong) -> str:
+    return f"{wrong.name} is off by {wrong.error:.2%} (rounding would be at most {wrong.limit:.2%})"
+
+
+_OUTPUT_HINT = (
+    "What lies between it and the layers before takes a part of the features for all of them, or in another order. "
+    "Where one linear layer's output is split into pieces (q, k and v, or gate and up), each rank needs its part of "
+    'each piece: tpi.Part("colwise", sizes=(..)), or partition_stride=3 for three equal ones. A sum, mean or norm over '
+    "features that are sharded, or attention over heads that the model counts itself, is wrong too."
+)
+_GRAD_HINT = (
+    " Its gradient is a sum, of which each rank has a part, say because it is the same on every rank and is used with "
+    "features of which each rank has a part."
+)
+
+
+def _verdict(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> str:
+    """What is wrong, "" for nothing."""
+    for value in (*exact.outputs, *exact.grads.values()):
+        if not value.isfinite().all():
+            return "the unsharded model itself gives infinite values or NaN for this input: give other example_inputs"
+    outputs, grads = _wrong_outputs(model, ours, plain, exact, group), _wrong_grads(ours, plain, exact)
+    if not outputs and not grads:
+        return ""
+    lines = []
+    if outputs:
+        lines.append(f"{_percent(outputs[0])}. {_OUTPUT_HINT}")
+    else:
+        lines.append(f"outputs are right; the gradient of {_percent(grads[0])}.{'' if ours.incomplete else _GRAD_HINT}")
+    rest = [w.name for w in (grads if outputs else grads[1:])]
+    if rest:
+        shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
+        lines.append(f"also wrong: the gradients of {shown}")
+    lines += [ours.incomplete] if ours.incomplete else []
+    return "\n".join(lines)
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Generators as they were afterwards; gradients on, autocast off inside."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.enable_grad())
+        for kind in {p.device.type for p in model.parameters()} | {"cpu"}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(weight_cache.clear)  # of what it learnt of the copies
+        yield
+
+
+def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for module in twin.modules():  # .to(dtype) of a whole model is refused by some
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and tensor.is_floating_point():
+                    tensor.grad = None
+                    tensor.data = tensor.data.to(dtype)
+    return twin
+
+
+def difference_by_plan(
+    model: nn.Module, convert: Callable[[nn.Module], nn.Module], example_inputs: Any, group: Group
+) -> str:
+    """Runs copies of `model`, one of them given to `convert`, and says where that one is wrong; "" if nowhere.
+
+    Raises:
+        ValueError: no input to call the model with, a model on the meta device, one that draws random numbers, or one
+            that gives no floating-point tensor.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("verify=True needs a model with values: some of its parameters are on the meta device")
+    example = example_of(model, example_inputs, group)
+    alone = Group(None, 0, 1)
+    with _left_alone(model):
+        twin = _copied(model, torch.float64)
+        with torch.no_grad():
+            torch.manual_seed(1)
+            first = _forward(twin, example, torch.float64)[0]
+            torch.manual_seed(2)
+            second = _forward(twin, example, torch.float64)[0]
+        if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True)):
+            raise ValueError(
+                "verify=True: the model's output differs from one call to the next (dropout, or other random numbers), "
+                "so there is nothing to compare with: set dropout to 0, or call model.eval() first"
+            )
+        if not first:
+            raise ValueError("verify=True: the model gives no floating-point tensor, so there is nothing to compare")
+        exact = _run(twin, example, torch.float64, None, alone)
+        twin = _copied(model, torch.float32)
+        plain = _run(twin, example, torch.float32, exact, alone)
+        twin.zero_grad(set_to_none=True)
+        twin = convert(twin)
+        ours = _run(twin, example, torch.float32, exact, group)
+        return _verdict(twin, ours, plain, exact, group)
+
+
+def digest_of_tensors(example_inputs: Any) -> str:
+    """For ranks to compare what they were given."""
+    return digest([leaf for _, leaf in leaves(example_inputs) if isinstance(leaf, Tensor)])
+
+
+def check_plan(model: nn.Module, convert: Callable[[nn.Module], nn.Module], example_inputs: Any, group: Group) -> None:
+    """`difference_by_plan`, as an error that is the same on every rank. A collective.
+
+    Raises:
+        ValueError: some rank's results differ from the unsharded model's; see `difference_by_plan` for others.
+    """
+
+    def verdict() -> str:
+        return difference_by_plan(model, convert, example_inputs, group)
+
+    mine = together(group, "verify=True", verdict)
+    verdicts = gather_objects(mine, group) if group.size > 1 else [mine]
+    wrong = [f"rank {rank} of {group.size}: {text}" for rank, text in enumerate(verdicts) if text]
+    if wrong:
+        what = f"{type(model).__name__} computes something else by this plan than unsharded; nothing was changed"
+        raise ValueError(f"{what}.\n{wrong[0]}")

@@ -1,0 +1,456 @@
+"""What parallelize will do to a model, and all that it cannot: found out before anything is changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm.collectives import Group
+from ..core.elementwise import WholeVectors
+from ..gemm.gemm_fn import GemmFn
+from ..hugging_face import models as hugging_face
+from ..layers.linear import Linear, check_sizes
+from ..layers.parallel_norm import ParallelNorm, recognise_norm
+from ..layers.parameters import ShardedModule
+from ..layers.vocab_embedding import VocabParallelEmbedding
+from .feature_blocks import FeatureBlocks, is_norm
+from .plans import EMBEDDING_STYLE, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
+from .shape_probe import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
+
+SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
+
+
+class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
+    """One whose output is multiplied by `scale_by`, rounded to the weight's dtype first (Gemma's)."""
+
+    scale_by = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.weight.new_tensor(self.scale_by)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where the decoder layers are: `prefix` of their names ("model.layers."), and the norm after them."""
+
+    prefix: str
+    layers: nn.ModuleList
+    norm_name: str
+
+    @classmethod
+    def find(cls, modules: Mapping[str, nn.Module]) -> Stack | None:
+        found = []
+        for name, module in modules.items():
+            layers, norm, dot = (
+                getattr(module, "layers", None),
+                getattr(module, "norm", None),
+                f"{name}." if name else "",
+            )
+            if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
+                found.append(cls(f"{dot}layers.", layers, f"{dot}norm"))
+        return found[0] if len(found) == 1 else None
+
+
+@dataclass
+class Survey:
+    """What will be done, and what cannot be."""
+
+    model: nn.Module
+    group: Group
+    sequence_parallel: bool
+    gemm_fn: GemmFn | None
+    own_plan: bool  # whether the plan is the model's own, which may speak of modules that it has not
+    swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
+    problems: list[str] = field(default_factory=list)
+    stack: Stack | None = None
+    blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
+    whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
+    # norm's name: where its input is sharded, None if nowhere; of the norms that a run on fake tensors has called
+    sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
+    unseen: str = ""  # why there was no such run
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
+        config: Any = getattr(self.model, "config", None)
+        self.config = config
+        if hasattr(config, "get_text_config"):
+            try:
+                self.config = config.get_text_config()
+            except ValueError as error:  # it has several
+                self.problems.append(f"config.get_text_config() says: {error}".replace("\n", " "))
+        self.is_hugging_face = hasattr(self.config, "_attn_implementation")
+        self.distributed = self._distributed()
+
+    def run(self, plan: Mapping[str, str | Part]) -> None:
+        self.parts: dict[str, Part] = {}
+        if self.distributed:
+            self.problems.append(self.distributed)
+            return
+        self.parts, unused = resolve(plan, self.modules)
+        if not self.own_plan:
+            self.problems += [f"plan[{pattern!r}]: no module has such a name" for pattern in unused]
+        self.stack = Stack.find(self.modules)
+        if self.sequence_parallel and self.stack is None:
+            self.problems.append(
+                "sequence_parallel=True: no decoder layers, or several, to shard the hidden states between (a module "
+                "with `layers`, an nn.ModuleList, and `norm`)"
+            )
+        self._plan_blocks()
+        self._plan_ties()
+        self._plan_heads()
+        for name, module in self.modules.items():
+            try:
+                self._look_at(name, module)
+            except Exception as error:  # to look at a module may run its code, which is not this library's
+                self._problem(name, f"{type(module).__name__} was not understood: {type(error).__name__}: {error}")
+        self._check_features()
+        self._check_ties()
+        self._check_config()
+
+    def _distributed(self) -> str:
+        """What says that another tool has sharded the model already; "" if nothing does."""
+        kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # none before its import
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
+        if name is None and getattr(self.model, "_tp_size", None) in (None, 1):
+            return ""
+        what = f"{name} is a DTensor" if name else f"it was loaded over {self.model._tp_size} ranks"
+        return (
+            f"{what}: the model is sharded already. Give parallelize the full model on every rank: load it without "
+            "tp_plan=.. and device_mesh=.., and call neither parallelize_module nor fully_shard before"
+        )
+
+    def _plan_blocks(self) -> None:
+        columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
+        if self.stack is None:
+            return
+        blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)}
+        if self.sequence_parallel:
+            for name in filter(self._is_layer, blocks):
+                self._problem(name, "has column-parallel layers itself: sequence_parallel needs them in a submodule")
+        self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
+        rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
+        sharded = [*rows, *(name for name, options in columns.items() if not options.get("gather_output"))]
+        within = tuple(f"{block}." for block in self.blocks)
+        if all(
+            row.startswith(within) for row in rows if row.startswith(self.stack.prefix)
+        ):  # none takes a block's output
+            self.whole_blocks = frozenset(n for n in self.blocks if not any(s.startswith(f"{n}.") for s in sharded))
+
+    def _is_layer(self, name: str) -> bool:
+        return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
+
+    def _plan_ties(self) -> None:
+        """An embedding that shares its weight with a column-parallel output layer is sharded with it."""
+        sharded = {
+            id(linear.weight)
+            for name, part in self.parts.items()
+            if part.linear_options().get("parallel_mode") == "column"
+            and isinstance(linear := self.modules[name], nn.Linear)
+        }
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
+                self.parts.setdefault(name, Part(EMBEDDING_STYLE))
+
+    def _plan_heads(self) -> None:
+        """Finds the norms of each head; the model's own plan may leave them out, as older ones do."""
+        self._probe()
+        for name, module in self.modules.items():
+            whole = self.parts.get(name, Part("replicate")).style in WHOLE_STYLES
+            if self.own_plan and is_norm(module) and whole and self._is_over_heads(name):
+                self.parts[name] = Part(HEADS_STYLE)
+
+    def _probe(self) -> None:
+        """Sees, on fake tensors, where the inputs of norms beside sharded layers are sharded."""
+        options = {
+            name: given
+            for name, part in self.parts.items()
+            if (given := part.linear_options()) and type(self.modules[name]) is nn.Linear
+        }
+        parents = {name.rpartition(".")[0] for name in options}
+        layers = "" if self.stack is None else self.stack.prefix
+        blocks = tuple(f"{parent}." for parent in parents if parent and not layers.startswith(f"{parent}."))
+        asked = {name for name, part in self.parts.items() if part.style == HEADS_STYLE}
+        names = [n for n, m in self.modules.items() if is_norm(m) and (n in asked or n.startswith(blocks))]
+        if not self.is_hugging_face or not names:
+            return
+        if any(part.style not in STYLES for part in self.parts.values()):
+            self.sharded = dict.fromkeys(names)  # refused anyway, and what has that style may not run on fake tensors
+            return
+        for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
+            try:
+                self.sharded = sharded_inputs(self.model, options, degree, names)
+                return
+            except ProbeError as error:
+                self.unseen = self.unseen or str(error)
+        if self.group.size == 1 and not self.unseen.startswith(WITH_ALL_FEATURES):
+            self.sharded = dict.fromkeys(names)  # no other degree divides this model: there is none to agree with
+
+    def _projection_of(self, norm_name: str) -> str:
+        """The name of the projection that a norm called q_norm, q_layernorm or query_layernorm would follow, or ""."""
+        parent, dot, own = norm_name.rpartition(".")
+        stem = next((own.removesuffix(s) for s in ("_norm", "_layernorm") if own.endswith(s)), "")
+        return f"{parent}{dot}{ {'query': 'q', 'key': 'k'}.get(stem, stem) }_proj" if stem else ""
+
+    def _is_over_heads(self, norm_name: str) -> bool:
+        if norm_name in self.sharded:
+            return self.sharded[norm_name] is not None
+        options = self.parts.get(self._projection_of(norm_name), Part("replicate")).linear_options()
+        return options.get("parallel_mode") == "column" and not options.get("gather_output")
+
+    def _look_at(self, name: str, module: nn.Module) -> None:
+        part = self.parts.get(name)
+        before = len(self.problems)
+        if part is not None and part.style not in STYLES:
+            self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
+        elif isinstance(module, ShardedModule):
+            self._problem(name, f"is a {type(module).__name__} already")
+        elif "sinks" in module._parameters:
+            self._problem(name, f"{type(module).__name__} has attention sinks, which no attention here takes")
+        elif isinstance(module, nn.Dropout) and module.p:
+            self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
+        elif type(module) is nn.Linear:
+            self._linear(name, module, part or Part("replicate"))
+        elif isinstance(module, nn.Embedding):
+            self._embedding(name, module, part or Part("replicate"))
+        elif part is not None and part.style in (*LINEAR_STYLES, EMBEDDING_STYLE):
+            wanted = "an nn.Embedding" if part.style == EMBEDDING_STYLE else "an nn.Linear"
+            self._problem(name, f"style {part.style!r} needs {wanted}, not a {type(module).__name__}")
+        elif is_norm(module):
+            self._norm(name, module, part or Part("replicate"))
+        elif part is not None and part.style == HEADS_STYLE:
+            self._problem(name, f"style {part.style!r} needs a norm with a weight, not a {type(module).__name__}")
+        elif _is_activation(module):
+            self.swaps[name] = lambda: WholeVectors(module)
+        elif part is None and any(True for _ in module.parameters(recurse=False)) and self._sees_part(name):
+            self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
+        if name in self.swaps and len(self.problems) == before:
+            if not name:
+                self._problem(name, "the model itself cannot be swapped in place: wrap it, say in an nn.Sequential")
+            elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+                self._problem(name, "has hooks, which the module in its place would not have: register them afterwards")
+
+    def _problem(self, name: str, text: str) -> None:
+        self.problems.append(f"{name or type(self.model).__name__}: {text}")
+
+    def _sees_part(self, name: str) -> bool:
+        """Whether, under sequence_parallel, the module `name` gets this rank's tokens: in the stack, in no block."""
+        in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
+        return self._in_stack(name) and not in_block
+
+    def _in_stack(self, name: str) -> bool:
+        return self.sequence_parallel and self.stack is not None and name.startswith(self.stack.prefix)
+
+    def _divides(self, name: str, size_name: str, size: int, parts: int, parts_name: str = "TP degree") -> None:
+        if size % parts:
+            self._problem(name, f"{size_name}={size} is not divisible by {parts_name}={parts}")
+
+    # --- one kind of module each
+
+    def _linear(self, name: str, linear: nn.Linear, part: Part) -> None:
+        if part.style in WHOLE_STYLES:
+            if self._sees_part(name):
+                self._problem(name, "is in no pattern of the plan, and under sequence_parallel sees this rank's tokens")
+            options: dict[str, Any] = dict(parallel_mode=None)
+        elif part.style in LINEAR_STYLES:
+            options = part.linear_options()
+            size_name = "out_features" if options["parallel_mode"] == "column" else "in_features"
+            stride = options.get("partition_stride", 1)
+            if "partition_sizes" in options:
+                try:
+                    check_sizes(options["partition_sizes"], getattr(linear, size_name), self.group.size, size_name)
+                except ValueError as error:
+                    return self._problem(name, str(error))
+            self._divides(
+                name, size_name, getattr(linear, size_name), self.group.size * stride,
+                "TP degree" if stride == 1 else "TP degree x partition_stride",
+            )  # fmt: skip
+        else:
+            return self._problem(name, f"style {part.style!r} is not for an nn.Linear")
+        if self._in_stack(name) and options["parallel_mode"] == "row":
+            options |= dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
+        self.swaps[name] = lambda: Linear.from_linear(linear, tp_group=self.group, gemm_fn=self.gemm_fn, **options)
+
+    def _embedding(self, name: str, embedding: nn.Embedding, part: Part) -> None:
+        if part.style != EMBEDDING_STYLE and part.style not in WHOLE_STYLES:
+            return self._problem(name, f"style {part.style!r} is not for an nn.Embedding: choose {EMBEDDING_STYLE!r}")
+        group = self.group if part.style == EMBEDDING_STYLE else None
+        self._divides(name, "num_embeddings", embedding.num_embeddings, 1 if group is None else group.size)
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            self._problem(name, "max_norm, scale_grad_by_freq and sparse are not supported")
+        if self._sees_part(name):
+            self._problem(name, "is an embedding inside a decoder layer: not supported under sequence_parallel")
+        scale = None
+        if type(embedding) is not nn.Embedding:
+            scale = _scale_of(embedding)
+            if scale is None:
+                return self._problem(name, f"{type(embedding).__name__} is no nn.Embedding times an embed_scale")
+
+        def make() -> nn.Module:
+            if scale is None:
+                return VocabParallelEmbedding.from_embedding(embedding, tp_group=group)
+            scaled = ScaledVocabParallelEmbedding.from_embedding(embedding, tp_group=group)
+            assert isinstance(scaled, ScaledVocabParallelEmbedding)
+            scaled.scale_by = scale
+            return scaled
+
+        self.swaps[name] = make
+
+    def _norm(self, name: str, norm: nn.Module, part: Part) -> None:
+        parent = name.rpartition(".")[0]
+        projection, over_heads = self._projection_of(name), self._is_over_heads(name)
+        final = self.sequence_parallel and self.stack is not None and name == self.stack.norm_name
+        options: dict[str, Any] = {}
+        if recognise_norm(norm) is None:
+            if part.style not in WHOLE_STYLES or over_heads or final or self._sees_part(name):
+                self._problem(name, f"{type(norm).__name__} is no LayerNorm or RMSNorm that this library knows")
+            return  # else every rank computes the same on the whole
+        if part.style == HEADS_STYLE:
+            options = self._heads(name, norm, part, projection)
+        elif part.style not in WHOLE_STYLES:
+            self._problem(name, f"style {part.style!r} is not for a norm")
+        elif over_heads:
+            what = projection if projection in self.parts else "a column-parallel layer"
+            self._problem(name, f"normalises what {what} has sharded: it needs the style {HEADS_STYLE!r}")
+        elif self._sees_part(name) and not self._is_layer(parent):
+            self._problem(
+                name, "is a norm neither of a decoder layer itself nor in a block: which tokens it sees is unknown"
+            )
+        elif self._sees_part(name) or final:
+            options = dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
+        self.swaps[name] = lambda: ParallelNorm.from_norm(norm, tp_group=self.group, **options)
+
+    def _heads(self, name: str, norm: nn.Module, part: Part, projection: str) -> dict[str, Any]:
+        if name in self.sharded:
+            found = self.sharded[name]
+            if found is None:  # it sees all heads
+                return {}
+            if found.last or found.with_tokens:
+                what = "the features that it normalises" if found.last else "heads and tokens in one dim"
+                self._problem(name, f"dim {found.dim} of its input, which is sharded, holds {what}: not supported")
+            if part.heads_dim not in (None, found.dim):
+                self._problem(name, f"heads_dim={part.heads_dim}, but the model has its heads in dim {found.dim}")
+            if part.heads not in (None, found.size):
+                self._problem(name, f"heads={part.heads}, but the model has {found.size}")
+            self._divides(name, "heads", found.size, self.group.size)
+            return dict(heads=found.size, heads_dim=found.dim)
+        linear = self.modules.get(projection)
+        if part.heads_dim is None:
+            why = f", since {self.unseen}" if self.unseen else ""
+            self._problem(
+                name, f"which dim of its input holds the heads was not seen{why}: give Part(style, heads_dim=..)"
+            )
+        if part.heads is not None:
+            heads = part.heads
+        elif isinstance(linear, nn.Linear):
+            heads = linear.out_features // norm.get_parameter("weight").numel()
+        else:
+            text = f"has no {projection or 'projection'} beside it, to tell the number of heads: give Part their number"
+            self._problem(name, f"{text}, Part({HEADS_STYLE!r}, heads=.., heads_dim=..)")
+            return {}
+        self._divides(name, "heads", heads, self.group.size)
+        return dict(heads=heads, heads_dim=part.heads_dim)
+
+    # --- the whole model
+
+    def _check_features(self) -> None:
+        """What has parameters inside a block and is in no pattern must be known to see all features.
+
+        On this rank's features, or its heads, every gradient would be a part of a sum: that of a learned activation, of
+        attention sinks, of a norm or a linear layer of each head.
+        """
+        blocks = FeatureBlocks(
+            self.modules,
+            {name: part.linear_options() for name, part in self.parts.items()},
+            None if self.stack is None else self.stack.prefix,
+            self.own_plan,
+            hugging_face.config_values(self.config, "head_dim"),
+        )
+        planned = {id(self.modules[name]) for name in self.parts}
+        refused = {problem.partition(": ")[0] for problem in self.problems}
+        for name, part in self.parts.items():
+            owns = any(True for _ in self.modules[name].parameters(recurse=False))
+            if part.style in WHOLE_STYLES and owns and name not in refused and blocks.surely_shards(name):
+                self._problem(
+                    name,
+                    f"style {part.style!r}, but it comes after a column-parallel layer and before a row-parallel one: "
+                    "each rank would have a part of its gradient. Put it outside of them, or give the layer before it "
+                    f"'colwise_gather_output' and the one after it 'rowwise_split_input'; a norm of each head has the "
+                    f"style {HEADS_STYLE!r}",
+                )
+        for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
+            owns = any(True for _ in module.parameters(recurse=False))
+            if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
+                self._problem(
+                    name,
+                    f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
+                    "features only: if it sees them all, give it the style 'replicate' (the first forward with "
+                    "gradients, and verify=True, are errors if it does not)"
+                    + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
+                )
+
+    def _check_ties(self) -> None:
+        """Modules that share a parameter must shard it alike."""
+        users: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                users.setdefault(id(parameter), []).append(name)
+        for names in users.values():
+            dims = {name: self._sharded_dim(name) for name in names}
+            if len(set(dims.values())) > 1:
+                self.problems.append(f"{' and '.join(names)} share a parameter but not the way it is sharded")
+            elif len({name in self.swaps for name in names}) > 1:
+                self.problems.append(f"{' and '.join(names)} share a parameter, and not all of them can be swapped")
+
+    def _sharded_dim(self, name: str) -> Any:
+        part = self.parts.get(name, Part("replicate"))
+        if part.style == EMBEDDING_STYLE:
+            return 0, 1
+        options = part.linear_options()
+        if "parallel_mode" not in options:
+            return None
+        stride = options.get("partition_sizes", options.get("partition_stride", 1))
+        return 0 if options["parallel_mode"] == "column" else 1, stride
+
+    def _check_config(self) -> None:
+        if not self.is_hugging_face:
+            return
+        if problem := hugging_face.problem_with(self.config, self.model):
+            self.problems.append(problem)
+        for name, value in vars(self.config).items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:
+                self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
+        if any(p.style == "colwise" and "att" in type(self._parent(n)).__name__.lower() for n, p in self.parts.items()):
+            for name in ("num_attention_heads", "num_key_value_heads"):
+                for heads in sorted(hugging_face.config_values(self.config, name)):
+                    self._divides("config", name, heads, self.group.size)
+
+    def _parent(self, name: str) -> nn.Module:
+        return self.modules[name.rpartition(".")[0]]
+
+
+_ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """An elementwise function with exp or tanh in it: torch's, or one of transformers/activations.py."""
+    if any(True for _ in module.parameters()):
+        return False
+    return isinstance(module, _ACTIVATIONS) or type(module).__module__ == "transformers.activations"
+
+
+def _scale_of(embedding: nn.Embedding) -> float | None:
+    """The embed_scale of an embedding class whose output is that times the rows, found by trying; else None."""
+    scale = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        return None
+    weight = embedding.weight.detach()
+    ids = weight.new_zeros(1, dtype=torch.long).expand(2)
+    rows = F.embedding(ids, weight) * weight.new_tensor(float(scale))
+    return float(scale) if (embedding(ids) == rows).all() else None

@@ -1,0 +1,13 @@
+"""Gradient sums over data-parallel ranks, in an order that nothing changes."""
+
+from .fixed_order import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook, sum_of_shares
+from .micro_batch_tree import MicroBatchTree
+
+__all__ = [
+    "FixedOrderReduceScatter",
+    "MicroBatchTree",
+    "TokenCount",
+    "fix_reduction_order",
+    "fixed_order_hook",
+    "sum_of_shares",
+]

@@ -1,0 +1,324 @@
+"""Gradients of a step's micro-batches, summed over one binary tree at every data-parallel (DP) degree.
+
+The tree is a function of the number of micro-batches alone: its node (level, index) is the sum of the micro-batches
+[index * 2^level, (index + 1) * 2^level), as far as there are so many, taken as the sum of its two halves. Whoever holds
+the micro-batches of a node adds them up; a rank with consecutive micro-batches ends with a few whole nodes, one if the
+counts are powers of two, and the rest of the tree is added where all of them meet. The way of a binary counter, known
+from pairwise summation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
+from ..comm.liveness import DeadRankError
+from ..comm.wire import gather_objects
+from ..consistency.agreement import introduce
+from ..core.layout import split_sizes
+from ..functional.main_grad import refuse_fused
+
+_CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
+
+
+def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group, name: str = "dp_group") -> Group:
+    """The Group for an argument called `name`: a ProcessGroup or a 1-D DeviceMesh. None, no reduction, is refused.
+
+    Raises:
+        TypeError, ValueError: as collectives.resolve_group; None.
+    """
+    if dp_group is None:
+        raise TypeError(f"{name}=None: pass the ProcessGroup or 1-D DeviceMesh whose ranks' gradients are to be summed")
+    try:
+        return resolve_group(dp_group)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("tp_group", name).replace('mesh["tp"]', 'mesh["dp"]')) from None
+
+
+@contextmanager
+def compared(who: str, group: Group) -> Iterator[None]:
+    """Around agreement.py's comparisons over a dp_group: an error speaks of dp_group, or says whom `who` waited for."""
+    try:
+        yield
+    except DeadRankError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "ranks of tp_group disagree" in text:
+            text = text.replace("tp_group", "dp_group").partition(" with the same settings, and under")[0]
+            raise RuntimeError(f"{text} with the same settings ({who})") from None
+        raise RuntimeError(
+            f"{who} on rank {group.rank} of dp_group could not compare its first calls with the other ranks: use it on "
+            f"every rank of dp_group, in the same order among the group's collectives, or on none ({text})"
+        ) from error
+
+
+def _add_into(left: Tensor, right: Tensor) -> Tensor:
+    return left.add_(right)
+
+
+class BinaryTree:
+    """A sum over `leaves` summands in the tree's order, of nodes that come from left to right.
+
+    `nodes` holds (level, index, value) of what is summed so far, each one as high as it goes. Takes over the values
+    that are pushed: a left one is added to in place.
+    """
+
+    def __init__(self, leaves: int, add: Callable[[Any, Any], Any] = _add_into) -> None:
+        self._leaves, self._add = leaves, add
+        self.nodes: list[tuple[int, int, Any]] = []
+
+    def push(self, level: int, index: int, value: Any) -> None:
+        while True:
+            if index % 2:  # a right half: goes up where its left half is here
+                if not self.nodes or self.nodes[-1][:2] != (level, index - 1):
+                    break
+                value = self._add(self.nodes.pop()[2], value)
+            elif index == 0 or (index + 1) << level < self._leaves:
+                break  # the root, or a left half that waits for its right half; one that has none goes up as it is
+            level, index = level + 1, index // 2
+        self.nodes.append((level, index, value))
+
+    def root(self) -> Any:
+        """The sum of all leaves."""
+        ((_, _, value),) = self.nodes
+        return value
+
+
+def _nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
+    """(level, index) of the nodes that a rank with the leaves `share` ends with."""
+    tree = BinaryTree(leaves, lambda left, right: None)
+    for leaf in share:
+        tree.push(0, leaf, None)
+    return [(level, index) for level, index, _ in tree.nodes]
+
+
+def _check_alike(facts: dict[str, Any], group: Group) -> None:
+    """A RuntimeError on every rank, naming the first of `facts` that ranks have different values of."""
+    everyone = gather_objects(facts, group)
+    for name in dict.fromkeys(itertools.chain(*everyone)):
+        values = [theirs.get(name, "missing") for theirs in everyone]
+        if values.count(values[0]) < len(values):
+            said = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise RuntimeError(
+                f"the {group.size} ranks of dp_group disagree: {name} is {said}. Give MicroBatchTree the same "
+                "parameters, in the same order, and the same micro_batches on every rank"
+            )
+
+
+class MicroBatchTree:
+    """Sums gradients over a step's micro-batches and DP ranks: the same bits at every DP degree.
+
+    The micro-batches are a fixed global list, of which each rank takes the consecutive ones in `share`. Do not wrap the
+    model in DDP: reduce() does what DDP would.
+
+        tree = tpi.data_parallel.MicroBatchTree(model.parameters(), dp_group, micro_batches=8)
+        for step in range(steps):
+            for i in tree.share:                                  # DP=1: 0..7; DP=2: 0..3 or 4..7; DP=8: one of them
+                tokens, labels = micro_batch(step, i)
+                loss_sum(model(tokens), labels).backward()        # a sum over tokens, never a mean over a share
+                tree.add(count=int((labels != -100).sum()))
+            tree.reduce()                                         # .grad is the gradient of the mean over all tokens
+            tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    With tensor parallelism dp_group is the group of ranks that hold the same shards, and every rank of a TP group runs
+    the same micro-batches.
+
+    Any number of micro-batches goes with any degree: shares differ by at most one (torch.tensor_split's rule). Where
+    every rank has 2^k of them, all-to-all and all-gather move one fp32 gradient each; otherwise the all-to-all moves up
+    to 2 log2(n) of them, for n micro-batches a rank.
+
+    Memory besides .grad: fp32 copies of this rank's gradients, log2(n) + 1 at most for n = 2^k micro-batches a rank,
+    2 log2(n) + 1 at most for other n.
+
+    Args:
+        parameters: whose .grad is taken; those with requires_grad=False are left out. bfloat16, float16 or float32, on
+            one device.
+        dp_group: a ProcessGroup or 1-D DeviceMesh; of one rank for DP=1.
+        micro_batches: how many a step has on all ranks together.
+
+    Raises:
+        TypeError: parameters of another dtype, or DTensors; None for dp_group; micro_batches that is no int.
+        ValueError: no parameters, parameters on several devices, micro_batches below 1.
+        RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
+            or in software and settings.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        dp_group: dist.ProcessGroup | DeviceMesh | Group,
+        micro_batches: int,
+    ) -> None:
+        self.group = resolve_dp_group(dp_group)
+        self.micro_batches = micro_batches
+        self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        with compared("MicroBatchTree", self.group):
+            introduce(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
+        facts: dict[str, Any] = {"micro_batches": repr(micro_batches), "number of parameters": len(self._parameters)}
+        for index, p in enumerate(self._parameters):
+            facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}"
+        _check_alike(facts, self.group)  # before anything that one rank alone could raise
+        if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+            raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+        self._check_parameters()
+        self._sizes = [p.numel() for p in self._parameters]
+        # everybody's share, and the nodes that everybody ends with
+        bounds = [0, *itertools.accumulate(split_sizes(micro_batches, self.group.size))]
+        shares = [range(*pair) for pair in itertools.pairwise(bounds)]
+        self._shares, self._nodes = shares, [_nodes_of(share, micro_batches) for share in shares]
+        self._start()
+
+    def _check_parameters(self) -> None:
+        if not self._parameters:
+            raise ValueError("parameters holds no parameter with requires_grad=True: there is nothing to reduce")
+        devices = {p.device for p in self._parameters}
+        if len(devices) > 1:
+            raise ValueError(f"parameters are on {sorted(map(str, devices))}: build one MicroBatchTree for each device")
+        for index, p in enumerate(self._parameters):
+            if type(p).__name__ == "DTensor" or p.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                raise TypeError(
+                    f"parameter {index} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only plain "
+                    "tensors of bfloat16, float16 and float32 are supported"
+                )
+
+    def _start(self) -> None:
+        self._tree = BinaryTree(self.micro_batches)
+        self._added = self._counted = 0
+        self._count: int | Tensor = 0
+        self._has_grad = [False] * len(self._parameters)
+
+    @property
+    def share(self) -> range:
+        """The global indices of this rank's micro-batches: call add() after the backward of each, in this order."""
+        return self._shares[self.group.rank]
+
+    @torch.no_grad()
+    def add(self, *, count: int | Tensor | None = None) -> None:
+        """Takes this rank's next micro-batch: adds every .grad to the tree and sets it to None.
+
+        A parameter without .grad got none from this micro-batch. One call too many is told by reduce(), on every rank.
+
+        Args:
+            count: what reduce() divides by is the sum of these over all micro-batches: the number of valid tokens in
+                this one, or 1 for a mean over micro-batches. An int, or a 0-dim integer tensor, which is not waited
+                for. None everywhere: nothing is divided.
+
+        Raises:
+            TypeError: a count that is no integer, a gradient that is a DTensor or not dense.
+            RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad.
+        """
+        refuse_fused(self._parameters, f"MicroBatchTree on rank {self.group.rank}")
+        if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
+            raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
+        # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
+        flat = torch.full((sum(self._sizes),), -0.0, dtype=torch.float32, device=self._parameters[0].device)
+        for index, (p, part) in enumerate(zip(self._parameters, flat.split(self._sizes), strict=True)):
+            if p.grad is None:
+                continue
+            if type(p.grad).__name__ == "DTensor" or p.grad.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} is a "
+                    f"{type(p.grad).__name__} of layout {p.grad.layout}: only dense plain tensors are supported"
+                )
+            part.view(p.shape).copy_(p.grad)
+            self._has_grad[index] = True
+            p.grad = None
+        if self._added < len(self.share):
+            self._tree.push(0, self.share[self._added], flat)
+        self._added += 1
+        if count is not None:
+            self._counted += 1
+            self._count = self._count + count
+
+    @torch.no_grad()
+    def reduce(self, *, main_grad: bool = False) -> None:
+        """Finishes the sum over all ranks, divides it by the sum of the counts, and starts the next step. A collective.
+
+        The next step starts after an error too: what was added to this one is dropped.
+
+        Every parameter that got a gradient from any micro-batch of any rank gets the result as .grad, rounded once to
+        its dtype, the same on every rank of dp_group; others keep None.
+
+        Args:
+            main_grad: set Megatron's `main_grad` instead, in fp32 and not rounded, and leave .grad None.
+
+        Raises:
+            RuntimeError: on every rank: a rank called add() too often or too rarely, or some calls had a count and some
+                had none.
+            ValueError: on every rank: the counts sum to 0 or less.
+        """
+        try:
+            self._reduce(main_grad)
+        finally:
+            self._start()
+
+    def _reduce(self, main_grad: bool) -> None:
+        divide_by, has_grad = self._agree(main_grad)
+        pieces = [value for _, _, value in self._tree.nodes]
+        dtypes = {p.dtype for p in self._parameters}
+        out_dtype = dtypes.pop() if len(dtypes) == 1 and not main_grad else torch.float32
+        self._tree.nodes.clear()
+        total = torch.empty(sum(self._sizes), dtype=out_dtype, device=self._parameters[0].device)
+        for start in range(0, total.numel(), _CHUNK):
+            chunk = total[start : start + _CHUNK]
+            chunk.copy_(self._sum_over_ranks([p[start : start + _CHUNK] for p in pieces], chunk, divide_by))
+        for p, part, present in zip(self._parameters, total.split(self._sizes), has_grad, strict=True):
+            grad = part.view(p.shape).to(p.dtype if not main_grad else torch.float32) if present else None
+            if main_grad:
+                p.main_grad = grad  # type: ignore[attr-defined]
+            else:
+                p.grad = grad
+
+    def _agree(self, main_grad: bool) -> tuple[int | None, list[bool]]:
+        """(what to divide by, whether each parameter has a gradient on any rank), from what every rank has to say."""
+        say = [int(main_grad), self._added, self._counted, int(self._count), *map(int, self._has_grad)]
+        header = torch.tensor(say, dtype=torch.int64, device=self._parameters[0].device)
+        said = gather_major(header, self.group).tolist()
+        modes, added, counted, counts = (list(column) for column in list(zip(*said, strict=True))[:4])
+        ranks = f"the {self.group.size} ranks of dp_group"
+        expected = [len(share) for share in self._shares]
+        if added != expected:
+            raise RuntimeError(
+                f"{ranks} added {added} micro-batches, but micro_batches={self.micro_batches} gives them {expected}: "
+                "call add() once after the backward of each index in `share`"
+            )
+        if len(set(modes)) > 1:
+            raise RuntimeError(f"{ranks} disagree: main_grad is {list(map(bool, modes))}; pass the same on every rank")
+        if any(counted) and counted != added:
+            raise RuntimeError(
+                f"{ranks} gave count= to {counted} of {added} calls of add(): give it to all of them or to none"
+            )
+        if any(counted) and sum(counts) <= 0:
+            raise ValueError(
+                f"the counts that {ranks} gave are {counts} in sum: gradients cannot be divided by {sum(counts)}; skip "
+                "a step without tokens on every rank"
+            )
+        has_grad = [any(column) for column in list(zip(*said, strict=True))[4:]]
+        return (sum(counts) if any(counted) else None), has_grad
+
+    def _sum_over_ranks(self, pieces: list[Tensor], chunk: Tensor, divide_by: int | None) -> Tensor:
+        """The root over all ranks' nodes of this chunk's elements, in chunk's shape and dtype."""
+        # [elements, nodes], padded to the most nodes that a rank has: an all-to-all wants one shape everywhere
+        most = max(map(len, self._nodes))
+        padding = [torch.zeros_like(chunk, dtype=torch.float32) for _ in range(most - len(pieces))]
+        columns = torch.stack(pieces + padding, dim=1)
+        received = exchange_rows(columns, split_sizes(chunk.numel(), self.group.size), self.group)
+        tree = BinaryTree(self.micro_batches)
+        for theirs, nodes in zip(received, self._nodes, strict=True):
+            for column, (level, index) in enumerate(nodes):
+                tree.push(level, index, theirs[:, column])
+        mine = tree.root() if divide_by is None else tree.root() / divide_by
+        return gather_uneven(mine.to(chunk.dtype).contiguous(), 0, chunk.numel(), self.group)

@@ -1,0 +1,275 @@
+"""Everything around the layers that makes a run give the same bits again: seeds, torch's switches, cuBLAS, NCCL.
+
+    tpi.determinism.enable(seed=0)                 # first thing in main(), on every rank
+    with tpi.determinism.deterministic(seed=0): ...
+    print(tpi.determinism.report())
+
+The rows are in settings.py. The same bits at every TP degree are the layers' doing and need none of this;
+repeating a run needs both. Ranks of one TP group take the same seed; data-parallel replicas that must differ (dropout)
+take different ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .settings import DETERMINISTIC_ALGORITHMS, PROFILES, SETTINGS, Setting, has_started, nccl_groups
+
+__all__ = ["Report", "Row", "checkpoint_kwargs", "deterministic", "enable", "report"]
+
+_MAX_SEED = 2**32  # numpy takes no larger
+
+
+# What this module has set, by name: a context inside another may change it, while what a user set is theirs.
+_written: dict[str, Any] = {}
+
+
+# What CUDA, or the NCCL groups given, read when they started inside a context: that stays with them.
+_in_force: dict[str, tuple[str, weakref.WeakSet]] = {}
+
+
+def _serves(setting: Setting) -> bool:
+    """Whether the setting holds, or what has started read it while it did."""
+    if setting.holds():
+        return True
+    value, groups = _in_force.get(setting.name, (None, ()))
+    started = setting.started is not None and has_started(setting.started)
+    return started and value is not None and (setting.started != "NCCL" or all(g in groups for g in nccl_groups()))
+
+
+def _selected(profiles: Sequence[str], warn_only: bool) -> list[Setting]:
+    if isinstance(profiles, str) or not profiles or any(profile not in PROFILES for profile in profiles):
+        raise ValueError(f"profiles={profiles!r} is not understood: pass a tuple of {', '.join(map(repr, PROFILES))}")
+    chosen = [setting for setting in SETTINGS if set(setting.profiles) & set(profiles)]
+    if warn_only:
+        relaxed = dataclasses.replace(DETERMINISTIC_ALGORITHMS, value=(True, True))
+        chosen = [relaxed if setting is DETERMINISTIC_ALGORITHMS else setting for setting in chosen]
+    return chosen
+
+
+def _check(settings: Sequence[Setting], override: bool) -> None:
+    """Raises for what cannot be set, before anything is."""
+    for setting in settings:
+        if setting.holds():
+            continue
+        current = setting.read()
+        if current != setting.default and current != _written.get(setting.name) and not override:
+            raise ValueError(
+                f"{setting.name} is {current!r} and should be {setting.value!r} ({setting.why}): unset it, or pass "
+                "override=True to have it replaced"
+            )
+        if setting.started and has_started(setting.started) and not _serves(setting):
+            raise RuntimeError(
+                f"{setting.name} is {current!r} and should be {setting.value!r}, but {setting.started} has started in "
+                f"this process and has read it: call this before the first use of {setting.started}, or start the "
+                f"program with {setting.name}='{setting.value}' in its environment"
+            )
+
+
+def _multiply() -> None:
+    one = torch.ones(1, 1, device="cuda")
+    torch.mm(one, one)
+
+
+def _has_read(setting: Setting) -> bool:
+    """Whether what has started inside a context has read the setting, which still holds.
+
+    CUDA starts with the first tensor, while cuBLAS, and torch on its behalf, read theirs at the first product. So that
+    it is not one outside, there is one now; where it fails the next context is refused.
+    """
+    if setting.started == "CUDA":
+        try:
+            _multiply()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _put_back(setting: Setting, restore: Callable[[], None], written: Any, started: bool) -> None:
+    if setting.started and not started and has_started(setting.started) and setting.holds() and _has_read(setting):
+        _in_force[setting.name] = setting.read(), weakref.WeakSet(nccl_groups())
+    restore()
+    _written[setting.name] = written
+
+
+def _apply(settings: Sequence[Setting]) -> contextlib.ExitStack:
+    """Sets what does not hold; closing the stack puts back what was there, last first, also of what did hold."""
+    undo = contextlib.ExitStack()
+    try:
+        for setting in settings:
+            if setting.holds():
+                undo.callback(setting.kept())
+            else:
+                started = setting.started is not None and has_started(setting.started)
+                undo.callback(_put_back, setting, setting.kept(), _written.get(setting.name), started)
+                setting.write(setting.value)
+                _written[setting.name] = setting.value
+    except BaseException:
+        undo.close()
+        raise
+    return undo
+
+
+def _check_seed(seed: int) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED:
+        raise ValueError(f"seed={seed!r} is not understood: pass an integer from 0 to {_MAX_SEED - 1}")
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)  # of every CUDA device too, at once or when CUDA starts
+
+
+def _keep_random_states(undo: contextlib.ExitStack) -> None:
+    undo.callback(random.setstate, random.getstate())
+    if "numpy" in sys.modules:
+        numpy_random = sys.modules["numpy"].random
+        undo.callback(numpy_random.set_state, numpy_random.get_state())
+    if not torch.cuda.is_initialized():  # it may start inside, or be told the seed inside and start after: as on a CPU
+        undo.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))  # which is then the one from before
+    undo.callback(torch.set_rng_state, torch.get_rng_state())
+    if torch.cuda.is_initialized():
+        undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+
+
+def enable(
+    seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
+) -> None:
+    """Seeds python's, numpy's (if imported) and torch's generators and sets the profiles' rows, for good; inside
+    `deterministic` until that is left.
+
+    Call it on every rank before CUDA and NCCL start. Nothing is set if anything cannot be.
+
+    Args:
+        seed: from 0 to 2**32 - 1; the same on the ranks of a TP group.
+        warn_only: torch.use_deterministic_algorithms warns instead of raising where torch has no deterministic kernel;
+            the memory-efficient attention's backward is then not deterministic.
+        override: replace values that you or your environment set otherwise.
+        profiles: of "repeat", "wire", "vllm"; see settings.py.
+
+    Raises:
+        ValueError: a setting that you set otherwise, without override; a seed or profile that does not exist.
+        RuntimeError: a setting that CUDA or NCCL has read already; says what to do. Override does not help there.
+    """
+    _check_seed(seed)
+    settings = _selected(profiles, warn_only)
+    _check(settings, override)
+    _apply(settings)
+    _seed_all(seed)
+
+
+@contextlib.contextmanager
+def deterministic(
+    seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
+) -> Iterator[None]:
+    """`enable` for a while: leaving restores every setting and generator, also on an exception; nests; a decorator too.
+
+    What CUDA or NCCL read while inside stays with them and is remembered, so that entering again is no error.
+    Arguments and errors as for enable.
+    """
+    _check_seed(seed)
+    settings = _selected(profiles, warn_only)
+    _check(settings, override)
+    with _apply(settings) as undo:
+        _keep_random_states(undo)
+        _seed_all(seed)
+        yield
+
+
+def checkpoint_kwargs() -> dict[str, Any]:
+    """Keyword arguments for torch.utils.checkpoint.checkpoint, which has no global switch for them.
+
+    The recomputed forward draws the same random numbers as the first one, and an error says so if its tensors have
+    other shapes, dtypes or devices.
+
+        checkpoint(block, x, **tpi.determinism.checkpoint_kwargs())
+    """
+    return {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one setting stands: `is_set` says whether `current` serves; `meaning` what happens otherwise."""
+
+    name: str
+    where: str
+    current: Any
+    wanted: Any
+    is_set: bool
+    too_late: bool
+    meaning: str
+    cost: str
+    profiles: tuple[str, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        named = f"{self.name} ({self.where}; {', '.join(self.profiles)})"
+        if self.is_set:
+            return f"set      {named} = {self.current}" + (f"\n         {self.note}" if self.note else "")
+        late = ", too late to set in this process" if self.too_late else ""
+        return (
+            f"NOT SET  {named} = {self.current}, wanted {self.wanted}{late}\n"
+            f"         without it: {self.meaning}\n         with it: {self.cost}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of `report()`; printed, a line for each that is set and three for others."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+
+def _note(setting: Setting) -> str:
+    if setting.started is None or not has_started(setting.started):
+        return ""
+    if not setting.holds() and _serves(setting):
+        return f"{setting.started} started inside deterministic() and has read {_in_force[setting.name][0]}"
+    if setting.holds() and setting.name not in _in_force and setting.name not in _written:
+        return (
+            f"{setting.started} has started: a value set by hand after that, which it has not read, cannot be told "
+            "from one set before"
+        )
+    return ""
+
+
+def report(profiles: Sequence[str] = PROFILES) -> Report:
+    """How every setting of the profiles stands now; sets nothing, starts nothing.
+
+    Raises:
+        ValueError: a profile that does not exist.
+    """
+    return Report(
+        tuple(
+            Row(
+                name=setting.name,
+                where=setting.where,
+                current=setting.read(),
+                wanted=setting.value,
+                is_set=_serves(setting),
+                too_late=not _serves(setting) and setting.started is not None and has_started(setting.started),
+                meaning=setting.why,
+                cost=setting.cost,
+                profiles=setting.profiles,
+                note=_note(setting),
+            )
+            for setting in _selected(profiles, warn_only=False)
+        )
+    )

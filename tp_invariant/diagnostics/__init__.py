@@ -1,0 +1,1 @@
+"""The commands, and what they are made of: digest logs, fingerprints, claims, the contract's cases."""

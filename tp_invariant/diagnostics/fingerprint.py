@@ -1,0 +1,336 @@
+"""Digests of what the bundled kernels compute on fixed inputs: one line of text for each result, to compare machines.
+
+    tp-invariant fingerprint --output here.txt                          on one machine
+    tp-invariant fingerprint --compare here.txt                         on another, or with another version
+    tp-invariant fingerprint --model tensor-core --compare gpu.txt      on a CPU: did that GPU do what a Hopper does?
+
+A line is `result dtype shape digest`; lines that start with # say where they come from. The inputs are the same
+everywhere (hashed_inputs.py): equal digests are equal bits, and the bits of two machines are as alike as their files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import resolve_group
+from ..core.bits import digest
+from ..core.layout import TokenSharding
+from ..core.mode import set_tp_invariant_mode
+from ..functional.attention import attention
+from ..functional.cross_entropy import vocab_parallel_cross_entropy
+from ..functional.norm import Norm, NormCall
+from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, bundled_gemm_fn
+from ..version import __version__
+from .hashed_inputs import hashed, hashed_floats
+
+GEMM_SHAPES = ((96, 160, 1000), (33, 65, 257), (32, 48, 4096))  # M, N, K
+ROW_SHAPES = ((96, 1000), (33, 257), (10, 4096))  # tokens, features
+ATTENTION_SHAPES = ((150, 64), (70, 40))  # tokens, head size
+
+
+@dataclass(frozen=True)
+class Line:
+    """One result: `name` says of what, `shape` is that of the problem, not of the result."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.digest}"
+
+
+def _wide(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Exponents so wide that another order of summation shows, and sums within the dtype's range."""
+    return hashed_floats(name, shape, dtype, (-4, 4) if dtype == torch.float16 else (-8, 8))
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def gemm_lines(gemm_fn: GemmFn, dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """The three layouts of a linear layer's products, bias, and fp32 output, in a fixed order."""
+    for dtype in dtypes:
+        for m, n, k in GEMM_SHAPES:
+
+            def operand(name: str, *shape: int, dtype: torch.dtype = dtype, at: str = f"{m}x{n}x{k}") -> Tensor:
+                return _wide(f"{at} {name}", shape, dtype).to(device)
+
+            bias = operand("bias", n)
+            results = {
+                "gemm.forward": (operand("x", m, k), operand("weight", n, k).t(), None, dtype),
+                "gemm.forward+bias": (operand("x", m, k), operand("weight", n, k).t(), bias, dtype),
+                "gemm.dgrad": (operand("dy", m, k), operand("w", k, n), None, dtype),
+                "gemm.wgrad": (operand("dyt", k, m).t(), operand("xt", k, n), None, dtype),
+                "gemm.wgrad.float32": (operand("dyt", k, m).t(), operand("xt", k, n), None, torch.float32),
+            }
+            for name, (a, b, extra, out_dtype) in results.items():
+                if name != "gemm.wgrad.float32" or dtype != torch.float32:  # the line before already
+                    c = gemm_fn(a, b, bias=extra, out_dtype=out_dtype)
+                    yield Line(name, dtype, (m, n, k), digest(c))
+
+
+def norm_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """LayerNorm and RMSNorm, forward and backward."""
+    for name, rms in (("layernorm", False), ("rmsnorm", True)):
+        call = NormCall(resolve_group(None), TokenSharding(1, 0), 1e-5, rms, False)
+        for dtype in dtypes:
+            for rows, features in ROW_SHAPES:
+                at = f"{rows}x{features}"
+                x = _wide(f"{at} x", (rows, features), dtype).to(device).requires_grad_()
+                weight = _wide(f"{at} weight", (features,), dtype).to(device).requires_grad_()
+                bias = None if rms else _wide(f"{at} bias", (features,), dtype).to(device).requires_grad_()
+                y = Norm.apply(x, weight, bias, call)
+                inputs = {"dx": x, "dweight": weight} | ({} if bias is None else {"dbias": bias})
+                grads = torch.autograd.grad(y, list(inputs.values()), _wide(f"{at} dy", y.shape, dtype).to(device))
+                for result, value in zip(("y", *inputs), (y, *grads), strict=True):
+                    yield Line(f"{name}.{result}", dtype, (rows, features), digest(value))
+
+
+def loss_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """Cross-entropy with label smoothing, forward and backward."""
+    for dtype in dtypes:
+        for rows, vocab in ROW_SHAPES:
+            at = f"{rows}x{vocab}"
+            logits = hashed_floats(f"{at} logits", (rows, vocab), dtype, (-4, 4)).to(device).requires_grad_()
+            target = (hashed(f"{at} target", rows) % vocab).to(device)
+            with set_tp_invariant_mode(True):
+                loss = vocab_parallel_cross_entropy(
+                    logits, target, tp_group=None, label_smoothing=0.125, reduction="none"
+                )
+            dloss = hashed_floats(f"{at} dloss", (rows,), torch.float32, (-4, 4)).to(device, loss.dtype)
+            (dlogits,) = torch.autograd.grad(loss, logits, dloss)
+            yield Line("cross_entropy.loss", dtype, (rows, vocab), digest(loss))
+            yield Line("cross_entropy.dlogits", dtype, (rows, vocab), digest(dlogits))
+
+
+def attention_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """Four query heads on two key heads: causal and within a window, forward and backward, and one query of a decoder.
+
+    The problem's shape is query heads x key heads x queries x keys x head size.
+    """
+    for dtype in dtypes:
+        for tokens, head_dim in ATTENTION_SHAPES:
+            for name, queries, keys, window in (
+                ("attention", tokens, tokens, None),
+                ("attention.window", tokens, tokens, tokens // 4),
+                ("attention.decode", 1, 8 * tokens, None),
+            ):
+                at = f"{name} {queries}x{keys}x{head_dim}"
+                q, k, v = (
+                    hashed_floats(f"{at} {operand}", (1, heads, length, head_dim), dtype, (-4, 0)).to(device)
+                    for operand, heads, length in (("q", 4, queries), ("k", 2, keys), ("v", 2, keys))
+                )
+                inputs = {f"d{operand}": x.requires_grad_() for operand, x in (("q", q), ("k", k), ("v", v))}
+                out = attention(*inputs.values(), causal=True, window=window)
+                results = {"out": out}
+                if queries > 1:
+                    dout = _wide(f"{at} dout", tuple(out.shape), dtype).to(device)
+                    grads = torch.autograd.grad(out, list(inputs.values()), dout)
+                    results |= dict(zip(inputs, grads, strict=True))
+                for result, value in results.items():
+                    yield Line(f"{name}.{result}", dtype, (4, 2, queries, keys, head_dim), digest(value))
+
+
+def row_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+    """Softmax, log-softmax and sums of rows, and the gradient of an embedding whose ids repeat."""
+    embedding: Any
+    softmax: Any
+    if device == "cuda":
+        from ..kernels.rowwise import softmax  # import triton
+        from ..kernels.vocabulary import embedding
+    else:
+        from ..kernels.rowwise import reference_softmax as softmax
+        from ..kernels.vocabulary import reference_embedding as embedding
+    for dtype in dtypes:
+        for rows, features in ROW_SHAPES:
+            at = f"{rows}x{features}"
+            logits = hashed_floats(f"{at} logits", (rows, features), dtype, (-4, 4)).to(device)
+            dy = _wide(f"{at} dy", (rows, features), dtype).to(device)
+            ids = (hashed(f"{at} ids", rows) % 3 * 2).to(device)
+            results = {
+                "softmax": softmax.softmax(logits, log=False, out_dtype=dtype),
+                "log_softmax": softmax.softmax(logits, log=True, out_dtype=dtype),
+                "row_sums": softmax.row_sums(dy, divisor=1, out_dtype=dtype),
+                "embedding.dweight": embedding.embedding_grad(dy, ids, 4, dtype),
+            }
+            for name, value in results.items():
+                yield Line(name, dtype, (rows, features), digest(value))
+
+
+def fingerprint(device: str) -> list[Line]:
+    """Every line of the kernels bundled for `device`, always in the same order."""
+    return [
+        *gemm_lines(bundled_gemm_fn(torch.device(device)), BUNDLED_DTYPES, device),
+        *norm_lines(BUNDLED_DTYPES, device),
+        *loss_lines(BUNDLED_DTYPES, device),
+        *attention_lines(BUNDLED_DTYPES, device),
+        *row_lines(BUNDLED_DTYPES, device),
+    ]
+
+
+def tensor_core_fingerprint() -> list[Line]:
+    """The lines that the tensor cores of a Hopper GPU decide, as its CPU model computes them: 16-bit GEMMs."""
+    from ..kernels.gemm.tensor_core import DTYPES, matmul
+
+    return list(gemm_lines(matmul, DTYPES, "cpu"))
+
+
+def is_predicted(key: str) -> bool:
+    """Whether the model has a line of this key; it says nothing about the others."""
+    from ..kernels.gemm.tensor_core import DTYPES
+
+    name, dtype, _ = key.split(" ")
+    return name.startswith("gemm.") and dtype in {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+
+
+_MODEL = "the CPU model of Hopper's tensor core"
+
+
+def header(device: str, model: str | None) -> list[str]:
+    if model is not None:
+        where = _MODEL
+    elif device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        where = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+    else:
+        where = f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return [f"# tp_invariant {__version__}", f"# torch {torch.__version__}", f"# triton {_triton()}", f"# {where}"]
+
+
+def _triton() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+class FileFormatError(ValueError):
+    """A file that is no fingerprint."""
+
+
+def read_lines(path: str) -> dict[str, str]:
+    """{"result dtype shape": digest} of a file that this command wrote.
+
+    Raises:
+        FileFormatError: a line that is no such line, one result with two digests, or no line at all.
+    """
+    found: dict[str, str] = {}
+    for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
+        if text.startswith("#") or not text.strip():
+            continue
+        key, _, value = text.rpartition(" ")
+        if len(key.split(" ")) != 3 or len(text) > _LONGEST_LINE or not re.fullmatch("[0-9a-f]{64}", value):
+            raise FileFormatError(
+                f"{path}, line {number}: {_beginning(text)} is no line of a fingerprint, which is: result dtype shape "
+                "digest"
+            )
+        if found.get(key, value) != value:
+            raise FileFormatError(f"{path}, line {number}: {key} has another digest above: a file of two machines?")
+        found[key] = value
+    if not found:
+        raise FileFormatError(f"{path} holds no line of a fingerprint, so there is nothing to compare with")
+    return found
+
+
+_LONGEST_LINE, _SHOWN = 1000, 80
+
+
+def _beginning(text: str) -> str:
+    """A line as an error shows it: whole where it is short."""
+    if len(text) <= _SHOWN:
+        return repr(text)
+    return f"{text[:_SHOWN]!r}.. ({len(text):,} characters)"
+
+
+def _told_apart(one: str, other: str) -> tuple[str, str]:
+    """The beginnings of two digests that differ: twelve digits of each, or more, up to the first that differs."""
+    first = next(index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    digits = max(12, first + 1)
+    return one[:digits], other[:digits]
+
+
+def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted: bool = False) -> int:
+    """Prints what differs from the file's lines; 0 if both have the same lines, 1 if not or if there is none.
+
+    predicted: one of the two is the model's, which has lines for some results; the others' are left out.
+    """
+    ours = {line.key: line.digest for line in lines}
+    left_out = {key for key in {*ours, *theirs} if predicted and not is_predicted(key)}
+    shared = [key for key in ours if key in theirs and key not in left_out]
+    differ = [key for key in shared if ours[key] != theirs[key]]
+    here, there = (
+        [key for key in one if key not in {*other, *left_out}] for one, other in ((ours, theirs), (theirs, ours))
+    )
+    for key in differ:
+        here_digits, there_digits = _told_apart(ours[key], theirs[key])
+        print(f"differs: {key}: {here_digits} here, {there_digits} in {path}")
+    for where, keys in (("here", here), (f"in {path}", there)):
+        if keys:
+            print(f"only {where}: {', '.join(dict.fromkeys(key.split(' ')[0] for key in keys))}")
+    if shared:
+        print(f"{len(shared) - len(differ)} of {len(shared)} results are the same bits as in {path}", end="")
+    else:
+        print(f"nothing was compared: no result is both here and in {path}", end="")
+    print(f"; {len(here)} are only here and {len(there)} only there", end="")
+    print(f"; {len(left_out)} that the model does not predict are left out" if left_out else "")
+    return 1 if differ or here or there or not shared else 0
+
+
+def _is_prediction(path: str) -> bool:
+    return f"# {_MODEL}" in Path(path).read_text(errors="replace").splitlines()
+
+
+def main(argv: Sequence[str]) -> int:
+    """The `fingerprint` command; exit statuses as its help says."""
+    parser = argparse.ArgumentParser(
+        prog="tp-invariant fingerprint",
+        description=__doc__.splitlines()[0],
+        epilog="Exit status: 0; with --compare 1 if a result differs or is on one side only (beside a --model, whose "
+        "header says so, among the results that it predicts), or if there is none; 2 for a wrong option.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="whose kernels (default: cuda where there is a GPU)")
+    parser.add_argument(
+        "--model", choices=("tensor-core",), help="compute the 16-bit GEMM lines of a Hopper GPU, on the CPU"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the lines there instead of printing them")
+    parser.add_argument("--compare", metavar="FILE", help="compare with a file written before, instead of printing")
+    options = parser.parse_args(list(argv))
+    device = options.device or ("cuda" if torch.cuda.is_available() and not options.model else "cpu")
+    if options.model and device == "cuda":
+        parser.error("--model runs on the CPU: leave --device out")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; --device cpu, or --model tensor-core, needs none")
+    try:
+        theirs = read_lines(options.compare) if options.compare else {}
+        lines = tensor_core_fingerprint() if options.model else fingerprint(device)
+        text = "\n".join([*header(device, options.model), *map(str, lines)]) + "\n"
+        if options.output:
+            Path(options.output).write_text(text)
+    except (OSError, FileFormatError) as error:
+        parser.error(str(error))
+    if options.compare:
+        return compare(lines, theirs, options.compare, bool(options.model) or _is_prediction(options.compare))
+    if not options.output:
+        sys.stdout.write(text)
+    return 0

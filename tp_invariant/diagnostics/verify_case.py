@@ -1,0 +1,212 @@
+"""What `tp-invariant verify` asks of a case: TP=1's bytes at every degree, a control that differs, and float64 nearby.
+
+A case builds its data from a seed, runs on the ranks of a group and returns whole tensors, the same on every rank. It
+also says how to be naive, as its control, and what plain torch computes, as its measure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core.bits import assert_bitwise_equal, digest
+from ..gemm.gemm_fn import GemmFn, set_default_gemm_fn
+from ..testing.checks import run_ranks, wide_randn
+
+Results = dict[str, Tensor | None]
+CaseT = TypeVar("CaseT", bound="Case")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The base of all cases: hashable, picklable data with a `run`.
+
+    mode     False: the control, which takes the stock path (or another naive way) and must depend on the degree
+    device   "cpu" or "cuda"
+    """
+
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
+    device: str = dataclasses.field(default="cpu", kw_only=True)
+    seed: int = dataclasses.field(default=1234, kw_only=True)
+    mode: bool = dataclasses.field(default=True, kw_only=True)
+
+    def with_(self: CaseT, **changes: Any) -> CaseT:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def as_reference(self: CaseT) -> CaseT:
+        """What TP=1 is asked: options that only say how work is spread over ranks are left out."""
+        return self
+
+    @property
+    def control(self: CaseT) -> CaseT:
+        return self.with_(mode=False)
+
+    @property
+    def allowed(self) -> float:
+        """How many times torch's own error, in this dtype, the results may have."""
+        return 2.0 if self.dtype == torch.float32 else 1.1
+
+    @property
+    def noise(self) -> float:
+        """An error that is always allowed: one fp32 accumulator on a tensor core truncates, over a long K to 1e-5."""
+        return 2e-6 if self.device == "cpu" else 1e-5
+
+    @property
+    def label(self) -> str:
+        """The fields that are not as by default."""
+        shown = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        values = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
+        return f"{type(self).__name__}({values})"
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def run(self, tp_group: Any) -> Results:
+        """Every result, whole, on every rank of tp_group (None is TP=1)."""
+        raise NotImplementedError
+
+    def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same computed by torch's own functions in `dtype` from this case's data; some or all of the names."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What was compared. `worst` is the largest error found, in multiples of torch's own; 0 where all is noise."""
+
+    cases: int = 0
+    tensors: int = 0
+    bytes: int = 0
+    controls: int = 0
+    worst: float = 0.0
+
+    def count(self, results: Mapping[str, Any]) -> None:
+        found = [t for t in results.values() if isinstance(t, Tensor)]
+        self.tensors += len(found)
+        self.bytes += sum(t.numel() * t.element_size() for t in found)
+
+    def __str__(self) -> str:
+        compared = f", {self.tensors} tensors, {self.bytes / 1e6:.1f} MB" if self.tensors else ""
+        measure = f"error {self.worst:.2f} of torch's" if self.worst else "error at rounding level"
+        return f"{self.cases} cases{compared}; controls that differ: {self.controls}; {measure}"
+
+
+def wide(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Random data whose sums show their order: exponents over 2^-6 to 2^6 (fp16: 2^-2 to 2^2, to stay in range)."""
+    return wide_randn(*shape, generator=generator, spread=2 if dtype == torch.float16 else 6).to(dtype)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """Norm-wise relative error; of an exact zero the absolute one."""
+    norm = float(exact.double().norm())
+    return float((got.double() - exact.double()).norm()) / (norm or 1.0)
+
+
+def load_gemm_fn(name: str | None) -> GemmFn | None:
+    """The gemm_fn called "module:name"; None for None, which leaves the bundled one.
+
+    Raises:
+        ValueError: no such module or name, or nothing that can be called.
+    """
+    if name is None:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise ValueError(f"{name!r} cannot be loaded: {problem}; give module:name, as in my_kernels:matmul") from None
+    if not callable(found):
+        raise ValueError(f"{name!r} is a {type(found).__name__}: give a gemm_fn(a, b, *, bias=None, out_dtype=None)")
+    return found
+
+
+def run_cases(tp_group: Any, cases: Sequence[Case], gemm_fn: str | None) -> list[Results]:
+    """On a rank: every case's results, on the CPU. The pool takes the default gemm_fn back afterwards."""
+    set_default_gemm_fn(load_gemm_fn(gemm_fn))
+    return [
+        {name: None if tensor is None else tensor.cpu() for name, tensor in case.run(tp_group).items()}
+        for case in cases
+    ]
+
+
+def check_cases(cases: Sequence[Case], degrees: Sequence[int], gemm_fn: str | None = None) -> Outcome:
+    """Runs the cases, and their controls, at every degree, and compares with TP=1 and with torch.
+
+    Raises:
+        AssertionError: names the first case, degree, rank and tensor where a byte differs, a control that does not
+            differ, or an error that is too large.
+        RankError: a case failed on some rank.
+    """
+    outcome = Outcome(cases=len(cases))
+    device = cases[0].device
+    references = _references(cases, gemm_fn)
+    for case, reference in references.items():
+        if not any(isinstance(t, Tensor) and t.numel() for t in reference.values()):
+            raise AssertionError(f"{case.label} returns no tensors: there is nothing to compare")
+    for degree in degrees:
+        for rank, results in enumerate(run_ranks(run_cases, degree, cases, gemm_fn, device=device)):
+            for case, result in zip(cases, results, strict=True):
+                try:
+                    assert_bitwise_equal(result, references[case.as_reference])
+                except AssertionError as problem:
+                    raise AssertionError(f"rank {rank} of TP={degree} is not TP=1: {problem} in {case.label}") from None
+                outcome.count(result)
+    for case, reference in references.items():
+        outcome.worst = max(outcome.worst, check_accuracy(case, reference))
+    outcome.controls = check_controls([case.control for case in cases], degrees, gemm_fn)
+    return outcome
+
+
+def _references(cases: Sequence[Case], gemm_fn: str | None) -> dict[Case, Results]:
+    asked = list(dict.fromkeys(case.as_reference for case in cases))
+    return dict(zip(asked, run_ranks(run_cases, 1, asked, gemm_fn, device=asked[0].device)[0], strict=True))
+
+
+def check_controls(controls: Sequence[Case], degrees: Sequence[int], gemm_fn: str | None = None) -> int:
+    """How many controls there are; each must differ from its TP=1 at every other degree.
+
+    Raises:
+        AssertionError: names one that does not, on whose data a wrong result would not show either.
+    """
+    controls = list(dict.fromkeys(controls))
+    references = {case: digest(results) for case, results in _references(controls, gemm_fn).items()}
+    for degree in degrees:
+        if degree == 1:
+            continue
+        results = run_ranks(run_cases, degree, controls, gemm_fn, device=controls[0].device)[0]
+        for case, result in zip(controls, results, strict=True):
+            if digest(result) == references[case.as_reference]:
+                raise AssertionError(
+                    f"the control at TP={degree} does not differ from TP=1, so on this data nothing would: {case.label}"
+                )
+    return len(controls)
+
+
+def check_accuracy(case: Case, results: Results) -> float:
+    """The largest error of `results` against float64, in multiples of torch's own in the case's dtype.
+
+    Raises:
+        AssertionError: names a result whose error is more than `case.allowed` times torch's.
+    """
+    exact, theirs = case.torch_results(torch.float64), case.torch_results(case.dtype)
+    worst = 0.0
+    for name, value in exact.items():
+        got = results[name]
+        if got is None:
+            raise AssertionError(f"{name} is None where torch has a value, in {case.label}")
+        ours, torchs = error(got, value.cpu()), error(theirs[name].cpu(), value.cpu())
+        if not ours <= max(case.allowed * torchs, case.noise):
+            raise AssertionError(
+                f"{name} has relative error {ours:.1e} against float64, torch's own has {torchs:.1e}, in {case.label}"
+            )
+        if ours > case.noise:
+            worst = max(worst, ours / torchs)
+    return worst

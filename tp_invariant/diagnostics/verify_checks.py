@@ -1,0 +1,228 @@
+"""The checks that `tp-invariant verify` runs: which cases each has, by degrees, device, dtypes and how quick."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.options import Normalization, ParallelMode
+from ..gemm.gemm_fn import GemmFn, bundled_gemm_fn
+from ..gemm.owner_maps import OWNER_MAPS
+from ..testing.checks import assert_slice_invariant, check_large_slices
+from .verify_case import Case, Outcome, check_cases, load_gemm_fn
+from .verify_layers import LayerCase
+from .verify_parts import AttentionCase, ClipCase, DataParallelCase, EmbeddingCase, LossCase, NormCase
+from .verify_training import TrainingCase, check_state
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to run. `gemm_fn` is "module:name" or None, the bundled one."""
+
+    degrees: tuple[int, ...]
+    device: str
+    seed: int = 0
+    quick: bool = False
+    gemm_fn: str | None = None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Quick takes the first one everywhere and all where a check says so."""
+        return (
+            (torch.float32, torch.bfloat16) if self.device == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+        )
+
+    @property
+    def unit(self) -> int:
+        """What every degree divides."""
+        return math.lcm(*self.degrees)
+
+    def multiple(self, usual: int, of: int = 1) -> int:
+        """About `usual`, that every degree times `of` divides."""
+        return -(-usual // (self.unit * of)) * self.unit * of
+
+    def features(self, stride: int = 1) -> int:
+        """About the usual width, several blocks of K, that every degree times stride divides.
+
+        On GPUs each rank has a multiple of 16, so that the kernels which read in place, or by TMA, are asked.
+        """
+        return self.multiple(272, stride) if self.device == "cpu" else self.multiple(2048, 16 * stride)
+
+    def each_dtype(self, make: Callable[..., Sequence[Case]]) -> list[Case]:
+        """make(dtype=.., device=.., seed=..) for each dtype; quick keeps the first case of all but the first dtype."""
+        made = [make(dtype=dtype, device=self.device, seed=self.seed) for dtype in self.dtypes]
+        if self.quick:
+            made[1:] = [cases[:1] for cases in made[1:]]
+        return list(itertools.chain(*made))
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    what: str
+    run: Callable[[Setup], Outcome]
+
+
+# --- the checks -----------------------------------------------------------------------------------------------------
+
+
+def _splits_by_rows(gemm_fn: GemmFn) -> GemmFn:
+    """The control of a gemm_fn: one that adds two halves of K where there are many rows."""
+
+    def split(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        half = a.shape[1] // 2
+        if a.shape[0] < 16 or not half:
+            return gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
+        c = gemm_fn(a[:, :half], b[:half], out_dtype=torch.float32)
+        c = c + gemm_fn(a[:, half:], b[half:], out_dtype=torch.float32)
+        return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
+
+    return split
+
+
+def check_gemm(setup: Setup) -> Outcome:
+    gemm_fn = load_gemm_fn(setup.gemm_fn) or bundled_gemm_fn(torch.device(setup.device))
+    shapes = [(33, 65, 300)] if setup.quick else [(33, 65, 300), (70, 130, 1024), (5, 3, 17)]
+    options: dict[str, Any] = dict(device=setup.device, seed=setup.seed)
+    assert_slice_invariant(gemm_fn, shapes=shapes, dtypes=setup.dtypes, **options)
+    for dtype in setup.dtypes[:1] if setup.quick else setup.dtypes:
+        check_large_slices(gemm_fn, dtype, setup.device, setup.seed)
+    for dtype in setup.dtypes:
+        try:
+            assert_slice_invariant(_splits_by_rows(gemm_fn), shapes=shapes[:1], dtypes=[dtype], **options)
+        except AssertionError as found:
+            if "not slice-invariant" not in str(found):
+                raise
+        else:
+            raise AssertionError(f"the control, a gemm_fn that splits K by its number of rows, passes in {dtype}")
+    # tensors and bytes are not counted here: slices of a few products
+    return Outcome(cases=len(shapes) * len(setup.dtypes), controls=len(setup.dtypes))
+
+
+def _layer_cases(
+    setup: Setup, parallel_mode: ParallelMode, norm: Normalization | None, base: dict[str, Any]
+) -> Iterator[Case]:
+    unit = setup.unit
+    for stride in (2,) if setup.quick else (2, 1):
+        sizes = (setup.features(), setup.features(stride))
+        k, n = sizes if parallel_mode == "column" else sizes[::-1]
+        case = LayerCase(parallel_mode, k, n, (2 * unit,), stride=stride, norm=norm, **base)
+        for owner_map in OWNER_MAPS:
+            yield case.with_(owner_map=owner_map, sequence_parallel=True)
+            if not setup.quick or owner_map == "auto":
+                yield case.with_(owner_map=owner_map, tokens=(3, 7))
+    if setup.quick:
+        return
+    yield case.with_(tokens=(1,))
+    yield case.with_(sequence_parallel=True, sequence_dim=1, tokens=(3, unit), bias=False)
+    n = setup.multiple(272, 2)
+    odd = (53, n) if parallel_mode == "column" else (n, 53)
+    yield LayerCase(parallel_mode, *odd, (35,), stride=2, late_stride=True, return_bias=True, norm=norm, **base)
+    if norm:
+        for gathered in (False, True):
+            options: dict[str, Any] = dict(return_norm=True, return_norm_gathered=gathered, zero_centered=gathered)
+            yield case.with_(sequence_parallel=True, **options)
+    else:
+        yield case.with_(**({"gather_output": True} if parallel_mode == "column" else {"input_is_parallel": False}))
+
+
+def check_layers(setup: Setup, parallel_mode: ParallelMode, norms: Sequence[Normalization | None]) -> Outcome:
+    cases = setup.each_dtype(
+        lambda **base: [c for norm in norms for c in _layer_cases(setup, parallel_mode, norm, base)]
+    )
+    return check_cases(cases, setup.degrees, setup.gemm_fn)
+
+
+def check_norm(setup: Setup) -> Outcome:
+    tokens, width = setup.multiple(64), setup.features()
+
+    def cases(**base: Any) -> Sequence[Case]:
+        heads = [NormCase(norm, 40, 64, heads=setup.multiple(16), **base) for norm in ("RMSNorm", "LayerNorm")]
+        return [NormCase(norm, tokens, width, **base) for norm in ("RMSNorm", "LayerNorm")] + heads
+
+    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+
+
+def check_vocabulary(setup: Setup) -> Outcome:
+    rows, tokens, vocabulary = setup.multiple(72), setup.multiple(80), setup.multiple(536)
+
+    def cases(**base: Any) -> list[Case]:
+        embeddings = [EmbeddingCase(rows, 24, tokens, sp, **base) for sp in (True, False)]
+        return [LossCase(vocabulary, 200, **base), *embeddings, LossCase(setup.multiple(136), 200, 0.0, **base)]
+
+    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+
+
+def check_clipping(setup: Setup) -> Outcome:
+    return check_cases(
+        setup.each_dtype(lambda **base: [ClipCase(setup.multiple(64), **base)]), setup.degrees, setup.gemm_fn
+    )
+
+
+def check_attention(setup: Setup) -> Outcome:
+    unit = setup.unit
+
+    def cases(**base: Any) -> list[Case]:
+        sequence = 33 if setup.device == "cpu" else 513
+        grouped = AttentionCase(2 * unit, unit, sequence, 20 if setup.device == "cpu" else 128, **base)
+        return [grouped, AttentionCase(unit, unit, sequence, 64, is_causal=False, **base)]
+
+    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+
+
+def check_data_parallel(setup: Setup) -> Outcome:
+    counts = (max(8, setup.unit), 11)  # the second does not divide
+
+    def cases(**base: Any) -> list[Case]:
+        return [DataParallelCase(max(count, *setup.degrees), 64, **base) for count in counts]
+
+    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+
+
+def _training(setup: Setup, **base: Any) -> TrainingCase:
+    return TrainingCase(setup.unit, layers=1 if setup.quick else 2, steps=2 if setup.quick else 3, **base)
+
+
+def check_training(setup: Setup) -> Outcome:
+    def cases(**base: Any) -> list[Case]:
+        case = _training(setup, **base)
+        return [case.with_(sequence_parallel=True), case]
+
+    made = setup.each_dtype(cases)
+    return check_cases(made[:1] if setup.quick else made, setup.degrees, setup.gemm_fn)
+
+
+def check_resuming(setup: Setup, to_disk: bool) -> Outcome:
+    case = _training(setup, dtype=setup.dtypes[0], device=setup.device, seed=setup.seed).with_(layers=1)
+    degrees = (1, max(setup.degrees)) if setup.quick else setup.degrees
+    return check_state(case, degrees, to_disk=to_disk, gemm_fn=setup.gemm_fn)
+
+
+CHECKS = (
+    Check("gemm", "the gemm_fn: slices, strides, threads; against float64", check_gemm),
+    Check(
+        "linear-column",
+        "Linear: forward, dgrad, wgrad, bias; SP, gated, every owner map",
+        lambda setup: check_layers(setup, "column", [None]),
+    ),
+    Check("linear-row", "the same, row-parallel", lambda setup: check_layers(setup, "row", [None])),
+    Check(
+        "layernorm-linear",
+        "LayerNormLinear with LayerNorm and RMSNorm: also gamma and beta",
+        lambda setup: check_layers(setup, "column", ["RMSNorm"] if setup.quick else ["RMSNorm", "LayerNorm"]),
+    ),
+    Check("norm", "ParallelNorm over this rank's tokens, and over its heads", check_norm),
+    Check("vocabulary", "VocabParallelEmbedding and vocab_parallel_cross_entropy", check_vocabulary),
+    Check("clipping", "clip_grad_norm_", check_clipping),
+    Check("attention", "safe_attention over this rank's heads", check_attention),
+    Check("training", "steps of a transformer that parallelize sharded: losses, gradients, parameters", check_training),
+    Check("state", "full state dicts taken at one degree, loaded at another", lambda s: check_resuming(s, False)),
+    Check("checkpoint", "a checkpoint written at one degree, loaded at another", lambda s: check_resuming(s, True)),
+    Check("data-parallel", "MicroBatchTree: gradients at every data-parallel degree", check_data_parallel),
+)

@@ -1,0 +1,1 @@
+"""Autograd formulas, functions of tensors and groups: one operation in each file."""

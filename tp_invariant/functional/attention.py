@@ -1,0 +1,300 @@
+"""Attention whose bits depend on nothing but the head's own data: one operator, forward and backward.
+
+    q [B, h, Sq, D]   k, v [B, kv, Sk, D]    query head i meets key head i kv / h, query i is at position Sk - Sq + i
+    out = softmax(cap(scale q kᵀ) over the keys that the query sees) v
+
+A head's out, dq, dk and dv are the same bits whichever heads, sequences or neighbours in a packing are in the call with
+it; and a query's row of out is the same whichever other queries are: a prefill at once, in chunks, or token by token
+against a cache of keys. What runs is decided by device and D alone:
+
+    CUDA, D up to 256       the Triton kernel (fp32: IEEE, never TF32)
+    CPU; CUDA, larger D     plain torch on the bundled GEMM, in fp32 throughout
+
+In compiled graphs (fullgraph=True), and wherever else torch watches operators, it is one, of torch.library.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
+
+_KERNEL_HEAD_DIM = 256  # at most; kernels/attention/forward.py
+_WIDEST = 2**30  # a window: no sequence is longer, and operators take 64 bits
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Tensor:
+    """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
+
+    q [B, h, Sq, D], k [B, kv, Sk, D], v [B, kv, Sk, E] -> [B, h, Sq, E] in q's dtype. bfloat16, float16 or float32, all
+    three of one dtype and device (under torch.autocast, of autocast's dtype); any strides. h is a multiple of kv, and
+    heads are not repeated. Unlike torch's, the last query stands at the last key, as in flash-attn 2.1 and later: with
+    Sq < Sk the first Sk - Sq keys are a cache. A query that sees nothing gives zeros.
+    k and v must be finite, those that no query sees too: their weights are 0, and 0 times Inf is NaN.
+
+    Packed sequences: B = 1, all sequences one after another along S, and cu_seqlens. They cover every token: padding at
+    the end is a sequence of its own. A sequence sees nothing of the others, NaN neither.
+
+    Args:
+        causal: a query at position p sees keys 0 .. p.
+        scale: 1 / sqrt(D) if None; positive. It, window, softcap and the longest lengths are numbers, not tensors.
+        window: of those the last `window` ones, itself among them; needs causal.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], from 0 to Sq and Sk: where each sequence starts; those of k
+            are q's if None, and then Sk is Sq.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence's length; found if None, which waits for the GPU.
+            Given on CUDA, they and cu_seqlens are checked there without waiting: wrong ones end the process's work with
+            the GPU by a device-side assertion, as an index out of range does, also in a replayed CUDA graph.
+
+    Raises:
+        ValueError: shapes, devices or options that do not fit each other.
+        TypeError: a dtype that is not supported; a tensor where a number is meant, or whatever else is of another type.
+        NotImplementedError: a second derivative, in its backward; another kind of device.
+        RuntimeError: forward-mode derivatives.
+    """
+    q, k, v = in_autocasts_dtype(q, k, v)
+    if q.device.type not in ("cuda", "cpu"):
+        raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
+    check_tensors(q, k, v)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    scale, softcap = check_score_options(q, scale, softcap)
+    window = number(window, int, "window")
+    max_seqlen_q, max_seqlen_k = (
+        number(max_seqlen_q, int, "max_seqlen_q"),
+        number(max_seqlen_k, int, "max_seqlen_k"),
+    )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
+    if cu_seqlens_q is None:
+        for name, given in (
+            ("cu_seqlens_k", cu_seqlens_k),
+            ("max_seqlen_q", max_seqlen_q),
+            ("max_seqlen_k", max_seqlen_k),
+        ):
+            if given is not None:
+                raise ValueError(f"{name} is given and cu_seqlens_q is not: packed sequences need cu_seqlens_q")
+    else:
+        if cu_seqlens_k is None:
+            if q.shape[2] != k.shape[2]:
+                raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: packed sequences need cu_seqlens_k")
+            cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+        check_lengths(q, cu_seqlens_q, max_seqlen_q, "q")
+        check_lengths(k, cu_seqlens_k, max_seqlen_k, "k")
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(
+                f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have one "
+                "shape: each sequence has queries and keys, maybe 0 of them"
+            )
+    if value_dim < head_dim:
+        v = F.pad(v, (0, head_dim - value_dim))
+    elif value_dim > head_dim:
+        q, k = (F.pad(x, (0, value_dim - head_dim)) for x in (q, k))
+    longest = max_seqlen_q or 0, max_seqlen_k or 0
+    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, scale, min(window or 0, _WIDEST), softcap or 0.0
+    out: Tensor
+    if _is_watched(q, k, v):
+        out, _ = _operator(*arguments)
+    elif forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
+        out = _Attention.apply(*arguments)
+    else:
+        out, _ = _forward(*arguments)
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
+
+
+def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether operators are made into a graph, faked, recorded or handled otherwise: then the call must be one.
+
+    torch.compile; a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); tensors with no memory of
+    their own (fake ones, DTensor), which a kernel would read at address 0.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return not type(q) is type(k) is type(v) is Tensor
+
+
+# --- forward and backward -------------------------------------------------------------------------------------------
+
+
+def _kernel(q: Tensor) -> Any:
+    """The module that computes it."""
+    if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM:
+        from ..kernels.attention import forward as attention
+
+        return attention
+    from ..kernels.attention import reference as reference_attention
+
+    return reference_attention
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(causal: bool, scale: float, window: int, softcap: float) -> Any:
+    from ..kernels.attention.spec import AttentionSpec
+
+    return AttentionSpec(causal, scale, window, softcap)
+
+
+def _lengths(
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool
+) -> Any:
+    """PackedLengths or None; 0 for a longest length that is not known. check: unless another call has, on CUDA."""
+    if cu_q is None or cu_k is None:
+        return None
+    from ..kernels.attention.spec import PackedLengths
+
+    found: list[int] = []
+    for name, x, cu, longest in (("q", q, cu_q, max_q), ("k", k, cu_k, max_k)):
+        if cu.is_cuda and longest:
+            if check and not (found and cu is cu_q and (max_k, k.shape[2]) == (max_q, q.shape[2])):
+                _assert_lengths(cu, x.shape[2], longest, name)
+        else:
+            starts = cu.tolist()
+            sizes = [stop - start for start, stop in itertools.pairwise(starts)]
+            if starts[0] != 0 or starts[-1] != x.shape[2] or min(sizes) < 0:
+                raise ValueError(f"cu_seqlens_{name}={starts} must rise from 0 to {x.shape[2]}, the tokens of {name}")
+            if longest and longest < max(sizes):
+                raise ValueError(
+                    f"max_seqlen_{name}={longest} is less than the longest sequence, {max(sizes)}: raise it"
+                )
+            longest = longest or max(sizes)
+        found.append(longest)
+    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), *found)
+
+
+def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
+    """The same by the device, which nobody waits for."""
+    sizes = cu.diff()
+    fits = (sizes.clamp(0, longest) == sizes).all()
+    torch._assert_async(fits, f"cu_seqlens_{name} must rise, by at most max_seqlen_{name}={longest}")
+    torch._assert_async((cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}")
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
+    lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
+    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths)
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, in the shapes of q, k, v."""
+    spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
+    dq, dk, dv = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths)
+    return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    """Where nobody watches: an operator costs the host 40 us more in forward, and 100 with a gradient.
+
+    It has no jvp, so autograd refuses tangents, which the kernels alone would drop.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *options: Any) -> Tensor:
+        out, lse = _forward(q, k, v, cu_q, cu_k, *options)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *_AttentionBackward.apply(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        _refuse(ctx, *grads)
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("attention has no second derivative: call backward without create_graph=True")
+
+
+# --- the same as operators ------------------------------------------------------------------------------------------
+
+_operator = torch.library.custom_op("tp_invariant::attention", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op("tp_invariant::attention_backward", _backward, mutates_args=())
+
+
+@_operator.register_fake
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    from ..kernels.attention.spec import empty_heads
+
+    return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_backward_operator.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    from ..kernels.attention.spec import empty_heads
+
+    return tuple(empty_heads(x) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_q, cu_k, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.mark_non_differentiable(output[1])
+    ctx.options = options
+
+
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_backward_operator(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+
+
+_operator.register_autograd(_differentiate, setup_context=_save)
+_backward_operator.register_autograd(_refuse)

@@ -1,0 +1,291 @@
+"""Cross-entropy of logits sharded along the vocabulary, with the same bits at every degree.
+
+Legend: P ranks, T tokens, V ids in the vocabulary, n = (V + padding) / P columns on each rank.
+
+    1. largest logit (and smallest, for label smoothing) and the target's logit of each row: by columns held, gathered
+    2. sum of exp(x - top), and of x - top: in fixed point over columns held, gathered, added as integers
+    3. loss = log_sum - (x_target - top), with label smoothing and z-loss; summed over tokens by halves
+    4. backward: elementwise from the local logits, top and log_sum; nothing travels
+
+A maximum and a sum of integers have no order, so it does not matter where the vocabulary is cut. What travels is two
+or three fp32 and one or two int64 per token and rank; no rank ever sees [T, V].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.collectives import Group, gather_major, resolve_group
+from ..consistency.agreement import agreed_in, check_agreement, check_gradient, refuse
+from ..core.compiled import opaque, setting
+from ..core.layout import fresh_view
+from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.options import Reduction
+from ..gemm.gemm_fn import BUNDLED_DTYPES
+from . import stock
+from .linear import flatten_tokens
+from .vocab import VocabShard, check_ids
+
+REDUCTIONS = get_args(Reduction)
+MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and what V of them lose is below 2^-19; for V = 2^18, below 2^-25
+
+
+@setting
+@dataclass(frozen=True)
+class CrossEntropyCall:
+    """What one call is told besides its tensors."""
+
+    shard: VocabShard
+    label_smoothing: float
+    ignore_index: int
+    reduction: Reduction
+    z_loss: float
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    z_loss: float = 0.0,
+) -> Tensor:
+    """torch's cross_entropy over the last dim of logits that are sharded along it; the same bits at every degree.
+
+    Args:
+        logits: [.., n], this rank's columns of the vocabulary in rank order, all tokens: what a column-parallel Linear
+            returns. bfloat16, float16 or float32; fp32 inside.
+        target: [..], int64 or int32, ids of the whole vocabulary, the same on every rank.
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
+        vocab_size: V where n * P is more: the columns from V on are padding, which is never read and gets no gradient.
+        label_smoothing: from 0 up to but not including 1, spread over all V ids.
+        ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits.
+        reduction: "mean" over the tokens that are not ignored (NaN if there are none), "sum" or "none".
+        z_loss: times the square of log(sum of exp(logits)), added to each token's loss (PaLM, arXiv 2204.02311).
+
+    Returns:
+        fp32, the same on every rank: 0-dim, or shaped as target for "none".
+
+    Raises:
+        ValueError: an option out of range, or shapes that do not fit each other.
+        TypeError: logits or target of another dtype.
+        IndexError: an id out of range, on a CPU; on CUDA a device-side assertion fails instead (see vocab.check_ids).
+        RuntimeError: ranks that disagree.
+    """
+    group = resolve_group(tp_group)
+    _check_options(label_smoothing, reduction, z_loss)
+    agreed = agreed_in(group)
+    try:
+        shard = _check_shapes(logits, target, vocab_size, group)
+        check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
+        invariant = is_tp_invariant_mode_enabled()
+    except (IndexError, TypeError, ValueError) as error:
+        refuse(error, group, logits.device, agreed)
+        raise
+    call = CrossEntropyCall(shard, label_smoothing, ignore_index, reduction, z_loss)
+    if group.size > 1:
+        facts = {
+            "the TP-invariant mode": invariant,
+            "the options of vocab_parallel_cross_entropy": (
+                shard.size, label_smoothing, ignore_index, reduction, z_loss,
+            ),
+            "the shape of logits": tuple(logits.shape),
+            "the dtype of logits": str(logits.dtype),
+            "whether logits need a gradient": torch.is_grad_enabled() and logits.requires_grad,
+        }  # fmt: skip
+        check_agreement(facts, group, logits.device, agreed)
+    if not invariant:
+        stock.log_once(group)
+    loss = (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
+    return check_gradient(loss, "vocab_parallel_cross_entropy", group, agreed)
+
+
+def _check_options(label_smoothing: float, reduction: str, z_loss: float) -> None:
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing={label_smoothing!r} is out of range: it must be from 0 to below 1")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown: choose one of 'mean', 'sum', 'none'")
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss!r} is out of range: it must be 0 or more")
+
+
+def _check_shapes(logits: Tensor, target: Tensor, vocab_size: int | None, group: Group) -> VocabShard:
+    where = f"on rank {group.rank}"
+    if logits.dtype not in BUNDLED_DTYPES:
+        raise TypeError(f"logits is {logits.dtype} {where}: it must be one of {', '.join(map(str, BUNDLED_DTYPES))}")
+    if logits.dim() < 1 or logits.shape[-1] == 0 or target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} and target {tuple(target.shape)} {where}: they must be [.., n] "
+            "with n at least 1, the vocabulary last, and [..]"
+        )
+    if target.device != logits.device:
+        raise ValueError(f"target is on {target.device} {where}: move it to the logits' device, {logits.device}")
+    padded = logits.shape[-1] * group.size
+    size = padded if vocab_size is None else vocab_size
+    if not 1 <= size <= min(padded, MAX_VOCABULARY):
+        raise ValueError(
+            f"vocab_size={size} is out of range: for logits with {logits.shape[-1]} columns on each of {group.size} "
+            f"ranks it must be from 1 to {min(padded, MAX_VOCABULARY)}"
+        )
+    return VocabShard(group, size, logits.shape[-1])
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    if device.type == "cuda":
+        from ..kernels.vocabulary import cross_entropy  # imports triton, so only here
+
+        return cross_entropy
+    if device.type == "cpu":
+        from ..kernels.vocabulary import reference_cross_entropy
+
+        return reference_cross_entropy
+    raise NotImplementedError(f"no cross-entropy is bundled for device {str(device)!r}: bundled are cuda and cpu")
+
+
+# --- the mode on ----------------------------------------------------------------------------------------------------
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """logits [.., n], target [..] -> loss; see the top of this file.
+
+    dlogits = g * (p * (1 + 2 z lse) - smoothing / V - [column is the target] * (1 - smoothing)),  p = exp(x - lse)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, call: CrossEntropyCall) -> Tensor:
+        ids = target.reshape(-1).long()
+        losses, top, log_sum = _token_losses(flatten_tokens(logits.detach()), ids, call)
+        valid = ids != call.ignore_index
+        losses = torch.where(valid, losses, 0.0)
+        count = valid.sum()
+        ctx.save_for_backward(logits, ids, top, log_sum, count)
+        ctx.call = call
+        if call.reduction == "none":
+            return fresh_view(losses, target.shape)
+        total = _sum_of_tokens(losses)
+        return (total / count if call.reduction == "mean" else total).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, ids, top, log_sum, count = ctx.saved_tensors
+        call: CrossEntropyCall = ctx.call
+        if call.reduction == "mean":
+            grad = grad / count
+        g = grad.reshape(-1).expand(ids.shape).contiguous()
+        of_p = g * (1.0 + 2.0 * call.z_loss * (top + log_sum)) if call.z_loss else g
+        factors = of_p, g * (1.0 - call.label_smoothing), g * (call.label_smoothing / call.shard.size)
+        dx = _kernels(logits.device).logits_grad(
+            flatten_tokens(logits), call.shard.real, call.shard.first, ids, call.ignore_index, top, log_sum, factors
+        )
+        if dx.device.type == "cpu":  # where a NaN's bits depend on what is in one vector with it; a GPU makes one NaN
+            dx.masked_fill_(dx.isnan(), math.nan)
+        return dx.view(logits.shape), None, None
+
+
+def _outputs(logits: Tensor, target: Tensor, call: CrossEntropyCall) -> list[Tensor]:
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return logits.new_empty(shape, dtype=dtype)
+
+    tokens = target.numel()
+    loss = new(*(target.shape if call.reduction == "none" else ()))
+    return [loss, new(tokens, dtype=torch.int64), new(tokens), new(tokens), new(dtype=torch.int64)]
+
+
+def _restore(ctx: Any, dtypes: Any, call: CrossEntropyCall) -> None:
+    ctx.call = call
+
+
+_cross_entropy = opaque(
+    _CrossEntropy,
+    name="cross_entropy",
+    tensors=("logits", "target"),
+    outputs=_outputs,
+    restore=_restore,
+    saved=(0, None, None, None, None),
+)
+
+
+def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, top, log_sum), each fp32 [T], from x [T, n]: lse = top + log_sum, kept apart for the digits."""
+    kernels, shard, smoothing = _kernels(x.device), call.shard, call.label_smoothing
+    high, low = kernels.row_extremes(x, shard.real, with_low=smoothing > 0)
+    at_target = x.gather(1, shard.local(ids).unsqueeze(1)).squeeze(1).float()
+    extremes = gather_major(torch.stack([high, at_target] + ([] if low is None else [low])), shard.group)
+    top = extremes[:, 0].amax(0) + 0.0  # of 0.0 and -0.0 the largest is either; the sum makes it 0.0
+    x_target = extremes[:, 1].gather(0, shard.owner(ids).unsqueeze(0)).squeeze(0)
+
+    exp_bits = 62 - shard.size.bit_length()  # V terms of at most 2^exp_bits stay below 2^62
+    scale = exponent = None
+    if low is not None:
+        lowest = extremes[:, 2].amin(0)
+        # top - lowest < 2^exponent, read off its bits; the bounds keep the scale a normal number
+        exponent = ((top - lowest).view(torch.int32).bitwise_right_shift(23) - 126).clamp(-60, 128)
+        scale = (exp_bits - exponent + 127).bitwise_left_shift(23).view(torch.float32)
+    exps, shifts = kernels.row_sums(x, shard.real, top, exp_bits=exp_bits, shift_scale=scale)
+    sums = gather_major(torch.stack([exps] if shifts is None else [exps, shifts]), shard.group).sum(0)
+
+    log_sum = (sums[0].double() * 2.0**-exp_bits).log().float()
+    log_sum = torch.where(top.isfinite(), log_sum, math.nan)  # as torch: a NaN, an inf, or nothing but -inf
+    loss = log_sum - (x_target - top)
+    if scale is not None:
+        mean_shift = (sums[1].double() / scale.double() / shard.size).float()
+        mean_shift = torch.where(lowest == -math.inf, -math.inf, mean_shift)
+        loss = (1.0 - smoothing) * loss + smoothing * (log_sum - mean_shift)
+    if call.z_loss:
+        loss = loss + call.z_loss * (top + log_sum).square()
+    return loss.masked_fill(loss.isnan(), math.nan), top, log_sum  # one NaN, whichever rank's and sum's it was
+
+
+def _sum_of_tokens(losses: Tensor) -> Tensor:
+    """fp32 [T] -> fp64 0-dim: the first half plus the second, with zeros up to a power of two, until one is left."""
+    missing = (1 << max(losses.numel() - 1, 0).bit_length()) - losses.numel()
+    total = F.pad(losses.double(), (0, missing))
+    while total.numel() > 1:
+        first, second = total.view(2, -1)
+        total = first + second
+    return total.squeeze(0)
+
+
+# --- the mode off ---------------------------------------------------------------------------------------------------
+
+
+def _stock_cross_entropy(logits: Tensor, target: Tensor, call: CrossEntropyCall) -> Tensor:
+    """Maximum, sum of exponentials and the target's logit all-reduced, as Megatron-LM does (arXiv 1909.08053)."""
+    shard, smoothing = call.shard, call.label_smoothing
+    group, ids = shard.group, target.reshape(-1).long()
+    x = flatten_tokens(logits)[:, : shard.real].float()
+    top = x.detach().amax(1) if shard.real else x.new_full((len(x),), -math.inf)
+    top = stock.max_over_ranks(top, group)
+    x = x - top.unsqueeze(1)
+    here = (ids >= shard.first) & (ids < shard.first + shard.real)
+    if shard.real:
+        picked = x.gather(1, (ids - shard.first).clamp(0, shard.real - 1).unsqueeze(1)).squeeze(1)
+        x_target = torch.where(here, picked, 0.0)
+    else:
+        x_target = x.sum(1)
+    log_sum = stock.sum_over_ranks(x.exp().sum(1), group).log()
+    losses = log_sum - stock.sum_over_ranks(x_target, group)
+    if smoothing:
+        mean = stock.sum_over_ranks(x.sum(1), group) / shard.size
+        losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean)
+    if call.z_loss:
+        losses = losses + call.z_loss * (top + log_sum).square()
+    valid = ids != call.ignore_index
+    losses = torch.where(valid, losses, 0.0)
+    if call.reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() / valid.sum() if call.reduction == "mean" else losses.sum()

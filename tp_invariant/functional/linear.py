@@ -1,0 +1,343 @@
+"""The invariant layers as autograd functions: forward, dgrad, wgrad and bias gradient, one formula each.
+
+Legend (P ranks, this one is r; S pieces of partition_stride; `..` are token dims, T tokens in all):
+    x_full [.., K]      x_seq_shard [.., K] with sequence_dim divided by P      x_shard_k [.., K/P]
+    w_shard_n [N/P, K]  w_shard_k [N, K/P]
+Sums over tokens (wgrad, bias gradient) walk the tokens in the order of the full activation, so sequence-parallel
+operands are gathered along sequence_dim first. Products over a sharded K go to gemm/owner_maps.py, where the order of
+the rows is free: there the sequence comes first, so that a rank's rows are consecutive.
+
+What travels is started before it is needed, and the same on every rank:
+    column backward   x's tokens, then dy's rows to their owners; wgrad runs while dy travels, dgrad comes last
+    row backward      dy's tokens; then those of the x of the column-parallel layer before it (`_column_before`), whose
+                      backward is next: they travel beside this layer's dgrad and wgrad
+    weights           see gemm/weight_cache.py
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
+from ..core.compiled import opaque, setting
+from ..core.layout import Stride, fresh_view, own_shape
+from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
+from ..gemm.owner_maps import ShardedWeight, start_product
+from ..gemm.token_gathers import start_gather_tokens, token_gathers
+from ..gemm.weight_cache import weight_cache
+from .main_grad import MainGrad
+
+
+@setting
+@dataclass(frozen=True)
+class LinearCall:
+    """What one call of a linear layer is told besides its tensors. Frozen, so that backward follows its forward."""
+
+    group: Group
+    sequence_parallel: bool
+    sequence_dim: int
+    stride: Stride
+    owner_map: str
+    gemm_fn: GemmFn | None
+    grad: bool = field(default_factory=torch.is_grad_enabled)  # inside an autograd function it is off
+    main_grad: MainGrad | None = None  # where dw is added, instead of being returned
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """All tokens in TP=1's order, from this rank's tokens if they are sharded."""
+        return gather_dim(x, self.sequence_dim, self.group) if self.sequence_parallel else x
+
+    def start_gather_tokens(self, x: Tensor, user: Tensor | None = None) -> Pending:
+        """Starts `gather_tokens`; one gather for all layers that read this x, if `user` is the weight of one."""
+        if not self.sequence_parallel:
+            return Pending(x, None)
+        if user is None:
+            return start_gather_dim(x, self.sequence_dim, self.group)
+        return token_gathers.take(x, self.sequence_dim, self.group, user)
+
+    def start_product(self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None) -> Callable[[], Tensor]:
+        """a [.., K/P], all tokens -> [.., N], all tokens or this rank's; weight sharded along its `k_dim`.
+
+        What must travel first starts now; calling what is returned does the rest.
+        """
+        scatter = self.sequence_parallel and self.group.size > 1
+        lead = list(a.shape[:-1])
+        if scatter:
+            a = a.movedim(self.sequence_dim, 0) if self.sequence_dim else a
+            sequence = lead.pop(self.sequence_dim) // self.group.size
+            lead = [sequence, *lead]
+        product = start_product(
+            flatten_tokens(a),
+            ShardedWeight(weight, k_dim, self.stride, self.group, self.grad),
+            bias=bias,
+            scatter_rows=scatter,
+            owner_map=self.owner_map,
+            gemm_fn=self.gemm_fn,
+        )
+
+        def finish() -> Tensor:
+            c = _shaped(self, product(), (*lead, weight.shape[1 - k_dim]))
+            if not scatter or not self.sequence_dim:
+                return c
+            c = c.movedim(0, self.sequence_dim).contiguous()
+            return fresh_view(c, c.shape) if c._is_view() else c  # where it was contiguous: one sequence
+
+        return finish
+
+
+def flatten_tokens(x: Tensor) -> Tensor:
+    """[.., features] -> [T, features]; a view where strides allow."""
+    if x.dim() < 3:
+        return x if x.dim() == 2 else x.unsqueeze(0)
+    # a view takes the host half as long as flatten
+    return x.view(-1, x.shape[-1]) if x.is_contiguous() and x.numel() else x.flatten(0, -2)
+
+
+def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a [.., K] @ b [K, N] (+ bias), nothing sharded along K."""
+    return _shaped(call, gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), (*a.shape[:-1], b.shape[1]))
+
+
+def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """c [T, N], contiguous, as `shape`: another gemm_fn's result may lie otherwise, and may be kept by it."""
+    return own_shape(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
+
+
+def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    dy_t, x, main_grad = flatten_tokens(dy).t(), flatten_tokens(x), call.main_grad
+    if main_grad is None:
+        return gemm(call.gemm_fn, dy_t, x, out_dtype=weight.dtype)
+    gemm_into(call.gemm_fn, dy_t, x, main_grad.buffer(), accumulate=main_grad.accumulate)
+    return main_grad.done(weight)
+
+
+def _weight_grads(
+    ctx: Any, weight: Tensor, dy: Callable[[], Tensor] | None, x: Callable[[], Tensor] | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dw and db where autograd asks for them; dy and x give all tokens, and are there where they are needed."""
+    _, need_w, need_b, *_ = ctx.needs_input_grad
+    dw = db = None
+    if need_w:
+        assert dy is not None and x is not None
+        dw = _wgrad(ctx.call, dy(), x(), weight)
+    if need_b:
+        assert dy is not None
+        db = column_sums(ctx.call.gemm_fn, flatten_tokens(dy()), out_dtype=ctx.bias_dtype)
+    return dw, db
+
+
+def _read(gathered: Pending | None) -> None:
+    """Once all that reads it has been launched."""
+    if gathered is not None and gathered.for_taker:
+        gathered.release()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
+        ctx.save_for_backward(x, weight)
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
+        ctx.weight = weakref.ref(weight)
+
+    @staticmethod
+    def kept(ctx: Any) -> tuple[Tensor, Tensor]:
+        """x and weight. Hooks on saved tensors (checkpointing) may give another tensor with the weight's memory: then
+        the weight itself, which the weight cache knows."""
+        x, weight = ctx.saved_tensors
+        original = ctx.weight()
+        if original is None or original is weight:
+            return x, weight
+        state = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in (original, weight)]
+        return x, original if state[0] == state[1] else weight
+
+
+class ColumnLinear(_Linear):
+    """Column-parallel: y_shard_n = x_full w_shard_nᵀ + b_shard_n.
+
+    x   [.., K] whole, or x_seq_shard under SP     w [N/P, K]     b [N/P] or None     y [.., N/P], all tokens
+    dx = dy W, summed over N, which is sharded: by an owner map; shaped as x
+    dw = dy_shard_nᵀ x_full        db = column sums of dy_shard_n
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+        _Linear.keep(ctx, x, weight, bias, call)
+        # for _column_before. Under hooks on saved tensors x may be meant to be freed (checkpointing): not then
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.early_x = x if call.sequence_parallel and ctx.needs_input_grad[1] and not hooked else None
+        gathered = call.start_gather_tokens(x, weight)
+        try:
+            return _local(call, gathered.wait(), weight.t(), bias)
+        finally:
+            _read(gathered)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = _Linear.kept(ctx)
+        call: LinearCall = ctx.call
+        need_x, need_w, *_ = ctx.needs_input_grad
+        ctx.early_x = None
+        x_full = call.start_gather_tokens(x, weight) if need_w else None
+        dgrad = call.start_product(dy, weight, 0) if need_x else None
+        try:
+            dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
+        finally:
+            _read(x_full)
+            del x_full  # dgrad needs its memory more
+        return None if dgrad is None else dgrad(), dw, db, None
+
+
+class RowLinear(_Linear):
+    """Row-parallel: y = x W ᵀ + b, summed over K, which is sharded: by an owner map.
+
+    x   [.., K/P], all tokens     w [N, K/P]     b [N] whole or None     y [.., N] whole, or y_seq_shard under SP
+    dx = dy_full w_shard_k         dw = dy_fullᵀ x_shard_k        db = column sums of dy_full
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+        _Linear.keep(ctx, x, weight, bias, call)
+        return call.start_product(x, weight, 1, bias)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = _Linear.kept(ctx)
+        call: LinearCall = ctx.call
+        gathered = Pending(dy, None)
+        if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share it
+            gathered = start_gather_tokens(dy, call.sequence_dim, call.group)
+        dy_full = gathered.wait()
+        if call.sequence_parallel and (column := _column_before(ctx)) is not None:
+            of = column.call
+            token_gathers.start(column.early_x, of.sequence_dim, of.group, in_graphs=weight_cache.ahead_in_graphs)
+        try:
+            dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None
+            return dx, *_weight_grads(ctx, weight, lambda: dy_full, lambda: x), None
+        finally:
+            gathered.release()
+
+
+_FAR = 64  # how many nodes of the graph stand between two layers at most: attention has about twenty
+
+
+def _column_before(node: Any) -> Any:
+    """The node of the column-parallel layer whose output this row-parallel one's input was made of, None if none.
+
+    Found along the graph of this backward, which all ranks share, so that all start its gather or none.
+    """
+    queue, seen = deque([node]), {node}
+    while queue:
+        for after, _ in getattr(queue.popleft(), "next_functions", ()):  # in a compiled graph (an op) there are none
+            if after is None or after in seen or isinstance(after, RowLinear._backward_cls):
+                continue
+            if getattr(after, "early_x", None) is not None:
+                return after
+            seen.add(after)
+            if len(seen) > _FAR:
+                return None
+            queue.append(after)
+    return None
+
+
+class ReplicatedLinear(_Linear):
+    """Nothing sharded but, under SP, the tokens: y = x Wᵀ + b, with dw and db summed over all ranks' tokens.
+
+    x [.., K]     w [N, K]     b [N] or None     y [.., N]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+        _Linear.keep(ctx, x, weight, bias, call)
+        return _local(call, x, weight.t(), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = _Linear.kept(ctx)
+        call: LinearCall = ctx.call
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        dy_full = call.start_gather_tokens(dy).wait if need_w or need_b else None
+        x_full = call.start_gather_tokens(x).wait if need_w else None
+        dx = _local(call, dy, weight) if need_x else None
+        return dx, *_weight_grads(ctx, weight, dy_full, x_full), None
+
+
+class ExpandBias(torch.autograd.Function):
+    """bias [N] -> a view of shape [.., N], so that the sum over tokens of its gradient is ours and not the caller's.
+
+    `tokens_sharded`: the view stands beside a y_seq_shard, so its gradient is gathered over ranks before the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, lead: Sequence[int], tokens_sharded: bool, call: LinearCall) -> Tensor:
+        ctx.call, ctx.tokens_sharded = call, tokens_sharded
+        return bias.expand(*lead, bias.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        full = ctx.call.gather_tokens(grad) if ctx.tokens_sharded else grad
+        return column_sums(ctx.call.gemm_fn, flatten_tokens(full)), None, None, None
+
+
+# --- as ops ---------------------------------------------------------------------------------------------------------
+
+
+def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall], tuple[int, int]]) -> Callable:
+    """`scale`: by what the tokens of y are more than those of x, and by what they are fewer, under SP."""
+
+    def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> list[Tensor]:
+        shape = [*x.shape[:-1], weight.shape[0]]
+        if call.sequence_parallel:
+            more, fewer = scale(call)
+            shape[call.sequence_dim] = shape[call.sequence_dim] * more // fewer
+        return [x.new_empty(shape)]
+
+    def restore(ctx: Any, dtypes: Sequence[torch.dtype | None], call: LinearCall) -> None:
+        ctx.call, ctx.bias_dtype = call, dtypes[2]
+        ctx.weight, ctx.early_x = weakref.ref(ctx.saved_tensors[1]), None
+
+    return opaque(function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore)
+
+
+column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1))
+row_linear = _linear_op(RowLinear, "row_linear", lambda call: (1, call.group.size))
+replicated_linear = _linear_op(ReplicatedLinear, "replicated_linear", lambda call: (1, 1))
+
+
+def no_op(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """function.apply, never as an op, which may not write into a main_grad that it is not given: a graph break."""
+
+    def apply(*args: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function.apply, reason="weight.main_grad is added to")(*args)
+        return function.apply(*args)
+
+    return apply
+
+
+column_linear_into_main_grad = no_op(ColumnLinear)
+row_linear_into_main_grad = no_op(RowLinear)
+replicated_linear_into_main_grad = no_op(ReplicatedLinear)
+
+
+def _restore_bias(ctx: Any, dtypes: Any, lead: Any, tokens_sharded: bool, call: LinearCall) -> None:
+    ctx.tokens_sharded, ctx.call = tokens_sharded, call
+
+
+expand_bias = opaque(
+    ExpandBias,
+    name="expand_bias",
+    tensors=("bias",),
+    outputs=lambda bias, lead, tokens_sharded, call: [bias.new_empty((*lead, bias.shape[0]))],
+    restore=_restore_bias,
+)

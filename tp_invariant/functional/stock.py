@@ -1,0 +1,280 @@
+"""The stock tensor-parallel path that the mode off takes: torch's matmul, and collectives that add.
+
+The only room that adds on the wire. It is here so that the same model code runs both ways and the difference that the
+mode makes is one variable away. After Megatron-LM, arXiv 1909.08053 and 2205.05198.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm.call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
+from ..comm.collectives import Group, gather_dim
+from ..comm.wire import explained
+from ..core.compiled import constant, opaque
+from .linear import LinearCall, flatten_tokens, no_op
+
+logger = logging.getLogger(__name__)
+_logged = False
+
+
+def log_once(group: Group) -> None:
+    """Says once per process, at INFO, that bits depend on the degree here: when called, or when compiled."""
+    if group.size > 1:
+        _log_once(group.size)
+
+
+@constant
+def _log_once(size: int) -> None:
+    global _logged
+    if not _logged:
+        _logged = True
+        logger.info(
+            "TP-invariant mode is off: tensor-parallel layers (degree %d) take the stock path, whose bits depend on "
+            "the degree; set TP_INVARIANT_MODE=1 to turn it on",
+            size,
+        )
+
+
+def _sum(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    records = records_of(group, total)
+    if records is not None:
+        records.begin(ALL_REDUCE, total, (total.numel(), op == dist.ReduceOp.SUM))
+    try:
+        work = dist.all_reduce(total, op, group=group.process_group, async_op=records is not None)
+        if records is not None:
+            records.wait(work)
+    except RuntimeError as error:
+        raise explained(error, total, group, f"all-reduce of {tuple(x.shape)} {x.dtype}") from error
+    return total
+
+
+def _sum_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    moved = x.movedim(dim, 0).contiguous()
+    out = moved.new_empty((moved.shape[0] // group.size, *moved.shape[1:]))
+    records = records_of(group, moved)
+    if records is not None:
+        records.begin(REDUCE_SCATTER, moved, (moved.numel(),))
+    try:
+        with warnings.catch_warnings():  # torch 2.13 renames the function; 2.11 has only this name
+            warnings.simplefilter("ignore", FutureWarning)
+            work = dist.reduce_scatter_tensor(out, moved, group=group.process_group, async_op=records is not None)
+        if records is not None:
+            records.wait(work)
+    except RuntimeError as error:
+        raise explained(error, moved, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
+    return out.movedim(0, dim)
+
+
+class _CopyToRegion(torch.autograd.Function):
+    """Identity; its adjoint sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    """Sums over ranks; its adjoint is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherForRegion(torch.autograd.Function):
+    """Gathers the sequence; its adjoint sums over ranks and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather_dim(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatterFromRegion(torch.autograd.Function):
+    """Sums over ranks and scatters the sequence; its adjoint gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _sum_scatter(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_dim(grad, ctx.dim, ctx.group), None, None
+
+
+class _MaxOverRanks(torch.autograd.Function):
+    """The largest of each element; no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _sum(x, group, dist.ReduceOp.MAX)
+
+
+def _restore(ctx: Any, dtypes: Any, *settings: Any) -> None:
+    ctx.group = settings[-1]
+    ctx.dim = settings[0]
+
+
+def _region_op(function: type[torch.autograd.Function], name: str, scale: Callable[[int], tuple[int, int]]) -> Callable:
+    """`scale`: by what a dim, the first setting, is longer in the result than in x, and by what it is shorter."""
+
+    def outputs(x: Tensor, *settings: Any) -> list[Tensor]:
+        shape, (longer, shorter) = list(x.shape), scale(settings[-1].size)
+        if len(settings) > 1:
+            shape[settings[0]] = shape[settings[0]] * longer // shorter
+        return [x.new_empty(shape)]
+
+    return opaque(function, name=name, tensors=("x",), outputs=outputs, restore=_restore)
+
+
+_copy_to_region = _region_op(_CopyToRegion, "copy_to_region", lambda size: (1, 1))
+_reduce_from_region = _region_op(_ReduceFromRegion, "reduce_from_region", lambda size: (1, 1))
+_gather_for_region = _region_op(_GatherForRegion, "gather_for_region", lambda size: (size, 1))
+_reduce_scatter_from_region = _region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", lambda size: (1, size))
+_max_over_ranks = _region_op(_MaxOverRanks, "max_over_ranks", lambda size: (1, 1))
+
+
+def sum_over_ranks(x: Tensor, group: Group, scatter_dim: int | None = None) -> Tensor:
+    """The sum, whole on every rank or scattered along a dim; its gradient is complete on every rank already."""
+    if group.size == 1:
+        return x
+    if scatter_dim is None:
+        return _reduce_from_region(x, group)
+    return _reduce_scatter_from_region(x, scatter_dim, group)
+
+
+def max_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """The largest of each element; no gradient."""
+    largest = x.detach()
+    return largest.clone() if group.size == 1 else _max_over_ranks(largest, group)
+
+
+def complete_grad(parameter: Tensor | None, group: Group, tokens_sharded: bool) -> Tensor | None:
+    """A replicated parameter whose gradient is a sum over all ranks' tokens."""
+    if parameter is None or group.size == 1 or not tokens_sharded:
+        return parameter
+    return _copy_to_region(parameter, group)
+
+
+class _LinearIntoMainGrad(torch.autograd.Function):
+    """F.linear whose weight gradient, in fp32, goes into main_grad; `sum_dw`: summed over ranks before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, sum_dw: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call, ctx.sum_dw = call, sum_dw
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        dx = dy @ weight if need_x else None
+        rows, dw, main_grad = flatten_tokens(dy), None, ctx.call.main_grad
+        if need_w:
+            a, b = rows.t(), flatten_tokens(x)
+            wide = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+            with torch.autocast(a.device.type, enabled=False):
+                product = torch.mm(a, b, out_dtype=torch.float32) if wide else a.float() @ b.float()
+            if ctx.sum_dw:
+                product = _sum(product, ctx.call.group)
+            if main_grad.accumulate:
+                main_grad.buffer().add_(product)
+            else:
+                main_grad.buffer().copy_(product)
+            dw = main_grad.done(weight)
+        return dx, dw, rows.sum(0) if need_b else None, None, None
+
+
+_linear_into_main_grad = no_op(_LinearIntoMainGrad)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, sum_dw: bool = False) -> Tensor:
+    if call.main_grad is None:
+        return F.linear(x, weight, bias)
+    return _linear_into_main_grad(x, weight, bias, call, sum_dw and call.group.size > 1)
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """Shapes as linear.ColumnLinear."""
+    if call.group.size > 1:
+        if call.sequence_parallel:
+            x = _gather_for_region(x, call.sequence_dim, call.group)
+        else:
+            x = _copy_to_region(x, call.group)
+    return _linear(x, weight, bias, call)
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """Shapes as linear.RowLinear. The bias is added once, after the sum over ranks."""
+    if call.group.size == 1:
+        return _linear(x, weight, bias, call)
+    y = _linear(x, weight, None, call)
+    if call.sequence_parallel:
+        y = _reduce_scatter_from_region(y, call.sequence_dim, call.group)
+    else:
+        y = _reduce_from_region(y, call.group)
+    bias = complete_grad(bias, call.group, call.sequence_parallel)
+    return y if bias is None else y + bias
+
+
+def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """Shapes as linear.ReplicatedLinear."""
+    bias = complete_grad(bias, call.group, call.sequence_parallel)
+    if call.main_grad is not None:
+        return _linear(x, weight, bias, call, sum_dw=call.sequence_parallel)
+    whole_weight = complete_grad(weight, call.group, call.sequence_parallel)
+    assert whole_weight is not None
+    return F.linear(x, whole_weight, bias)
+
+
+def grad_norm(params: list[Tensor], over: list[Group]) -> Tensor:
+    """The L2 norm of all gradients, fp32: sharded parameters summed over the ranks of their groups, whole ones counted
+    once. over: for each the group over which its attributes say that it is sharded, one of size 1 if over none.
+
+    A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    plain = [g if g.element_size() <= 4 else g.float() for g in grads if not hasattr(g, "full_tensor")]
+    norms = iter(torch._foreach_norm(plain, 2, torch.float32) if plain else ())  # torch's clip_grad_norm_ has it too
+    every = [
+        torch.linalg.vector_norm(g.float()).full_tensor() if hasattr(g, "full_tensor") else next(norms) for g in grads
+    ]
+    chosen: dict[Group | None, list[Tensor]] = {}
+    for norm, group in zip(every, over, strict=True):
+        chosen.setdefault(group if group.size > 1 else None, []).append(norm.to(every[0].device))
+    total = every[0].new_zeros(())
+    for shared_by, members in chosen.items():
+        squares = torch.stack(members).square().sum()
+        total = total + (squares if shared_by is None else _sum(squares, shared_by))
+    return total.sqrt()

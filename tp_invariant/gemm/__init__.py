@@ -1,0 +1,39 @@
+"""Every matrix product: the gemm_fn, who computes what (owner maps), and what is gathered ahead of use."""
+
+from .gemm_fn import (
+    BUNDLED_DTYPES,
+    GemmFn,
+    RankMajor,
+    bundled,
+    bundled_gemm_fn,
+    check_callable,
+    check_dtype,
+    check_norm_dtype,
+    column_sums,
+    gemm,
+    gemm_fn_name,
+    gemm_into,
+    gemm_rank_major,
+    resolve_gemm_fn,
+    set_default_gemm_fn,
+    uses_bundled,
+)
+
+__all__ = [
+    "BUNDLED_DTYPES",
+    "GemmFn",
+    "RankMajor",
+    "bundled",
+    "bundled_gemm_fn",
+    "check_callable",
+    "check_dtype",
+    "check_norm_dtype",
+    "column_sums",
+    "gemm",
+    "gemm_fn_name",
+    "gemm_into",
+    "gemm_rank_major",
+    "resolve_gemm_fn",
+    "set_default_gemm_fn",
+    "uses_bundled",
+]

@@ -1,0 +1,170 @@
+"""What the owner maps `rows` and `cols` cost, in microseconds: what owner_map="auto" goes by.
+
+For C [T, N] = A [T, K] B [K, N] with K sharded over P ranks a map's cost is that of moving A, of what cannot hide of
+moving B, of the GEMM, and of bringing C where it belongs. A move takes a fixed time and its bytes over the link's
+bandwidth; a GEMM its flops at the matrix units' rate or its bytes at the memory's, whichever takes longer. The answer
+is a function of global sizes, of what is cached and of a device's numbers, so it is the same on every rank where these
+are; which numbers a rank goes by is among the things that ranks compare at their first call (consistency/agreement.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A kind of device and its link. Rates in units per microsecond (1e6 a second), which is MB/s and Mflop/s.
+
+    gather, exchange    bytes that a rank receives in an all-gather, in an all-to-all
+    latency             microseconds that a collective takes whatever its size
+    memory              bytes read
+    flops               of a 16-bit GEMM
+    """
+
+    name: str
+    gather: float
+    exchange: float
+    latency: float
+    memory: float
+    flops: float
+
+    @cached_property
+    def text(self) -> str:
+        """All of it, for ranks to compare."""
+        return repr(self)
+
+
+# Measured on four H200 with NVLink: 96 MB gathered at 271 GB/s a rank, exchanged at 249, 8 MB at 100 to 120.
+_H200 = Costs("NVIDIA H200", gather=271e3, exchange=249e3, latency=40.0, memory=4.3e6, flops=700e6)
+# Not measured. A link that is slow for the GPU's speed, as PCIe is.
+_OTHER = Costs("any other device", gather=20e3, exchange=20e3, latency=50.0, memory=1e6, flops=100e6)
+
+# Not measured: the same link, memory by its data sheet.
+_H100 = Costs("NVIDIA H100", gather=271e3, exchange=249e3, latency=40.0, memory=3.0e6, flops=650e6)
+
+# A weight that is gathered ahead travels beside this product's GEMM and about as much again of others before it (FC1
+# before FC2; two weight gradients and a dgrad between two column-parallel dgrads).
+_HIDES_BEHIND = 2.0
+
+_override: Costs | None = None
+
+
+def set_costs(costs: Costs | None) -> None:
+    """Sets what owner_map="auto" goes by on every device; None goes back to the table. The same on every rank."""
+    global _override
+    _override = costs
+
+
+def costs_of(device: torch.device | str | None = None) -> Costs:
+    """The numbers for a device: set_costs', else the table's by the device's name, else cautious ones."""
+    if _override is not None:
+        return _override
+    return _tabled(device)
+
+
+@cache
+def _tabled(device: torch.device | str | None) -> Costs:
+    name = device
+    if isinstance(device, torch.device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    elif device is None and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    return next((costs for costs in (_H200, _H100) if str(name).startswith(costs.name)), _OTHER)
+
+
+class Problem(NamedTuple):
+    """C [rows, cols] = A B with K sharded over `world` ranks.
+
+    scatter_rows                each rank wants its rows of C alone, else all of C
+    itemsize                    bytes of an element
+    rows_cached, cols_cached    whether what the map needs of B is here, or on its way
+    ahead                       whether B is gathered ahead of its use
+    kept                        whether B stays after use and does not change, so that moving it once counts for nothing
+    """
+
+    rows: int
+    cols: int
+    k: int
+    world: int
+    scatter_rows: bool
+    itemsize: int = 2
+    rows_cached: bool = False
+    cols_cached: bool = False
+    ahead: bool = True
+    kept: bool = False
+
+
+class Terms(NamedTuple):
+    """A map's cost, microseconds."""
+
+    move_a: float
+    move_b: float
+    gemm: float
+    move_c: float
+
+    @property
+    def total(self) -> float:
+        return self.move_a + self.move_b + self.gemm + self.move_c
+
+
+def _terms(p: Problem, costs: Costs) -> dict[str, Terms]:
+    away = p.itemsize * (p.world - 1) / p.world  # bytes of an element times the share that other ranks hold
+
+    def move(elements: float, rate: float) -> float:
+        return costs.latency + elements * away / rate if elements and p.world > 1 else 0.0
+
+    def gemm(rows: int, cols: int) -> float:
+        read = p.itemsize * (rows * p.k + p.k * cols + rows * cols)
+        return max(2 * rows * cols * p.k / costs.flops, read / costs.memory)
+
+    def left(moving: float, cached: bool, behind: float) -> float:
+        if cached or p.kept:
+            return 0.0
+        return max(0.0, moving - _HIDES_BEHIND * behind) if p.ahead else moving
+
+    # the slowest rank's share; elements that a rank ends up with
+    rows, cols = -(-p.rows // p.world), -(-p.cols // p.world)
+    by_rows, by_cols = gemm(rows, p.cols), gemm(p.rows, cols)
+    all_a, all_b, all_c = p.rows * p.k, p.cols * p.k, p.rows * p.cols
+    return {
+        "rows": Terms(
+            move(rows * p.k, costs.exchange),
+            left(move(all_b, costs.gather), p.rows_cached, by_rows),
+            by_rows,
+            0.0 if p.scatter_rows else move(all_c, costs.gather),
+        ),
+        "cols": Terms(
+            move(all_a, costs.gather),
+            left(move(cols * p.k, costs.exchange), p.cols_cached, by_cols),
+            by_cols,
+            move(rows * p.cols, costs.exchange) if p.scatter_rows else move(all_c, costs.gather),
+        ),
+    }
+
+
+def choose(problem: Problem, costs: Costs) -> str:
+    """ "rows" or "cols", whichever costs less; rows where they are equal."""
+    terms = _terms(problem, costs)
+    return "rows" if terms["rows"].total <= terms["cols"].total else "cols"
+
+
+def explain(problem: Problem, costs: Costs) -> str:
+    """What `choose` says and the terms that it compares, as lines of text."""
+    p = problem
+    lines = [
+        f"C [{p.rows}, {p.cols}] = A [{p.rows}, {p.k}] B, K over {p.world} ranks, {p.itemsize} bytes an element, "
+        f"{'each rank its rows of C' if p.scatter_rows else 'all of C on every rank'}; {costs.name}"
+    ]
+    notes = {"rows": p.rows_cached, "cols": p.cols_cached}
+    for name, terms in _terms(problem, costs).items():
+        b = "kept" if p.kept else "here or on its way" if notes[name] else "gathered ahead" if p.ahead else "gathered"
+        lines.append(
+            f"  {name}: {terms.total:8.1f} us = move A {terms.move_a:.1f} + move B {terms.move_b:.1f} ({b}) "
+            f"+ GEMM {terms.gemm:.1f} + move C {terms.move_c:.1f}"
+        )
+    return "\n".join([*lines, f"  auto: {choose(problem, costs)}"])

@@ -1,0 +1,346 @@
+"""The gemm_fn protocol: the one door through which every GEMM of every layer goes.
+
+    gemm_fn(a, b, *, bias=None, out_dtype=None) -> c
+        a     [M, K], any strides (a transposed view is normal)
+        b     [K, N], any strides
+        bias  [N] or None, added in fp32 before the one final rounding
+        c     [M, N], dtype out_dtype or a.dtype
+
+It must be slice-invariant: c[i, j] depends on a[i, :] and b[:, j] alone, in an order along K that depends on K alone.
+`tp_invariant.testing.assert_slice_invariant` checks that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..core.compiled import constant, define
+from ..core.identity import identify
+from ..core.layout import Stride, deinterleave
+
+
+class GemmFn(Protocol):
+    """The signature in this module's docstring."""
+
+    def __call__(
+        self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+_default: GemmFn | None = None
+
+
+def set_default_gemm_fn(gemm_fn: GemmFn | None) -> None:
+    """Sets the process-wide gemm_fn for modules that were given none; None goes back to the bundled one per device.
+
+    Raises:
+        TypeError: gemm_fn is neither callable nor None.
+    """
+    global _default
+    _default = check_callable(gemm_fn)
+
+
+def check_callable(gemm_fn: GemmFn | None) -> GemmFn | None:
+    if gemm_fn is not None and not callable(gemm_fn):
+        raise TypeError(
+            f"gemm_fn={gemm_fn!r} is not callable: pass gemm_fn(a, b, *, bias=None, out_dtype=None) or None"
+        )
+    return gemm_fn
+
+
+def bundled_gemm_fn(device: torch.device) -> Callable[..., Tensor]:
+    """The bundled gemm_fn: Triton on CUDA, torch on a CPU.
+
+    Raises:
+        NotImplementedError: another kind of device.
+    """
+    kernels = _kernels(device.type)
+    if kernels is None:
+        raise NotImplementedError(
+            f"no gemm_fn is bundled for device {str(device)!r}, only for cuda and cpu: pass gemm_fn= or "
+            "set_default_gemm_fn"
+        )
+    return kernels.matmul
+
+
+@functools.cache
+def _kernels(device_type: str) -> ModuleType | None:
+    if device_type == "cuda":
+        from ..kernels.gemm import matmul  # imports triton, so only here
+
+        return matmul
+    if device_type == "cpu":
+        from ..kernels.gemm import reference
+
+        return reference
+    return None
+
+
+def _bundled(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+) -> Tensor:
+    if (out_dtype or (a if out is None else out).dtype) != torch.float32:
+        promote_every = None
+    matmul = bundled_gemm_fn(a.device)
+    return matmul(a, b, bias=bias, out_dtype=out_dtype, out=out, accumulate=accumulate, promote_every=promote_every)
+
+
+def bundled(*, promote_every: int | None = None) -> GemmFn:
+    """The bundled gemm_fn of each device, with options; what is done for the bundled one is done for it.
+
+    Args:
+        promote_every: where the output is float32, as of weight gradients that go into `main_grad`, add the accumulator
+            to a second one after every so many k, a multiple of 128 (512, say), and start anew. More accurate over a
+            long K, slower, and other bits, again the same at every degree. 16-bit output does not show the difference
+            and is computed as ever.
+
+    Raises:
+        ValueError, TypeError: a promote_every that is neither None nor a positive multiple of 128.
+    """
+    from ..kernels.gemm.output import check_promotion
+
+    return functools.partial(_bundled, promote_every=check_promotion(promote_every))
+
+
+def _as_bundled(gemm_fn: GemmFn | None, device: torch.device) -> Callable[..., Tensor] | None:
+    """The bundled gemm_fn that applies, which takes out= too; None where one of the user's does."""
+    fn = _default if gemm_fn is None else gemm_fn
+    if fn is None or (isinstance(fn, functools.partial) and fn.func is _bundled):
+        return fn or bundled_gemm_fn(device)
+    return fn if device.type in ("cuda", "cpu") and fn is bundled_gemm_fn(device) else None
+
+
+BUNDLED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(gemm_fn: GemmFn | None, x: Tensor, name: str) -> None:
+    """A TypeError that names x if the bundled gemm_fn would get a dtype that it does not take."""
+    if x.dtype not in BUNDLED_DTYPES and _as_bundled(gemm_fn, x.device) is not None:
+        raise TypeError(f"{_not_taken(x, name)}, or pass a gemm_fn of your own")
+
+
+def check_norm_dtype(x: Tensor, name: str) -> None:
+    """A TypeError that names x if it has a dtype that the norms do not take, whose kernels are always the bundled."""
+    if x.dtype not in BUNDLED_DTYPES:
+        raise TypeError(_not_taken(x, name))
+
+
+def _not_taken(x: Tensor, name: str) -> str:
+    taken = ", ".join(map(str, BUNDLED_DTYPES))
+    return f"{name} is {x.dtype}: the bundled kernels take {taken}; convert the layer and its input"
+
+
+def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:
+    """Precedence: the module's own, then the process-wide default, then the bundled one for the device."""
+    for fn in (gemm_fn, _default):
+        if fn is not None:
+            return fn
+    return bundled_gemm_fn(device)
+
+
+@constant
+def gemm_fn_name(gemm_fn: GemmFn | None, device: torch.device) -> str:
+    """What `resolve_gemm_fn` gives, in words that ranks can compare; "none" where none is bundled for the device."""
+    try:
+        if gemm_fn is None and _default is None:
+            return _bundled_name(device.type)
+        return identify(resolve_gemm_fn(gemm_fn, device))
+    except NotImplementedError:
+        return "none"
+
+
+@functools.cache
+def _bundled_name(device_type: str) -> str:
+    """Kept, as every call of a layer asks for it: the bundled ones enclose nothing that could change."""
+    return identify(bundled_gemm_fn(torch.device(device_type)))
+
+
+def gemm(
+    gemm_fn: GemmFn | None, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """c = a @ b (+ bias) through the gemm_fn that applies; empty operands need no kernel and call none.
+
+    Raises:
+        RuntimeError: the gemm_fn returned another shape, dtype or device than its contract says.
+        ValueError, TypeError: a or b is no matrix; what the bundled kernels refuse, of empty operands too.
+    """
+    out_dtype = out_dtype or a.dtype
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"a and b must be matrices; a has shape {tuple(a.shape)} and b {tuple(b.shape)}")
+    rows, k = a.shape
+    cols = b.shape[1]
+    if not (rows and k and cols):
+        return _of_nothing(gemm_fn, a, b, bias, out_dtype)
+    fn = resolve_gemm_fn(gemm_fn, a.device)
+    if torch.is_autocast_enabled(a.device.type):  # entering the context costs as much as a launch
+        with torch.autocast(a.device.type, enabled=False):
+            c = fn(a, b, bias=bias, out_dtype=out_dtype)
+    else:
+        c = fn(a, b, bias=bias, out_dtype=out_dtype)
+    if uses_bundled(gemm_fn):
+        return c  # these keep to the contract
+    if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
+        got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
+        raise RuntimeError(
+            f"gemm_fn {getattr(fn, '__qualname__', fn)!r} returned {got}; for a "
+            f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
+        )
+    return c
+
+
+def uses_bundled(gemm_fn: GemmFn | None) -> bool:
+    """Whether the one that applies is the device's own."""
+    return gemm_fn is None and _default is None
+
+
+def _of_nothing(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`gemm` of empty operands: nothing, or an empty sum, zero."""
+    if a.device.type in ("cpu", "cuda") and _as_bundled(gemm_fn, a.device) is not None:
+        from ..kernels.gemm.reference import check_operands
+
+        check_operands(a, b, bias, out_dtype, nothing=True)
+    c = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    return c + bias.to(out_dtype) if bias is not None and c.numel() else c
+
+
+def gemm_into(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out = a @ b, or out += a @ b: the product in out's dtype, rounded once, is written or added.
+
+    The bundled kernels do it as they finish a tile, any other gemm_fn's result takes one more pass over memory: the
+    same bits. Of an empty K nothing is added, zeros are written.
+
+    Raises:
+        TypeError: the bundled kernels accumulate into float32 only.
+        ValueError: the bundled kernels cannot write into out (see kernels/gemm/output.py).
+    """
+    if a.shape[1] == 0 or out.numel() == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    own = _as_bundled(gemm_fn, a.device)
+    if own is not None:
+        own(a, b, out=out, accumulate=accumulate)
+        return
+    c = gemm(gemm_fn, a, b, out_dtype=out.dtype)
+    if accumulate:
+        out.add_(c)
+    else:
+        out.copy_(c)
+
+
+class RankMajor(NamedTuple):
+    """A matrix whose dim `k_dim` is sharded over ranks, gathered rank-major, not laid out: `buffer[rank]` is a shard.
+
+    A GEMM kernel may read `buffer` in place by walking the sharded dim as (stride, rank, local); one that cannot takes
+    `matrix()`, which copies where it must.
+
+        buffer   [P, rows, K/P] for k_dim = 1, [P, K/P, cols] for k_dim = 0
+        stride   partition_stride of the sharded dim, or the sizes of its pieces (core/layout.py)
+    """
+
+    buffer: Tensor
+    k_dim: int
+    stride: Stride = 1
+
+    def matrix(self) -> Tensor:
+        """The full matrix in TP=1's order: [rows, K] for k_dim = 1, [K, cols] for k_dim = 0."""
+        if not isinstance(self.stride, int):
+            dim, world = self.k_dim, self.buffer.shape[0]
+            in_rank_order = torch.cat(self.buffer.unbind(), dim=dim)
+            return deinterleave(in_rank_order, dim=dim, world=world, stride=self.stride)
+        if self.k_dim == 0:
+            return rearrange(self.buffer, "rank (stride k) col -> (stride rank k) col", stride=self.stride)
+        return rearrange(self.buffer, "rank row (stride k) -> row (stride rank k)", stride=self.stride)
+
+
+def gemm_rank_major(
+    gemm_fn: GemmFn | None,
+    a: RankMajor,
+    b: RankMajor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """c = a @ b for operands gathered rank-major: a over [rows, K], b over [N, K] (k_dim 1) or [K, N] (k_dim 0).
+
+    The bundled Triton kernel reads the buffers in place where it can; otherwise both are laid out first.
+    """
+    out_dtype = out_dtype or a.buffer.dtype
+    own = None
+    if a.buffer.is_cuda and a.stride == b.stride and isinstance(a.stride, int):  # a kernel walks equal pieces only
+        own = _as_bundled(gemm_fn, a.buffer.device)
+    if own is not None:
+        assert isinstance(a.stride, int)
+        from ..kernels.gemm.matmul import matmul_rank_major
+
+        promote_every = None
+        if isinstance(own, functools.partial) and out_dtype == torch.float32:
+            promote_every = own.keywords["promote_every"]
+        c = matmul_rank_major(
+            a.buffer,
+            b.buffer,
+            b_k_dim=b.k_dim,
+            stride=a.stride,
+            bias=bias,
+            out_dtype=out_dtype,
+            promote_every=promote_every,
+        )
+        if c is not None:
+            return c
+    b_matrix = b.matrix()
+    return gemm(gemm_fn, a.matrix(), b_matrix if b.k_dim == 0 else b_matrix.t(), bias=bias, out_dtype=out_dtype)
+
+
+def column_sums(gemm_fn: GemmFn | None, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over the rows of x [T, N] -> [N], as a GEMM with a row of ones, so that it has a GEMM's invariance."""
+    return gemm(gemm_fn, x.new_ones((1, x.shape[0])), x, out_dtype=out_dtype).squeeze(0)
+
+
+# --- as an op -------------------------------------------------------------------------------------------------------
+
+
+def _gemm_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    return gemm(None, a, b, bias=bias, out_dtype=out_dtype).contiguous()
+
+
+def _gemm_fake(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    torch._check(a.dim() == 2 and b.dim() == 2, lambda: f"a {tuple(a.shape)} and b {tuple(b.shape)} must be matrices")
+    torch._check(a.shape[1] == b.shape[0], lambda: f"a {tuple(a.shape)} @ b {tuple(b.shape)}: K differs")
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _gemm_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    a, b, bias, _ = inputs
+    ctx.save_for_backward(a, b)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _gemm_backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, ...]:
+    """da = dc bᵀ, db = aᵀ dc, dbias = column sums of dc; dc in the operands' dtype, each sum rounded once."""
+    a, b = ctx.saved_tensors
+    dc, op = dc.to(a.dtype), torch.ops.tp_invariant.gemm
+    need_a, need_b, *more = ctx.needs_input_grad  # of the arguments that were given
+    da = op(dc, b.t(), out_dtype=a.dtype) if need_a else None
+    db = op(a.t(), dc, out_dtype=b.dtype) if need_b else None
+    dbias = op(dc.new_ones((1, dc.shape[0])), dc, out_dtype=ctx.bias_dtype).squeeze(0) if any(more) else None
+    return da, db, dbias, None
+
+
+# For products of a user's own, eagerly and in compiled code: c = torch.ops.tp_invariant.gemm(a, b, bias, out_dtype)
+# through the process-wide gemm_fn, else the bundled one.
+_SCHEMA = "(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+define("gemm", _SCHEMA, _gemm_kernel, _gemm_fake, backward=_gemm_backward, setup_context=_gemm_context)

@@ -1,0 +1,305 @@
+"""Layers as CUDA graphs: a forward or a backward is one launch for the host, and any eager code may stand between them.
+
+A layer of a few thousand tokens takes Python longer than the GPU. `graph_layers` captures each layer's forward and
+backward by torch.cuda.make_graphed_callables, for which torch and Transformer Engine have the same use, and adds:
+
+    arguments   any of tensors, numbers, strings and None, by position or name, as one forward of the model passes them
+    weights     a gather that a layer's graph starts ahead ends in it: `weight_cache.enter` says where a graph begins
+    refusals    a graph repeats what was captured, to the same addresses. So what it would get wrong silently is an
+                error, here or in graphed_call.py
+    copies      what is returned, and all gradients, are copies, which no later replay overwrites
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ..gemm.token_gathers import token_gathers
+from ..gemm.weight_cache import weight_cache
+from .arguments import Call, fill, flatten, reached_leaves
+from .checks import agree, groups_of, on_gpu, problem_with, same
+from .graphed_call import Captured, GraphedForward, Turns, conditions, cpu_randomness, other_conditions
+
+
+class GraphedLayers:
+    """The layers that `graph_layers` has captured. `remove()` makes them as they were."""
+
+    def __init__(self, forwards: Sequence[GraphedForward]) -> None:
+        self._forwards = list(forwards)
+
+    def remove(self) -> None:
+        """Frees the graphs and their memory, once nothing that they returned awaits its backward.
+
+        Call it before torch.distributed.destroy_process_group, which may wait for graphs that hold NCCL's kernels.
+        """
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
+        gc.collect()  # torch keeps each graph in a class made for it, and classes refer to themselves
+
+
+def graph_layers(
+    layers: Sequence[nn.Module],
+    forward: Callable[[], Any],
+    *,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+) -> GraphedLayers:
+    """Makes the forward and the backward of each layer a CUDA graph, in place, with the bits of the layers as they are.
+
+        graphs.graph_layers(model.model.layers, lambda: model(**batch, use_cache=False))    # then train as before
+
+    Collective over the layers' tensor-parallel groups; before DistributedDataParallel wraps the model. Call it under
+    the mode and autocast of training (autocast with cache_enabled=False), and the layers on one stream. Later calls
+    need the shapes of these. In eval(), and while another graph is captured, a layer runs as it was. Python inside a
+    layer no longer runs: what is set later does not reach it (a layer's gemm_fn or owner_map, the default gemm_fn,
+    hooks on modules inside it), and numbers that it draws from a CPU generator of its own repeat. Where a tensor or
+    parameter is used by several layers, or in a layer and outside, its gradient is summed layer by layer first: the
+    same at every degree, but it may differ from the uncaptured layers'.
+
+    Args:
+        layers: in the order in which forward calls them, each once; in train(), all on the current GPU.
+        forward: runs the model once as training does, with the same shapes; its results are dropped. Arguments of a
+            layer are tensors, numbers, strings and None, and tuples, lists, dicts and frozen dataclasses of them.
+        num_warmup_iters: passes of each layer before its capture; at least 2.
+        allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
+
+    Memory: the activations of all layers, as in any forward of them, and besides for each layer its arguments and its
+    gradients. Random generators (torch's and Python's) and the layers' buffers are left as they were.
+
+    Raises:
+        ValueError: layers that cannot be captured, or that forward calls otherwise, or ranks that differ; says which,
+            and why.
+        TypeError: an argument that is none of the above.
+        RuntimeError: from the capture, as where a layer waits for the GPU (`.item()`).
+    """
+    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+        raise TypeError(f"layers is a {type(layers).__name__}: it must be a sequence of modules, [layer] for one")
+    layers = list(layers)
+    names = [f"layers[{i}] ({type(layer).__name__})" for i, layer in enumerate(layers)]
+    groups = groups_of(layers)
+    problems = [problem_with(layer, name) for layer, name in zip(layers, names, strict=True)]
+    inside = [id(module) for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+    if any(inside.count(id(layer)) > 1 for layer in layers):
+        problems.append("a layer stands in `layers` twice, or inside another: each has one graph")
+    if not layers:
+        problems.append("there are no layers")
+    if num_warmup_iters < 2:
+        problems.append(f"num_warmup_iters={num_warmup_iters}: at least 2, in which the order of weights is learnt")
+    if not torch.is_grad_enabled():
+        problems.append("gradients are off: torch.cuda.graph captures a forward alone")
+    if conditions()["TP_INVARIANT_CHECK"]:
+        problems.append("TP_INVARIANT_CHECK=1 compares every call, which a replay cannot: unset it")
+    agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+    options = {"layers": names, "num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
+    same(options, groups)
+    with _as_before(layers) as reassigned:
+        recorded, problem = _record(layers, names, forward)
+        agree(problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called")
+        same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
+        steps = [_Step(call, allow_unused_input) for call in recorded]
+        drawn = cpu_randomness()
+        with _ahead_in_graphs(), _stand_ins(layers) as parameters:
+            versions = [[t._version for t in step.call.tensors] for step in steps]
+            replays = torch.cuda.make_graphed_callables(
+                tuple(steps),
+                tuple((*step.call.tensors, *mine) for step, mine in zip(steps, parameters, strict=True)),
+                num_warmup_iters=num_warmup_iters,
+                allow_unused_input=allow_unused_input,
+            )
+        problems = [step.written(before) for step, before in zip(steps, versions, strict=True)]
+        problems += reassigned()
+        if drawn != cpu_randomness():
+            problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
+        agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+    turns, forwards = Turns(names), []
+    for index, (layer, step) in enumerate(zip(layers, steps, strict=True)):
+        captured = Captured(step.call, replays[index], step.output_tree, step.differentiable)
+        forwards.append(GraphedForward(layer, names[index], index, turns, captured))
+    for layer, graphed in zip(layers, forwards, strict=True):
+        layer.forward = graphed
+    return GraphedLayers(forwards)
+
+
+# --- one layer ------------------------------------------------------------------------------------------------------
+
+
+class _Recorded:
+    """A call that forward made of a layer: its arguments as the layer's own hooks leave them, and what it ran under."""
+
+    def __init__(
+        self, layer: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], outside: dict[str, Any]
+    ) -> None:
+        self.layer, self.name = layer, name
+        self.call = Call(args, kwargs, f"an argument of {name}")
+        self.modes = _get_current_function_mode_stack()  # as the hooks of attention_choice enter, on any module above
+        problems = [other_conditions(conditions(), outside)]
+        problems += [f"it gets a tensor on {x.device}" for x in self.call.tensors if not on_gpu(x)]
+        if not torch.is_grad_enabled():
+            problems.append("gradients are off")
+        if _get_current_dispatch_mode_stack():
+            problems.append("it runs under a TorchDispatchMode, which sees no replay")
+        self.problem = "; ".join(f"{name}: {text}" for text in problems if text)
+
+
+class _Step:
+    """A layer as a function of tensors alone: its arguments', then its parameters, which are those it has anyway."""
+
+    def __init__(self, recorded: _Recorded, allow_unused: bool) -> None:
+        self._forward, self._name, self._modes = recorded.layer.forward, recorded.name, recorded.modes
+        self._parameters = [key for key, p in recorded.layer.named_parameters() if p.requires_grad]
+        self._allow_unused, self._checked = allow_unused, False
+        self.call = recorded.call
+        self.output_tree: Any = None
+        self.differentiable: list[bool] = []  # which of the tensors that it returns
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = fill(self.call.tree, tensors[: len(self.call.tensors)])
+        weight_cache.enter((id(self), "forward"))
+        with ExitStack() as modes:
+            active = list(map(id, _get_current_function_mode_stack()))
+            for mode in self._modes:
+                if id(mode) not in active:
+                    modes.enter_context(mode)
+            returned = self._forward(*args, **kwargs)
+        outputs, self.output_tree = flatten(returned, f"what {self._name} returns")
+        self.differentiable = [out.requires_grad for out in outputs]
+        if not self._checked:
+            self._check(tensors, outputs)
+            self._checked = True
+        begun = iter(_Begin.apply(id(self), *(out for out in outputs if out.requires_grad)))
+        return tuple(next(begun) if out.requires_grad else out for out in outputs)
+
+    def _check(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if not any(out.requires_grad for out in outputs):
+            raise ValueError(f"graph_layers: nothing that {self._name} returns wants a gradient")
+        reached, known = {id(x): x for x in reached_leaves(outputs)}, set(map(id, tensors))
+        for key, x in reached.items():
+            if key not in known:
+                raise ValueError(
+                    f"graph_layers: {self._name} computes with a tensor of shape {tuple(x.shape)} that wants a "
+                    "gradient and is neither its argument nor its parameter, so it would get none: make it one of them"
+                )
+        names = [f"tensor {i} of the arguments" for i in range(len(self.call.tensors))] + self._parameters
+        unused = [name for name, x in zip(names, tensors, strict=True) if x.requires_grad and id(x) not in reached]
+        if unused and not self._allow_unused:
+            raise ValueError(
+                f"graph_layers: {self._name} makes no use of {', '.join(unused)}, which want a gradient: turn that off "
+                "for them, or pass allow_unused_input=True"
+            )
+
+    def written(self, before: Sequence[int]) -> str:
+        """Which argument the layer writes to, "" if none: a graph would write to its own copy."""
+        for i, (x, version) in enumerate(zip(self.call.tensors, before, strict=True)):
+            if x._version != version:
+                return f"{self._name} writes to tensor {i} of its arguments"
+        return ""
+
+
+class _Begin(torch.autograd.Function):
+    """Nothing in forward; in backward the first to run."""
+
+    @staticmethod
+    def forward(ctx: Any, step: int, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.step = step
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight_cache.enter((ctx.step, "backward"))
+        return None, *grads
+
+
+def _record(
+    layers: Sequence[nn.Module], names: Sequence[str], forward: Callable[[], Any]
+) -> tuple[list[_Recorded], str]:
+    """The calls of layers that forward makes, in order, and what is wrong with them."""
+    seen: list[_Recorded] = []
+    outside = conditions()
+    by_id = {id(layer): name for layer, name in zip(layers, names, strict=True)}
+
+    def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.append(_Recorded(layer, by_id[id(layer)], args, kwargs, outside))
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    called = [call.name for call in seen]
+    if called != list(names):
+        return seen, f"it called {', '.join(called) or 'none of them'}"
+    return seen, "; ".join(call.problem for call in seen if call.problem)
+
+
+# --- around the capture ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ahead_in_graphs() -> Iterator[None]:
+    """Weights are gathered inside the graphs: a kept one would stay what it was when it was captured."""
+    before = weight_cache.keep, weight_cache.ahead_in_graphs
+    weight_cache.clear()
+    token_gathers.clear()
+    weight_cache.keep, weight_cache.ahead_in_graphs = 0, weight_cache.ahead
+    try:
+        yield
+    finally:
+        weight_cache.clear()
+        weight_cache.keep, weight_cache.ahead_in_graphs = before
+
+
+@contextmanager
+def _stand_ins(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """For each parameter to train another with the same memory: autograd ties a leaf to the stream of a graph that may
+    be alive, a loss of the step before, and that stream is not captured."""
+    found: dict[int, nn.Parameter] = {}
+    modules = [module for layer in layers for module in layer.modules()]
+    places = [(module, key, p) for module in modules for key, p in module._parameters.items()]
+    for module, key, p in places:
+        if p is not None and p.requires_grad:
+            if id(p) not in found:
+                found[id(p)] = nn.Parameter(p.detach())
+                found[id(p)].__dict__.update(p.__dict__)
+            module._parameters[key] = found[id(p)]
+    try:
+        yield [tuple(p for p in layer.parameters() if p.requires_grad) for layer in layers]
+    finally:
+        for module, key, p in places:
+            module._parameters[key] = p
+
+
+@contextmanager
+def _as_before(layers: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """Random generators and buffers are afterwards what they were. Gives what says which buffers are now others."""
+    modules = [(key, module) for layer in layers for key, module in layer.named_modules()]
+    places = [(module, key, f"{of}.{key}") for of, module in modules for key in module._buffers]
+    buffers = [(*place, place[0]._buffers[place[1]]) for place in places]
+    values = [None if buffer is None else buffer.clone() for *_, buffer in buffers]
+    drawn = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+    def reassigned() -> list[str]:
+        others = [name for module, key, name, buffer in buffers if module._buffers.get(key) is not buffer]
+        return [f"a layer makes its buffer {name} another tensor: write into it instead" for name in others]
+
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield reassigned
+        finally:
+            random.setstate(drawn)
+            with torch.no_grad():
+                for (module, key, _, buffer), before in zip(buffers, values, strict=True):
+                    module._buffers[key] = buffer
+                    if buffer is not None and before is not None and not torch.equal(buffer, before):
+                        buffer.copy_(before)

@@ -1,0 +1,81 @@
+"""What graph_layers refuses, and how ranks agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.collectives import Group
+from ..comm.wire import gather_objects
+from .graphed_call import GraphedForward
+
+
+def problem_with(layer: nn.Module, name: str) -> str:
+    """Why a layer cannot be captured, "" if it can."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(layer, nn.Module):
+        return f"{name} is no nn.Module"
+    if isinstance(layer.__dict__.get("forward"), GraphedForward):
+        return f"{name} is captured already: call remove() of what captured it first"
+    if not layer.training:
+        return f"{name} is in eval(): call train() first"
+    for key, held in (*layer.named_parameters(), *layer.named_buffers()):
+        if isinstance(held, DTensor):
+            return f"{key} of {name} is a DTensor (fully_shard?), which is gathered anew for each call"
+        if not on_gpu(held):
+            return f"{key} of {name} is on {held.device}: CUDA graphs need all of it on the current GPU"
+    if not any(parameter.requires_grad for parameter in layer.parameters()):
+        return f"{name} has no parameter to train: torch.cuda.graph captures a forward"
+    everywhere = torch.nn.modules.module
+    for hooks_of_all in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
+        if getattr(everywhere, hooks_of_all):
+            return f"torch.nn has global module hooks, which a replay would not call inside {name}: remove them"
+    for key, module in layer.named_modules():
+        if getattr(module, "fuse_wgrad_accumulation", False):
+            return f"{key or name} has fuse_wgrad_accumulation=True: a graph cannot see when main_grad changes"
+        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if module is not layer:  # those of the layer itself stand outside its graph
+            hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("tp_invariant.")]
+        if foreign:
+            return f"{key or name} in {name} has the hook {foreign[0]}, which a replay would not call: remove it"
+    return ""
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.get_device() == torch.cuda.current_device()
+
+
+def groups_of(layers: Sequence[Any]) -> list[Group]:
+    """The tensor-parallel groups of the modules in there, each once."""
+    modules = (module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules())
+    groups = (getattr(module, "group", None) for module in modules)
+    return list(dict.fromkeys(group for group in groups if isinstance(group, Group) and group.size > 1))
+
+
+def agree(problem: str, groups: Sequence[Group], what: str) -> None:
+    """Raises on every rank of the groups where one has a problem."""
+    found = {f"rank {dist.get_rank()}": problem} if groups else {"": problem}
+    for group in groups:
+        everyone = gather_objects((dist.get_rank(), problem), group)
+        found |= {f"rank {rank}": text for rank, text in everyone}
+    found = {who: text for who, text in found.items() if text}
+    if found:
+        raise ValueError(f"{what}: " + "; ".join(f"{who}: {text}" if who else text for who, text in found.items()))
+
+
+def same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
+    """Raises on every rank of a group whose ranks differ in one of these."""
+    for group in groups:
+        everyone = gather_objects((dist.get_rank(), facts), group)
+        for name in dict.fromkeys(key for _, theirs in everyone for key in theirs):
+            said = {rank: theirs.get(name) for rank, theirs in everyone}
+            if len(set(map(str, said.values()))) > 1:
+                raise ValueError(
+                    f"graph_layers: ranks differ in {name}: " + "; ".join(f"rank {r}: {v}" for r, v in said.items())
+                )

@@ -1,0 +1,235 @@
+"""A layer whose forward and backward are CUDA graphs: in the place of its forward, and what a call must have in common
+with the captured one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..batch_invariant.dispatch import is_on as is_batch_invariant
+from ..comm.collectives import is_capturing
+from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from .arguments import Call, Node, fill, flatten_call
+
+
+def on_rank() -> str:
+    return f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+
+
+def conditions() -> dict[str, Any]:
+    """What a capture takes in besides arguments and the layer."""
+    return {
+        "TP-invariant mode": is_tp_invariant_mode_enabled(),
+        "TP_INVARIANT_CHECK": is_call_check_enabled(),
+        "batch_invariant()": is_batch_invariant(),
+        "autocast": torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.cuda.current_device()": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+    }
+
+
+def other_conditions(now: dict[str, Any], then: dict[str, Any]) -> str:
+    return next((f"{name} is {now[name]}, and was {then[name]}" for name in then if now[name] != then[name]), "")
+
+
+def cpu_randomness() -> tuple:
+    """The state of the generators whose numbers a graph would repeat."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else str(numpy.random.get_state(legacy=False))
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
+
+
+class Turns:
+    """Whose activations are there. Graphs captured in a row share memory: as they come in the order of the capture, a
+    later one's forward, and an earlier one's backward, may write where the layers after it had theirs."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._there: dict[int, int] = {}  # of a layer, the forward whose activations it holds
+        self._forwards = 0
+
+    def forward(self, index: int, grad: bool) -> int:
+        self._lose(index)
+        self._forwards += 1
+        if grad:
+            self._there[index] = self._forwards
+        return self._forwards
+
+    def backward(self, index: int, number: int) -> None:
+        if self._there.get(index) != number:
+            raise RuntimeError(
+                f"{self._names[index]}{on_rank()}: the activations of this backward are gone. It has run before, or "
+                "since its forward a graphed layer at or before it has run forward (checkpointing does that), or one "
+                "before it backward, and their CUDA graphs have place for one pass. Run backward after each forward, "
+                "layers in order, or call remove() of what graph_layers returned"
+            )
+        self._lose(index)
+
+    def _lose(self, index: int) -> None:
+        for other in [i for i in self._there if i >= index]:
+            del self._there[other]
+
+
+class _Enter(torch.autograd.Function):
+    """Passes tensors on; their gradients are copied, as the graph's next replay overwrites its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.clone() for grad in grads)
+
+
+class _Leave(torch.autograd.Function):
+    """Copies of what the graph returns; backward makes sure that it may be replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: GraphedForward, number: int, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.number, ctx.versions = layer, number, layer.versions()
+        copies = tuple(out.clone() for out in outputs)
+        ctx.mark_non_differentiable(*(c for c, is_one in zip(copies, layer.differentiable, strict=True) if not is_one))
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer.check_backward(ctx.number, ctx.versions, grads)
+        return None, None, *grads
+
+
+class Captured(NamedTuple):
+    """A layer's graphs: `replay` of all tensors that its function takes, and how its arguments and results lie."""
+
+    call: Call
+    replay: Callable[..., Any]
+    output_tree: Node
+    differentiable: Sequence[bool]  # which of the tensors that it returns
+
+
+class GraphedForward:
+    """In the place of a layer's forward.
+
+    Raises:
+        ValueError: other arguments, conditions, modules or parameters than at the capture; says which.
+        TypeError: an argument that cannot be part of a graph.
+        RuntimeError: in backward, where activations or parameters are no more those of its forward, or where a result
+            got no gradient that got one in the capture.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, index: int, turns: Turns, captured: Captured) -> None:
+        self._layer, self._forward, self._patched = layer, layer.forward, layer.__dict__.get("forward")
+        self._name, self._index, self._turns = name, index, turns
+        self._captured: Captured | None = captured
+        self.differentiable = captured.differentiable
+        self._conditions = conditions()
+        self._modules = [(key or name, module) for key, module in layer.named_modules()]
+        # tensors that are plain attributes: cosines and sines, masks
+        self._attributes = [
+            [key for key, x in vars(module).items() if isinstance(x, Tensor)] for _, module in self._modules
+        ]
+        self._all_parameters = list(layer.parameters())
+        self._state = self._state_now()
+        # what the graph reads stays in memory, whatever the layer does with it
+        self._held = [
+            x for _, m in self._modules for x in (*m._buffers.values(), *vars(m).values()) if isinstance(x, Tensor)
+        ]
+        self._trained = [p for p in layer.parameters() if p.requires_grad]
+
+    def remove(self) -> None:
+        """Frees the graphs; the layer is what it was, also where something has wrapped this since."""
+        self._captured = None
+        if self._layer.__dict__.get("forward") is self:
+            if self._patched is None:
+                del self._layer.forward
+            else:
+                self._layer.forward = self._patched
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the layer runs as the layer did before: its parameters are others."""
+        if self._patched is not None:
+            return copy.deepcopy(self._patched, memo)
+        copied = memo.get(id(self._layer))
+        return self._forward if copied is None else types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} holds CUDA graphs, which cannot be pickled: save its state_dict, or remove() them"
+        )
+
+    # --- what it was captured with
+
+    def _state_now(self) -> list[tuple]:
+        """Of each module what a graph would not see change."""
+        found = []
+        for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
+            own = vars(module)
+            tensors = (*module._parameters.values(), *module._buffers.values(), *(own.get(key) for key in attributes))
+            held = [
+                (id(t), t.data_ptr(), t.stride(), t.requires_grad) if isinstance(t, Tensor) else None for t in tensors
+            ]
+            found.append((module.training, list(map(id, module._modules.values())), held))
+        return found
+
+    def versions(self) -> list[int]:
+        return [p._version for p in self._all_parameters]
+
+    def _difference(self, captured: Captured, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
+        if problem := other_conditions(conditions(), self._conditions):
+            return problem
+        if (state := self._state_now()) != self._state:
+            changed = [mine != now for mine, now in zip(self._state, state, strict=True)].index(True)
+            return (
+                f"in {self._modules[changed][0]} a module, parameter, buffer or other tensor is another, lies "
+                "elsewhere, or has another requires_grad or training"
+            )
+        return captured.call.difference(tensors, tree, grad)
+
+    def check_backward(self, number: int, versions: list[int], grads: Sequence[Tensor | None]) -> None:
+        self._turns.backward(self._index, number)
+        if versions != self.versions():
+            raise RuntimeError(
+                f"{self._name}{on_rank()}: a parameter was modified by an inplace operation between forward and "
+                "backward, which needs it as it was"
+            )
+        for i, (grad, is_one) in enumerate(zip(grads, self.differentiable, strict=True)):
+            if is_one and grad is None:
+                raise RuntimeError(
+                    f"{self._name}{on_rank()}: tensor {i} of what it returns takes no part in this backward, and the "
+                    "captured one goes through it: detach it in the layer, or have it take part"
+                )
+
+    # --- a call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        captured = self._captured
+        if captured is None or not self._layer.training or torch.compiler.is_compiling() or is_capturing():
+            return self._forward(*args, **kwargs)
+        tensors, tree = flatten_call(args, kwargs, f"an argument of {self._name}")
+        grad = torch.is_grad_enabled()
+        if problem := self._difference(captured, tensors, tree, grad):
+            raise ValueError(
+                f"{self._name}{on_rank()} is a CUDA graph of another call: {problem}. Call it as it was captured, or "
+                "remove() what graph_layers returned and capture anew"
+            )
+        number = self._turns.forward(self._index, grad)
+        if not grad:
+            return fill(captured.output_tree, [out.clone() for out in captured.replay(*tensors, *self._trained)])
+        wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
+        entered = _Enter.apply(*(tensors[i] for i in wanted), *self._trained)
+        for i, x in zip(wanted, entered, strict=False):
+            tensors[i] = x
+        outputs = captured.replay(*tensors, *entered[len(wanted) :])
+        return fill(captured.output_tree, _Leave.apply(self, number, *outputs))

@@ -1,0 +1,232 @@
+"""What a query of a Hugging Face model may see, said in attention.py's words instead of as a matrix of booleans.
+
+transformers builds a model's masks once per forward, through a function registered beside the attention function. It
+describes a mask by a function of two positions, put together from its own parts, and by which tokens are padding.
+`VisibleKeys` takes both apart: causal, sliding window, packed sequences, padding, a cache's empty end. So padded tokens
+are left out instead of masked, and a sequence's bits are those that it has alone, unpadded. What it does not know in
+full stays the matrix that sdpa gets, for functional/attention_choice.py's ways with a mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from ..functional.attention import attention
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows of a [B * S] batch that are left, one sequence after another; None: all. cu and longest as attention's."""
+
+    q_rows: Tensor | None
+    k_rows: Tensor | None
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+
+    def to(self, device: torch.device) -> Packing:
+        """There: layers may lie on several devices, and the masks are made once, on the first."""
+        if self.cu_q.device == device:
+            return self
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleKeys:
+    """The first `keys` keys hold something, the last query stands at the last of them; see attention for the rest.
+
+    No tensor: a model that computes with its mask gets an error that says so.
+    """
+
+    causal: bool
+    window: int | None
+    keys: int
+    packing: Packing | None
+
+    # generate makes the masks of a static cache itself, and asks of them what it asks of a matrix: this, and contiguous
+    ndim = 4
+
+    def contiguous(self) -> VisibleKeys:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_no_tensor(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, *others: Any) -> Any:
+        raise NotImplementedError(_no_tensor(resolve_name(function) or str(function)))
+
+
+def _no_tensor(what: str) -> str:
+    return (
+        f"the model computes with its attention mask ({what}): it adds to it, or has an attention of its own, and "
+        "tpi.attention is told which keys a query sees without a matrix. For such a model choose "
+        'attn_implementation="eager" and neither parallelize nor "tp_invariant"; its bits may depend on the degree'
+    )
+
+
+def _refused(name: str) -> Callable:
+    def refuse(*operands: Any) -> Any:
+        raise NotImplementedError(_no_tensor(name))
+
+    return refuse
+
+
+for _name in ["add", "sub", "mul", "truediv", "and", "or", "xor"]:
+    for _one in (f"__{_name}__", f"__r{_name}__"):
+        setattr(VisibleKeys, _one, _refused(_one))
+for _name in ["getitem", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"]:
+    setattr(VisibleKeys, f"__{_name}__", _refused(f"__{_name}__"))
+
+
+# --- from transformers' description ---------------------------------------------------------------------------------
+
+
+def _made_by(maker: Callable | None, function: Any) -> dict[str, Any] | None:
+    """What `function` closes over, if it is one that `maker` defines inside itself."""
+    if maker is None or getattr(function, "__code__", None) not in maker.__code__.co_consts:
+        return None
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _terms(function: Any) -> Iterator[tuple[str, Any]]:
+    """The conditions that a mask function asks for together; "unknown" for one that is not among these."""
+    from transformers import masking_utils as theirs
+
+    if function is theirs.causal_mask_function:
+        yield "causal", True
+    elif function is theirs.bidirectional_mask_function:
+        yield "bidirectional", True
+    elif found := _made_by(theirs.and_masks, function):
+        for one in found["mask_functions"]:
+            yield from _terms(one)
+    elif found := _made_by(theirs.sliding_window_overlay, function):
+        yield "window", found["sliding_window"]
+    elif found := _made_by(theirs.packed_sequence_mask_function, function):
+        yield "packed", found["packed_sequence_mask"]
+    elif found := _made_by(getattr(theirs, "remap_positions_for_packed_sequence", None), function):
+        # positions count up by one in each packed sequence, so conditions on them are conditions on the places
+        yield "packed positions", True
+        yield from _terms(found["mask_function"])
+    else:
+        yield "unknown", function
+
+
+def visible_keys(
+    *,
+    kv_length: int,
+    mask_function: Callable,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    cache_position: Tensor | None = None,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> VisibleKeys | None:
+    """The arguments of a mask function of transformers' AttentionMaskInterface; None for what is not known here.
+
+    Older versions give cache_position, the places of the queries, for q_length and q_offset. Reads a few values, as
+    sdpa's own function does, and so waits for the GPU where there is padding or a static cache.
+    """
+    if q_length is None:
+        if cache_position is None:
+            return None
+        q_length, q_offset = len(cache_position), cache_position[0]
+    terms = list(_terms(mask_function))
+    asked = dict(terms)
+    causal, window, packed = "causal" in asked, asked.get("window"), asked.get("packed")
+    once = len(asked) == len(terms) and "unknown" not in asked and causal != ("bidirectional" in asked)
+    if not once or (window and not causal) or ("packed positions" in asked and packed is None):
+        return None
+    keys = int(q_offset) + q_length - kv_offset if causal else kv_length
+    if keys > kv_length:
+        return None
+    if packed is not None:
+        if attention_mask is not None or not q_length == keys == packed.shape[1]:
+            return None
+        packing = _of_sequences(packed)
+        return None if packing is None else VisibleKeys(causal, window, keys, packing)
+    if attention_mask is None:
+        return VisibleKeys(causal, window, keys, None)
+    if attention_mask.dim() != 2:
+        return None
+    padding = attention_mask.bool()[:, kv_offset : kv_offset + keys]
+    padding = F.pad(padding, (0, keys - padding.shape[1]))
+    starts = padding & ~F.pad(padding, (1, 0))[:, :-1]
+    whole, scattered = torch.stack([padding.all(), (starts.sum(1) > 1).any()]).tolist()
+    if scattered and window:  # a window counts places, which leaving tokens out changes
+        return None
+    return VisibleKeys(causal, window, keys, None if whole else _of_padding(padding, q_length, causal))
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    return F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _of_padding(padding: Tensor, q_length: int, causal: bool) -> Packing:
+    """padding [B, keys]: True for a token. Queries that are no tokens are left out where queries are the last keys."""
+    batch, keys = padding.shape
+    k_rows, cu_k = padding.flatten().nonzero().squeeze(1), _starts(padding.sum(1))
+    if not causal:
+        cu_q = torch.arange(0, (batch + 1) * q_length, q_length, dtype=torch.int32, device=padding.device)
+        return Packing(None, k_rows, cu_q, cu_k, q_length, keys)
+    of_queries = padding[:, keys - q_length :]
+    return Packing(of_queries.flatten().nonzero().squeeze(1), k_rows, _starts(of_queries.sum(1)), cu_k, q_length, keys)
+
+
+def _first(packed: Tensor) -> Tensor:
+    """Whether a token's number is another than that of the one before it in its row."""
+    return F.pad(packed[:, 1:] != packed[:, :-1], (1, 0), value=True)
+
+
+def _of_sequences(packed: Tensor) -> Packing | None:
+    """packed [B, S]: which sequence of its row a token belongs to; None where one does not stand together."""
+    first = _first(packed)
+    if not torch.equal(first.sum(1), _first(packed.sort(1).values).sum(1)):
+        return None
+    cu = F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=packed.numel()).to(torch.int32)
+    return Packing(None, None, cu, cu, packed.shape[1], packed.shape[1])
+
+
+# --- to attention ---------------------------------------------------------------------------------------------------
+
+
+def _pack(x: Tensor, rows: Tensor | None) -> Tensor:
+    """[B, h, S, D] -> [1, h, rows, D]"""
+    flat = x.transpose(1, 2).flatten(0, 1)
+    return (flat if rows is None else flat.index_select(0, rows)).transpose(0, 1).unsqueeze(0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any) -> Tensor:
+    """attention over what is visible: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 where padded."""
+    k, v = k[:, :, : visible.keys], v[:, :, : visible.keys]
+    if visible.packing is None:
+        return attention(q, k, v, causal=visible.causal, window=visible.window, **options)
+    packing = visible.packing.to(q.device)
+    out = attention(
+        _pack(q, packing.q_rows),
+        _pack(k, packing.k_rows),
+        _pack(v, packing.k_rows),
+        causal=visible.causal,
+        window=visible.window,
+        cu_seqlens_q=packing.cu_q,
+        cu_seqlens_k=packing.cu_k,
+        max_seqlen_q=packing.longest_q,
+        max_seqlen_k=packing.longest_k,
+        **options,
+    )
+    rows = out[0].transpose(0, 1)
+    if packing.q_rows is not None:
+        places = q.shape[0] * q.shape[2]
+        rows = rows.new_zeros(places, *rows.shape[1:]).index_copy(0, packing.q_rows, rows)
+    return rows.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)

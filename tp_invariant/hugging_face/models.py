@@ -1,0 +1,390 @@
+"""What parallelize sets in a Hugging Face model besides its modules: its attention function, and its loss.
+
+Both are looked up by name at every call, so that the mode decides then: on, this library's; off, what was there before.
+`register_attention` makes the attention known to transformers under a name of its own, for models that nothing else of
+this library is in; under that name it runs whatever the mode is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.mode import is_tp_invariant_mode_enabled
+from ..functional.attention_choice import check_no_dropout, safe_attention
+from ..functional.cross_entropy import vocab_parallel_cross_entropy
+from ..layers.linear import Linear
+from .masks import Packing, VisibleKeys, attend, visible_keys
+
+NAME = "tp_invariant"
+_REPLACED = ("sdpa", "eager")
+SAFE_IMPLEMENTATIONS = (*_REPLACED, NAME)
+_PREFIX = NAME + "_"
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
+_SHARED = ("torch", "transformers", NAME)  # packages whose other modules are no one model's
+# What else models hand down to an attention function and no attention needs: masks have said it, or it is for others.
+_HANDED_DOWN = {
+    *_PACKED, "sliding_window", "position_ids", "cache_position", "use_cache", "seq_idx", "token_type_ids",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
+}  # fmt: skip
+
+
+def config_values(config: Any, name: str) -> frozenset[int]:
+    """The integers that a config, or the configs of its layers, have under `name`; none where it has no such field.
+
+    A field that differs from layer to layer raises an error of transformers' own when it is read from the whole.
+    """
+    try:
+        values = [getattr(config, name, None)]
+    except Exception:
+        values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", ())]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+
+
+def problem_with(config: Any, model: nn.Module) -> str | None:
+    """What is wrong with the attention that a config of a Hugging Face model asks for, None if nothing is."""
+    asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
+    if asked not in SAFE_IMPLEMENTATIONS:
+        return (
+            f"attn_implementation={asked!r} may give a head other bits when fewer heads are in the call: choose one of "
+            f"{', '.join(map(repr, SAFE_IMPLEMENTATIONS))}, in whose place tpi.attention runs while the mode is on"
+        )
+    for name in _modeling_files(model):
+        if asked in _compared_names(name):
+            return (
+                f"attn_implementation={asked!r}: {name} does other things for this name than for others, and would not "
+                "know it again under the name that parallelize gives it, where the mode decides at every call"
+            )
+        if own := _own_attentions(model, name):
+            return (
+                f"{', '.join(own)} in {name}: an attention of its own, which asks neither transformers nor SDPA for "
+                "one: none can take its place, and a head's bits may depend on how many are in the call. Leave this "
+                "model to the stock path, without parallelize"
+            )
+    return None
+
+
+def _own_attentions(model: nn.Module, file: str) -> list[str]:
+    """Classes of attention in `model` from a file of transformers that reaches for no attention function at all.
+
+    By name, as transformers itself tells whether a model's attention can be set. Not for other packages' files, which
+    may reach for one in another file.
+    """
+    if not file.startswith("transformers.models."):
+        return []
+    classes = {cls.__name__ for module in model.modules() if (cls := type(module)).__module__ == file}
+    found = sorted(name for name in classes if "Attention" in name)
+    return found if found and not _reaches_for_attention(file) else []
+
+
+@functools.cache
+def _reaches_for_attention(module_name: str) -> bool:
+    source = _source_of(module_name)
+    if source is None:
+        return True
+    return "ALL_ATTENTION_FUNCTIONS" in source or "scaled_dot_product_attention" in source
+
+
+def _modeling_files(model: nn.Module) -> set[str]:
+    """Names of the Python modules that the parts of a model are written in, without what transformers' models share."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes if issubclass(cls, nn.Module)}
+    return {name for name in names if name.startswith("transformers.models.") or name.split(".")[0] not in _SHARED}
+
+
+def _source_of(module_name: str) -> str | None:
+    """The source text of a Python module; None of one typed in at a prompt, or unpickled where nobody imported it."""
+    try:
+        return inspect.getsource(sys.modules[module_name])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+@functools.cache
+def _compared_names(module_name: str) -> frozenset[str]:
+    """Names of attentions that the source compares a model's with, other than to look its function up.
+
+    transformers has no way to run another function under "sdpa" or "eager" in one model alone, so that parallelize has
+    to give these new names; in a few models (MiniMax-M3, Falcon, GLM-5, GPT-2's "eager") more hangs on the old ones.
+    """
+    source = _source_of(module_name)
+    if source is None:
+        return frozenset()
+    tree = ast.parse(source)
+    lookups = {
+        id(node.test)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and any("ALL_ATTENTION_FUNCTIONS" in ast.unparse(line) for line in node.body)
+    }
+    names: set[Any] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and id(node) not in lookups:
+            sides = (node.left, *node.comparators)
+            if any(isinstance(x, (ast.Name, ast.Attribute)) and "attn_impl" in ast.unparse(x) for x in sides):
+                names |= {x.value for side in sides for x in ast.walk(side) if isinstance(x, ast.Constant)}
+    return frozenset(names & set(_REPLACED))
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="tp_invariant"` known to transformers: tpi.attention, with the mode on or off.
+
+        tpi.hugging_face.register_attention()
+        model = AutoModelForCausalLM.from_pretrained(.., attn_implementation="tp_invariant")
+
+    Causal and full attention, sliding windows, softcaps; padding on either side is left out, so that a sequence has the
+    bits that it has alone; packed sequences by position_ids or transformers' cu_seq_lens_q, ..; caches, static ones
+    too, for a query or a chunk at a time. A row of logits then has the same bits in a prefill and in decoding, if all
+    else in the model is invariant too (`parallelize`) and the cache holds all tokens: one that drops those that a
+    sliding window has passed cuts the keys at other places. Masks of other kinds are taken as a matrix, head by head or
+    by SDPA's memory-efficient kernel (functional/attention_choice.py).
+
+    torch.compile breaks the graph where the model makes its masks, which are no tensors; fullgraph=True is an error.
+    A model that asks transformers for neither mask nor attention (DeBERTa) runs its own, whatever the name: nothing
+    of this library is called then that could say so. `parallelize` refuses such models.
+
+    Raises (at a forward):
+        ValueError: dropout; output_attentions, which nothing has; a window without a mask that would say where it
+            stands; and whatever else a model hands its attention that this one does not know: sinks, position biases,
+            chosen blocks or indices, paged caches.
+        NotImplementedError, AttributeError: a model that computes with its mask (GPT-J, Bloom).
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    for original in _REPLACED:
+        AttentionInterface.register(_PREFIX + original, _HuggingFace(original))
+        AttentionMaskInterface.register(_PREFIX + original, _Mask(ALL_MASK_ATTENTION_FUNCTIONS[original], True))
+    AttentionInterface.register(NAME, _HuggingFace(None))
+    AttentionMaskInterface.register(NAME, _Mask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], False))
+
+
+def install(model: Any, degree: int = 1) -> None:
+    """Has `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
+
+    Args:
+        degree: over how many ranks its heads are sharded.
+
+    Raises:
+        ValueError: a model that parallelize refuses (`problem_with`); or at its next forward with the mode on, if its
+            attention is changed to such a one; or at a forward that is asked for attention weights which it cannot
+            give (`_refuse_attentions`).
+    """
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    modules = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    configs = list({id(m.config): m.config for m in modules}.values())
+    for config in configs:
+        if problem := problem_with(config, model):
+            raise ValueError(problem)
+    register_attention()
+    for config in configs:
+        if config._attn_implementation in (None, *_REPLACED):
+            config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
+    for module in modules:  # each looks its attention up in its config, and any may be called by itself
+        module.register_forward_pre_hook(_keep_safe)
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
+    if getattr(model, "loss_function", None) is ForCausalLMLoss:
+        model.loss_function = CausalLMLoss(model.get_output_embeddings())
+
+
+def _keep_safe(module: Any, args: Any) -> None:
+    """Keeps ours in the place of an attention that was chosen since: "sdpa" and "eager" mean ours again."""
+    config = module.config
+    asked = config._attn_implementation
+    if asked is not None and asked.startswith(NAME):
+        return
+    if problem := problem_with(config, module):
+        if is_tp_invariant_mode_enabled():
+            raise ValueError(problem)
+    elif asked in _REPLACED:
+        config._attn_implementation = _PREFIX + asked
+
+
+def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """An error where transformers would return no weights, (), or this rank's heads for all.
+
+    Raises:
+        ValueError: output_attentions, unless the mode is off, one rank has all heads, and the attention is "eager".
+    """
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(module.config, "output_attentions", None)
+    if not asked:
+        return
+    begin = f"{type(module).__name__} is asked for output_attentions={asked}: "
+    if is_tp_invariant_mode_enabled():
+        raise ValueError(begin + "tpi.attention has no weights to give; turn it off, or the TP-invariant mode")
+    if degree > 1:
+        raise ValueError(begin + f"a rank has the weights of its own heads only, 1/{degree} of them; turn it off")
+    implementation = (module.config._attn_implementation or "").removeprefix(_PREFIX)
+    if implementation != "eager":
+        raise ValueError(
+            begin + f"attn_implementation={implementation!r} has no weights to give; turn it off, or choose 'eager'"
+        )
+
+
+class _Mask:
+    """A function of transformers' mask interface: VisibleKeys where they say it all, else what `original` makes."""
+
+    def __init__(self, original: Callable, only_in_mode: bool) -> None:
+        self.original, self.only_in_mode = original, only_in_mode
+
+    def __call__(self, **asked: Any) -> Any:
+        if isinstance(asked.get("attention_mask"), VisibleKeys):  # generate has made it, for a static cache
+            return asked["attention_mask"]
+        if self.only_in_mode and not is_tp_invariant_mode_enabled():
+            return self.original(**asked)
+        visible = visible_keys(**asked)
+        return self.original(**asked) if visible is None else visible
+
+
+class _HuggingFace:
+    """A function of transformers' attention interface: query [B, h, S, D], key, value [B, kv, T, D] -> [B, S, h, D].
+
+    original: what runs while the mode is off; None: the same as while it is on.
+    """
+
+    def __init__(self, original: str | None) -> None:
+        self.original = original
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | VisibleKeys | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.original is not None and not is_tp_invariant_mode_enabled():
+            if isinstance(attention_mask, VisibleKeys):
+                raise RuntimeError(
+                    "the TP-invariant mode was turned off inside a forward: keep it the same for all of it"
+                )
+            given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, **others)
+            given = {name: value for name, value in given.items() if value is not None}
+            return self._stock(module)(module, query, key, value, attention_mask, **given)
+        check_no_dropout(dropout, "attention dropout")
+        others.setdefault("output_attentions", getattr(getattr(module, "config", None), "output_attentions", None))
+        for name, passed in others.items():
+            if passed is None or passed is False or name in _HANDED_DOWN:
+                continue
+            if name == "output_attentions":
+                raise ValueError(
+                    f"{type(module).__name__} is asked for output_attentions={passed}: tpi.attention has no weights to "
+                    "give; turn it off, or the TP-invariant mode"
+                )
+            raise ValueError(
+                f"{type(module).__name__} passes {name}, which tpi.attention does not take: without it the values "
+                "would be others than the model means"
+            )
+        options: dict[str, Any] = dict(scale=scaling, softcap=softcap)
+        if isinstance(attention_mask, VisibleKeys):
+            out = attend(query, key, value, _with_packing(attention_mask, others), **options)
+        elif any(others.get(name) is not None for name in _PACKED):
+            raise ValueError(
+                f"{type(module).__name__} passes cu_seq_lens_.. with a mask that is not causal, full or sliding alone: "
+                "packed sequences take no other"
+            )
+        elif attention_mask is not None:
+            attention_mask = attention_mask[..., : key.shape[2]]
+            out = safe_attention(query, key, value, attn_mask=attention_mask, enable_gqa=True, **options)
+        else:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+            window = others.get("sliding_window")
+            out = _without_mask(module, query, key, value, causal, window, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _stock(self, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        assert self.original is not None
+        if self.original == "eager":  # each model file has its own
+            for cls in type(module).__mro__:
+                eager = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+                if eager is not None:
+                    return eager
+            raise NotImplementedError(f"{type(module).__name__} has no eager_attention_forward beside it")
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        return ALL_ATTENTION_FUNCTIONS[self.original]
+
+
+def _without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, **options: Any
+) -> Tensor:
+    """For a module that asked for no mask; as transformers reads it: a single token sees all that its window leaves."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not window or keys <= window:
+        return safe_attention(query, key, value, is_causal=causal and queries > 1, enable_gqa=True, **options)
+    if not causal or queries not in (1, keys):
+        raise ValueError(
+            f"{type(module).__name__} passes sliding_window={window} and no mask, with causal={causal}, {queries} "
+            f"queries and {keys} keys: it is clear what a query sees only where causal is True, for one query or as "
+            "many as keys. Have the model make its mask (transformers.masking_utils)"
+        )
+    return attend(query, key, value, VisibleKeys(True, window, keys, None), **options)
+
+
+def _with_packing(visible: VisibleKeys, given: dict[str, Any]) -> VisibleKeys:
+    """With the packed sequences that the caller names, if any."""
+    cu_q, cu_k, longest_q, longest_k = (given.get(name) for name in _PACKED)
+    if cu_q is None and cu_k is None:
+        return visible
+    if cu_q is None or cu_k is None or (visible.packing is not None and visible.packing.k_rows is not None):
+        raise ValueError("packed sequences need both cu_seq_lens_q and cu_seq_lens_k, and no padding mask beside them")
+    packing = Packing(None, None, cu_q.int(), cu_k.int(), longest_q or 0, longest_k or 0)
+    return replace(visible, packing=packing)
+
+
+class CausalLMLoss:
+    """transformers' ForCausalLMLoss: in fp32; with the mode on, by this library's cross-entropy.
+
+    logits [B, S, V], or [B, S, V/P] of an output layer whose plan is "colwise", which gathers nothing.
+    """
+
+    def __init__(self, output_layer: Any) -> None:
+        self.output_layer = output_layer
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        head = self.output_layer
+        sharded = isinstance(head, Linear) and head.parallel_mode == "column" and not head.gather_output
+        if not is_tp_invariant_mode_enabled() and not sharded:
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            stock: Any = ForCausalLMLoss
+            return stock(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = vocab_parallel_cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.reshape(-1).to(logits.device),
+            tp_group=head.group if sharded else None,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch

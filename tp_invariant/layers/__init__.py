@@ -1,0 +1,1 @@
+"""Modules and parameters: how parameters are sharded, initialised and shared; gradient clipping."""

@@ -1,0 +1,213 @@
+"""The norm of all gradients by leaves, the same bits at every tensor-parallel degree.
+
+A leaf is what a gradient holds at one index of its sharded dim: a row of a column-parallel weight, a column of a
+row-parallel one. Some rank holds it whole, and sums its squares. The leaves of all parameters are gathered in one
+collective for each group, put into TP=1's order, and folded on every rank. The order of both sums is stated in
+kernels/grad_norm/reference.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm.collectives import Group, gather_major, resolve_group
+from ..core.layout import Stride, unshard
+from .parameters import stride_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
+    if x is None or type(x) is Tensor:
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and here already if x is one
+
+    return isinstance(x, DTensor)
+
+
+def local_part(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, in the same memory, once it has arrived."""
+    if type(grad) is Tensor:
+        return grad
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    local = grad.to_local() if is_dtensor(grad) else grad
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
+    """(group of the mesh dim, tensor dim) for each mesh dim that cuts the tensor, also one of a single rank."""
+    return [
+        (resolve_group(grad.device_mesh.get_group(axis)), placement.dim % grad.dim())  # type: ignore[attr-defined]
+        for axis, placement in enumerate(grad.placements)
+        if not placement.is_replicate()
+    ]
+
+
+# --- where leaves are -----------------------------------------------------------------------------------------------
+
+ALONE = Group(None, 0, 1)
+
+
+def leaf_dim(p: Tensor) -> int | None:
+    """The dim that some degree shards, as the parameter's partition_dim says it; None if it says none."""
+    dim = getattr(p, "partition_dim", -1)
+    return dim if isinstance(dim, int) and 0 <= dim < p.dim() else None
+
+
+class _Part(NamedTuple):
+    """A parameter's leaves on this rank.
+
+    local    this rank's part of the gradient
+    dim      its leaf dim
+    group    the ranks over which the leaves are spread
+    rows     how many the first rank of the group has, and this one at most
+    stride   partition_stride of the leaf dim, or the sizes of its pieces
+    whole    how many the whole parameter has
+    """
+
+    local: Tensor
+    dim: int
+    group: Group
+    rows: int
+    stride: Stride
+    whole: int
+
+
+def _part(p: Tensor, over: Group) -> _Part:
+    """over: the group over whose ranks p is sharded by its attributes; ALONE if by none."""
+    assert p.grad is not None
+    grad, own_dim = p.grad, leaf_dim(p)
+    dim = own_dim or 0
+    if is_dtensor(grad):
+        from torch.distributed.tensor import Shard
+
+        shards = mesh_shards(grad)
+        if own_dim is None and shards:
+            dim = shards[-1][1]
+        kinds = [type(placement) for placement in grad.placements if not placement.is_replicate()]
+        # FSDP2 has a _StridedShard, whose pieces are in another order
+        if kinds == [Shard] and over.size == 1 and dim == shards[0][1]:
+            group, size = shards[0][0], grad.shape[dim]
+            local = local_part(grad)
+            if not local.numel():  # in whatever shape from_local was given it
+                local = local.new_empty([0 if i == dim else n for i, n in enumerate(grad.shape)])
+            # torch.chunk's rule: full pieces, then one shorter, then none
+            return _Part(local, dim, group, -(-size // group.size), 1, size)
+        grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
+    grad = local_part(grad)
+    rows = grad.shape[dim] if grad.dim() else 1
+    stride = stride_of(p) if over.size > 1 else 1
+    return _Part(grad, dim, over, rows, stride, rows * over.size)
+
+
+class _Order(NamedTuple):
+    """selected: for each group, which of [this rank's leaves, 0] are gathered over it, int64. places: where leaf after
+    leaf of the whole model stands in [this rank's leaves, 0, what the first group gathered, ..], int64."""
+
+    selected: list[Tensor]
+    places: Tensor
+
+
+@functools.lru_cache(maxsize=16)
+def _order(facts: tuple[tuple[int, int, int, int, Stride, int], ...], device: torch.device) -> _Order:
+    """Of parameters with (leaves here, rows, number of the group or -1, its size, stride, leaves of the whole)."""
+    from ..kernels.kept import refuse_in_capture
+
+    refuse_in_capture(device.type, "clip_grad_norm_")
+    starts = list(itertools.accumulate((fact[0] for fact in facts), initial=0))
+    base = starts[-1] + 1
+    selected: list[Tensor] = []
+    spread: dict[int, Tensor] = {}
+    for number in range(max(fact[2] for fact in facts) + 1):
+        members = [i for i, fact in enumerate(facts) if fact[2] == number]
+        here = [_range(starts[i], starts[i + 1]) for i in members]
+        padded = [F.pad(x, (0, facts[i][1] - len(x)), value=starts[-1]) for i, x in zip(members, here, strict=True)]
+        selected.append(torch.cat(padded).to(device))
+        size, width = facts[members[0]][3], sum(map(len, padded))
+        major = _range(base, base + size * width).view(size, width)
+        for i, place in zip(members, major.split([len(x) for x in padded], dim=1), strict=True):
+            spread[i] = unshard(place, dim=0, stride=facts[i][4])[: facts[i][5]]
+        base += size * width
+    places = [spread[i] if i in spread else _range(starts[i], starts[i + 1]) for i in range(len(facts))]
+    return _Order(selected, torch.cat(places).to(device))
+
+
+def _range(start: int, stop: int) -> Tensor:
+    return torch.arange(start, stop, device="cpu")  # whatever the default device is
+
+
+def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
+    """This rank's leaves [n] -> those of the whole model, in TP=1's order."""
+    groups = list(dict.fromkeys(part.group for part in parts if part.group.size > 1))
+    if not groups:
+        return leaves
+    numbers = {group: number for number, group in enumerate(groups)}
+    facts = tuple(
+        (
+            part.local.shape[part.dim] if part.local.dim() else 1,
+            part.rows,
+            numbers.get(part.group, -1),
+            part.group.size,
+            part.stride,
+            part.whole,
+        )
+        for part in parts
+    )
+    from ..kernels.kept import about_to_read
+
+    make = _order if type(leaves) is Tensor else _order.__wrapped__  # fake indices are not to be kept
+    order = make(facts, leaves.device)
+    about_to_read(order.places, *order.selected)
+    with_zero = F.pad(leaves, (0, 1))
+    gathered = [
+        gather_major(with_zero[select], group).flatten() for select, group in zip(order.selected, groups, strict=True)
+    ]
+    return torch.cat([with_zero, *gathered])[order.places]
+
+
+# --- sums and scaling -----------------------------------------------------------------------------------------------
+
+_IN_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _kernels(tensors: Sequence[Tensor]) -> Any:
+    """The module that computes with them: plain torch also for those that have no memory, fake ones or on meta."""
+    if all(type(x) is Tensor and x.is_cuda for x in tensors):
+        from ..kernels.grad_norm import kernel as grad_norm
+
+        return grad_norm
+    from ..kernels.grad_norm import reference as reference_grad_norm
+
+    return reference_grad_norm
+
+
+def folded_norm(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
+    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. For callers under no_grad.
+
+    over: for each the group over whose ranks its attributes say that it is sharded, or ALONE.
+    """
+    parts = [_part(p, group) for p, group in zip(params, over, strict=True)]
+    grads = [part.local if part.local.dtype in _IN_KERNELS else part.local.float() for part in parts]
+    kernels = _kernels(grads)
+    leaves = kernels.sums_of_squares(grads, [part.dim for part in parts])
+    return kernels.fold(_in_order(leaves, parts)).sqrt()
+
+
+def scale(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies grads in place by a 0-dim fp32 tensor, element by element."""
+    here = [grad for grad in grads if grad.dtype in _IN_KERNELS and grad.device == factor.device]
+    if here:
+        _kernels(here).scale_(here, factor)
+    for grad in grads:
+        if grad.dtype not in _IN_KERNELS or grad.device != factor.device:
+            there = factor.to(grad.device)
+            _kernels([grad]).scale_([grad], there) if grad.dtype in _IN_KERNELS else grad.mul_(there)

@@ -1,0 +1,149 @@
+"""LayerNormLinear: a norm and the column-parallel (or whole) linear layer after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Stride, TokenSharding
+from ..core.options import Normalization, ParallelMode
+from ..functional.linear import LinearCall
+from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
+from ..functional.regions import gather_sequence
+from ..gemm.gemm_fn import check_norm_dtype
+from .linear import Linear, autocast_dtype
+from .parameters import ShardSpec
+
+
+class LayerNormLinear(Linear):
+    """y = norm(x) Wᵀ + b with LayerNorm or RMSNorm; with the mode on, the same bits at every degree.
+
+    The norm acts on this rank's tokens; `layer_norm_weight` [in_features] and `layer_norm_bias` [in_features] (not for
+    RMSNorm) are whole on every rank and so are their gradients when backward returns. Shapes and the other options are
+    Linear's.
+
+    Args:
+        eps: added to the variance (RMSNorm: to the mean of squares).
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: layer_norm_weight is stored minus one.
+        return_layernorm_output: also return the norm's output, last in the tuple.
+        return_layernorm_output_gathered: return it for all tokens (under sequence parallelism; else no difference).
+            Its gradient counts as complete on every rank, as everywhere in this library.
+
+    Raises:
+        ValueError: parallel_mode="row" (the norm needs whole rows) or an unknown normalization; else as Linear.
+    """
+
+    SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: Normalization = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parallel_mode: ParallelMode | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(f"normalization={normalization!r} is unknown: choose 'LayerNorm' or 'RMSNorm'")
+        if parallel_mode == "row":
+            raise ValueError(
+                "parallel_mode='row' is impossible for LayerNormLinear (a norm needs whole rows): use 'column' or None"
+            )
+        if in_features < 1:
+            raise ValueError(f"in_features={in_features} must be at least 1 for a norm")
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
+            raise ValueError(f"eps={eps!r} must be a number of at least 0 (the third argument is eps, not bias)")
+        if return_layernorm_output_gathered and not return_layernorm_output:
+            raise ValueError("return_layernorm_output_gathered=True needs return_layernorm_output=True")
+        super().__init__(
+            in_features, out_features, bias, parallel_mode=parallel_mode, device=device, dtype=dtype, **options
+        )
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+        if normalization == "LayerNorm":
+            self.layer_norm_bias: nn.Parameter | None = nn.Parameter(
+                torch.empty(in_features, device=device, dtype=dtype)
+            )
+        else:
+            self.register_parameter("layer_norm_bias", None)
+        self.reset_layer_norm_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> LayerNormLinear:
+        """Shards a full nn.Linear; the norm starts as the identity (copy your values into layer_norm_weight)."""
+        layer = super().from_linear(linear, **options)
+        assert isinstance(layer, LayerNormLinear)
+        device = linear.weight.device
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            parameter = getattr(layer, name)
+            if parameter is not None:
+                setattr(layer, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+        layer.reset_layer_norm_parameters()
+        return layer
+
+    def shard_spec(self, name: str) -> ShardSpec:
+        return ShardSpec(self.group, None, 1) if name.startswith("layer_norm_") else super().shard_spec(name)
+
+    def reset_parameters(self) -> None:
+        """Linear's, and the norm back to the identity."""
+        super().reset_parameters()
+        if hasattr(self, "layer_norm_weight"):  # nn.Linear's parameters are made first
+            self.reset_layer_norm_parameters()
+
+    def reset_layer_norm_parameters(self) -> None:
+        """gamma one (zero when zero-centered), beta zero."""
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple | None:
+        kind = super()._kind_of_call(x, weight, bias, stride)
+        if kind is None:
+            return None
+        norm = self.normalization, self.eps, self.zero_centered_gamma
+        return *kind, norm, self.return_layernorm_output, self.return_layernorm_output_gathered
+
+    def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
+        norm = self.normalization, self.eps, self.zero_centered_gamma
+        returned = self.return_layernorm_output, self.return_layernorm_output_gathered
+        return {**super()._facts(x, call, invariant), "the norm": norm, "return_layernorm_output": returned}
+
+    def forward(self, x: Tensor) -> Any:
+        """x [.., in_features], this rank's tokens under SP -> y, or a tuple (y[, bias][, norm's output])."""
+        dtype = autocast_dtype(x.device)
+        x = x if dtype is None else x.to(dtype)
+
+        def check() -> None:
+            check_norm_dtype(x, f"x on rank {self.group.rank}")
+
+        invariant = self._check_call(x, self.weight.dtype if dtype is None else dtype, check)
+        sharded = self.sequence_parallel and self.group.size > 1
+        call = NormCall(
+            self.group,
+            TokenSharding(self.group.size if sharded else 1, self.sequence_dim),
+            self.eps,
+            self.normalization == "RMSNorm",
+            self.zero_centered_gamma,
+        )
+        normed = (invariant_norm if invariant else stock_norm)(x, self.layer_norm_weight, self.layer_norm_bias, call)
+        y = super().forward(normed)
+        if not self.return_layernorm_output:
+            return y
+        if sharded and self.return_layernorm_output_gathered:
+            normed = gather_sequence(normed, self.group, self.sequence_dim)
+        return (*y, normed) if isinstance(y, tuple) else (y, normed)

@@ -1,0 +1,364 @@
+"""Linear: an nn.Linear that is column-parallel, row-parallel or whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.call_records import doing
+from ..comm.collectives import Group, resolve_group
+from ..consistency.agreement import Agreed, check_gradient
+from ..core.compiled import constant, name_of
+from ..core.layout import Stride, check_divides
+from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.options import OwnerMap, ParallelMode
+from ..functional import linear as functions
+from ..functional import stock
+from ..functional.linear import LinearCall
+from ..functional.regions import gather_features, scatter_features
+from ..gemm.gemm_fn import GemmFn, check_callable
+from ..gemm.owner_maps import ShardedWeight, check_owner_map
+from .linear_checks import CheckedCalls
+from .parameters import ShardSpec, full_initialisation
+from .ties import refuse_ties
+
+PARALLEL_MODES = (None, *get_args(ParallelMode))
+
+_INVARIANT: dict[str | None, Callable[..., Tensor]] = {
+    None: functions.replicated_linear,
+    "column": functions.column_linear,
+    "row": functions.row_linear,
+}
+_INTO_MAIN_GRAD: dict[str | None, Callable[..., Tensor]] = {
+    None: functions.replicated_linear_into_main_grad,
+    "column": functions.column_linear_into_main_grad,
+    "row": functions.row_linear_into_main_grad,
+}
+_STOCK: dict[str | None, Callable[..., Tensor]] = {
+    None: stock.replicated_linear,
+    "column": stock.column_linear,
+    "row": stock.row_linear,
+}
+
+
+class Linear(CheckedCalls):
+    """y = x Wᵀ + b over tensor-parallel ranks; with the mode on, the same bits at every degree.
+
+    Shapes, for P ranks (SP: sequence_parallel, `sequence_dim` divided by P; `..` are any number of token dims):
+
+        parallel_mode   weight       bias     x                                   y
+        None            [N, K]       [N]      [.., K]                             [.., N]
+        "column"        [N/P, K]     [N/P]    [.., K]; SP: this rank's tokens     [.., N/P], all tokens
+        "row"           [N, K/P]     [N]      [.., K/P], all tokens               [.., N]; SP: this rank's tokens
+
+    Gradients of everything that ranks hold whole are complete on every rank when backward returns: nothing is left to
+    reduce over the tensor-parallel group (leave Megatron's `sequence_parallel` attribute on parameters False).
+
+    Args:
+        in_features, out_features: K and N of the full layer.
+        bias: whether to add one.
+        parallel_mode: None, "column" (N is sharded) or "row" (K is sharded).
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
+        sequence_parallel: whether activations outside the parallel region are sharded along `sequence_dim`.
+        sequence_dim: the dim of x that sequence parallelism shards, counted from the front.
+        partition_stride: in how many stacked pieces a rank holds the sharded dim; 2 for gated FC1 ([gate_r; up_r]).
+            Kept as `weight.partition_stride` and read there at every call, since Megatron sets it late; then call
+            `reset_parameters()` (or load a checkpoint) to have the values that other degrees have.
+        partition_sizes: the full sizes of these pieces where they are not all alike: (4096, 1024, 1024) for a fused
+            [q; k; v] with fewer heads of k and v, of which a rank holds [q_r; k_r; v_r]. Equal sizes are the same as
+            partition_stride, and kept as that.
+        gather_output: column-parallel only: return [.., N], whole on every rank.
+        input_is_parallel: row-parallel only: False for an x [.., K] that is whole on every rank.
+        return_bias: return (y, bias) without adding it. The bias comes expanded to y's shape (a stride-0 view), so
+            that the sum over tokens of its gradient stays in this library's order.
+        fuse_wgrad_accumulation: add the weight's gradient, in fp32, to `weight.main_grad`, which must be there before
+            forward, and leave `.grad` alone; see functional/main_grad.py.
+        init_method: called with the full weight [N, K]; nn.Linear's initialisation if None.
+        gemm_fn: see gemm/gemm_fn.py; None takes the process-wide default, else the bundled one for the device.
+        owner_map: "auto", "replicate", "rows" or "cols", see gemm/owner_maps.py; a choice of speed alone.
+        device, dtype: as for nn.Linear; "meta" works, followed by `to_empty()` and `reset_parameters()`.
+
+    Dtypes: bfloat16, float16 or float32, x and weight alike; accumulation in fp32. Under torch.autocast the autocast
+    dtype wins. weight and bias gradients have their parameters' dtypes.
+
+    Raises:
+        ValueError: an unknown option, or sizes that the degree (times partition_stride) does not divide, or
+            partition_sizes that do not add up to the sharded dim.
+        TypeError: dtypes that differ, tp_group or gemm_fn of the wrong kind.
+    """
+
+    SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parallel_mode: ParallelMode | None = None,
+        tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        partition_stride: int = 1,
+        partition_sizes: Sequence[int] | None = None,
+        gather_output: bool = False,
+        input_is_parallel: bool = True,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        gemm_fn: GemmFn | None = None,
+        owner_map: OwnerMap = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make full-size parameters
+        if parallel_mode not in PARALLEL_MODES:
+            raise ValueError(f"parallel_mode={parallel_mode!r} is unknown: choose one of None, 'column', 'row'")
+        if gather_output and parallel_mode != "column":
+            raise ValueError(f"gather_output=True needs parallel_mode='column', not {parallel_mode!r}")
+        if not input_is_parallel and parallel_mode != "row":
+            raise ValueError(f"input_is_parallel=False needs parallel_mode='row', not {parallel_mode!r}")
+        self.in_features, self.out_features = in_features, out_features
+        self.parallel_mode = parallel_mode
+        self.group = resolve_group(tp_group)
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.init_method = init_method
+        self._agreed = Agreed(self.group)
+        self.gemm_fn = check_callable(gemm_fn)
+        self.owner_map = check_owner_map(owner_map)
+
+        shape = [out_features, in_features]
+        self.partition_sizes: tuple[int, ...] | None = None
+        if partition_sizes is not None:
+            if parallel_mode is None or partition_stride != 1:
+                raise ValueError(
+                    f"partition_sizes={partition_sizes!r} goes with parallel_mode='column' or 'row' and no "
+                    f"partition_stride; got parallel_mode={parallel_mode!r}, partition_stride={partition_stride!r}"
+                )
+            name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
+            stride = check_sizes(partition_sizes, shape[dim], self.group.size, name)
+            partition_stride, self.partition_sizes = (stride, None) if isinstance(stride, int) else (1, stride)
+        self._stride = _check_stride(partition_stride)
+        if parallel_mode is not None:
+            name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
+            parts_name = "TP degree" if partition_stride == 1 else f"TP degree {self.group.size} x partition_stride"
+            check_divides(shape[dim], self.group.size * partition_stride, size_name=name, parts_name=parts_name)
+            shape[dim] //= self.group.size
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        parallel_mode: ParallelMode | None,
+        tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+        **options: Any,
+    ) -> Linear:
+        """This rank's part of a full nn.Linear: same values, dtype, device and requires_grad; options as for Linear.
+
+        Every rank must hold the same full `linear`.
+
+        Raises:
+            ValueError: it is sharded already, or another module holds its weight or bias too: their tie would be lost.
+        """
+        refuse_ties(linear)
+        weight, bias = linear.weight, linear.bias
+        if tuple(weight.shape) != (linear.out_features, linear.in_features):
+            raise ValueError(
+                f"linear.weight has shape {tuple(weight.shape)} where its features say "
+                f"{(linear.out_features, linear.in_features)}: pass a layer that is not sharded yet"
+            )
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=bias is not None,
+            parallel_mode=parallel_mode,
+            tp_group=tp_group,
+            device="meta",
+            dtype=weight.dtype,
+            **options,
+        )
+        layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
+        if bias is not None:
+            layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
+        return layer.train(linear.training)
+
+    @property
+    def partition_stride(self) -> int:
+        """weight.partition_stride as it is now.
+
+        Raises:
+            ValueError: it is no positive integer, or does not divide this rank's part of the sharded dim.
+        """
+        weight = getattr(self, "weight", None)  # none between `del layer.weight` and the next
+        stride = getattr(weight, "partition_stride", None)
+        if stride is None:  # stands in for the weight (torch.func.functional_call): as last seen, then
+            stride = self._stride
+            if weight is not None and not torch.compiler.is_compiling():
+                self._mark_stand_in("weight", weight, self._spec("weight", stride))
+        self._stride = _check_stride(stride)
+        if self.parallel_mode is not None and stride > 1 and weight is not None:
+            dim = 0 if self.parallel_mode == "column" else 1
+            size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
+            check_divides(weight.shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
+        if stride > 1 and self.partition_sizes is not None:
+            raise ValueError(f"weight.partition_stride={stride} and partition_sizes={self.partition_sizes}: leave one")
+        return stride
+
+    def _pieces(self) -> Stride:
+        return self.partition_stride if self.partition_sizes is None else self.partition_sizes
+
+    def shard_spec(self, name: str) -> ShardSpec:
+        return self._spec(name, self.partition_stride)
+
+    def _spec(self, name: str, stride: Stride) -> ShardSpec:
+        dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
+        return ShardSpec(self.group, dims.get(name), self.partition_sizes or stride)
+
+    def reset_parameters(self) -> None:
+        """Draws new values as nn.Linear does, or by init_method: for the full layer, of which this rank keeps its part.
+
+        They depend on the seed and not on the degree, and are nn.Linear's own for the same seed. Seed all ranks alike.
+        """
+        if self.weight.is_meta:
+            return
+        with (
+            full_initialisation(self.weight, (self.out_features, self.in_features), self.shard_spec("weight")) as full,
+            torch.no_grad(),
+        ):
+            if self.init_method is not None:
+                self.init_method(full)
+            else:
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            with full_initialisation(self.bias, (self.out_features,), self.shard_spec("bias")) as full:
+                nn.init.uniform_(full, -bound, bound)
+
+    def prefetch_weight(self) -> None:
+        """Starts gathering the weight for the next call of the pass that needs it whole: a row-parallel forward.
+
+        Does nothing where nothing is gathered. Every rank must call it.
+        """
+        if self.parallel_mode != "row" or self.group.size == 1 or not is_tp_invariant_mode_enabled():
+            return
+        if autocast_dtype(self.weight.device) is not None:  # forward will use another tensor, made then
+            return
+        weight = ShardedWeight(self.weight, 1, self._pieces(), self.group)
+        weight.prefetch("cols" if self.owner_map == "cols" else "rows")
+
+    @property
+    def gemm_fn(self) -> GemmFn | None:
+        return self._gemm_fn
+
+    @gemm_fn.setter
+    def gemm_fn(self, gemm_fn: GemmFn | None) -> None:
+        self._gemm_fn = check_callable(gemm_fn)
+        self._gemm_fn_name = "none" if gemm_fn is None else name_of(gemm_fn)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Any:
+        """x as in the class's table -> y, or (y, bias expanded to y's shape or None) with return_bias.
+
+        Raises:
+            ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
+            TypeError: a dtype that is not the weight's, outside autocast.
+        """
+        stride: Stride = self.partition_stride
+        bias: Tensor | None = self.bias
+        if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
+            if known is None:
+                self._mark_stand_in("bias", bias, self._spec("bias", stride))
+            bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
+        stride = self.partition_sizes or stride
+        x, weight, bias = self._autocast(x)
+        call, invariant = self._settle(x, weight, bias, stride)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            doing.layer = self._agreed
+        try:
+            if self.parallel_mode == "row" and not self.input_is_parallel:
+                x = scatter_features(x, self.group, stride)
+            paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
+            linear = paths[self.parallel_mode]
+            y = linear(x, weight, None if self.return_bias else bias, call)
+            if self._moves_bytes and is_call_check_enabled():
+                y = check_gradient(y, self._name, self.group, self._agreed)
+            if self.gather_output:
+                y = gather_features(y, self.group, stride)
+            return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+        finally:
+            if not compiling:
+                doing.layer = None
+
+    def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = autocast_dtype(x.device)
+        if dtype is None:
+            return x, self.weight, self.bias
+        return x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
+    def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
+        if bias is None:
+            return None
+        if self.gather_output:
+            bias = gather_features(bias, self.group, call.stride)
+        tokens_sharded = call.sequence_parallel and self.parallel_mode != "column"
+        if invariant:
+            return functions.expand_bias(bias, y.shape[:-1], tokens_sharded, call)
+        whole = stock.complete_grad(bias, self.group, tokens_sharded)
+        return None if whole is None else whole.expand(y.shape)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.parallel_mode is not None:
+            text += f", parallel_mode={self.parallel_mode!r}, tp={self.group.rank}/{self.group.size}"
+        if self.partition_sizes is not None:
+            text += f", partition_sizes={self.partition_sizes}"
+        return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+def _check_stride(stride: Any) -> int:
+    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+        raise ValueError(f"partition_stride={stride!r} is not a positive integer")
+    return stride
+
+
+def check_sizes(sizes: Any, size: int, world: int, size_name: str) -> Stride:
+    """partition_sizes as this library keeps them: how many there are if they are equal, else a tuple.
+
+    Raises:
+        ValueError: no sizes, one that is no positive integer or that `world` does not divide, or another sum.
+    """
+    kept = tuple(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else ()
+    if not kept or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in kept):
+        raise ValueError(f"partition_sizes={sizes!r} must be positive integers, the full sizes of the pieces")
+    if sum(kept) != size:
+        raise ValueError(f"partition_sizes={kept} add up to {sum(kept)}: they must add up to {size_name}={size}")
+    for n in kept:
+        check_divides(n, world, size_name=f"a piece of {size_name}={size}, of size", parts_name="TP degree")
+    return len(kept) if len(set(kept)) == 1 else kept
+
+
+_has_autocast = constant(lambda kind: torch.amp.is_autocast_available(kind))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast asks for on this device, None where it is off."""
+    if not _has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -1,0 +1,102 @@
+"""One rank of a pool (rank_pool.py): a process that takes cases from its parent and sends back what they return."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..consistency import agreement
+from ..core import mode
+from ..core.processes import end_with_parent
+from ..gemm.gemm_fn import set_default_gemm_fn
+from ..gemm.token_gathers import token_gathers
+from ..gemm.weight_cache import weight_cache
+from .rank_pool import Outcome, dumps
+
+
+def serve(descriptor: int, rank: int, size: int) -> None:
+    """Takes work from the parent, at the other end of the socket `descriptor`, until it goes away."""
+    device = os.environ["TP_INVARIANT_RANK_DEVICE"]
+    torch.set_num_threads(int(os.environ["TP_INVARIANT_RANK_THREADS"]))
+    backend = "gloo"
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        backend = "cpu:gloo,cuda:nccl"
+        if size > gpus:  # they share, which NCCL does not take and symmetric memory only if it is told to
+            backend = "gloo"
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    end_with_parent()
+    os.set_inheritable(descriptor, False)  # a process that a case starts must not keep the parent waiting
+    connection = Connection(descriptor)
+    connection.send_bytes(b"running")
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    groups: dict[int, Any] = {}
+    while True:
+        try:
+            world_size = pickle.loads(connection.recv_bytes())
+        except EOFError:  # the parent is gone
+            os._exit(0)
+        if world_size not in groups:  # every rank takes part in making a group
+            groups[world_size] = dist.new_group(list(range(world_size)))
+        if rank >= world_size:
+            continue
+        outcome = Outcome()
+        try:
+            message = connection.recv_bytes()
+            with _case_state(message) as (fn, args):
+                outcome.value = fn(groups[world_size], *args)
+        except BaseException as error:
+            outcome.error, outcome.trace = error, traceback.format_exc()
+        connection.send_bytes(_dump_outcome(outcome))
+
+
+@contextmanager
+def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
+    """The case in `message`, with the parent's state; afterwards no setting of the case is left for the next one."""
+    state, case = pickle.loads(message)
+    sys.path[:] = state["path"]
+    fn, args = pickle.loads(case)
+    for name, value in state["variables"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    agreement.forget_layers()  # a case that failed may have made more of them on one rank than on another
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    kept, ahead, reuse = weight_cache.keep, weight_cache.ahead, token_gathers.reuse
+    in_graphs = weight_cache.ahead_in_graphs
+    try:
+        with mode.set_tp_invariant_mode(state["override"]):
+            yield fn, args
+    finally:
+        set_default_gemm_fn(None)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        weight_cache.keep, weight_cache.ahead, token_gathers.reuse = kept, ahead, reuse
+        weight_cache.ahead_in_graphs = in_graphs
+        weight_cache.clear()
+        token_gathers.clear()
+
+
+def _dump_outcome(outcome: Outcome) -> bytes:
+    """What the parent can surely load: exceptions of others may pickle and then fail to come back."""
+    try:
+        message = dumps(outcome)
+        pickle.loads(message)
+        return message
+    except Exception as error:
+        if outcome.error is not None:
+            replacement: Exception = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
+        else:
+            replacement = TypeError(f"the result cannot be sent back: {error}")
+        return pickle.dumps(Outcome(error=replacement, trace=outcome.trace))
