@@ -1,10 +1,10 @@
 """Asks a GPU which recipe its tensor core follows: python benchmarks/probe_tensor_core.py
 
-For each class of data in tests/tensor_core_data.py the GPU's fp32 sums are compared, byte for byte, with those of the
-CPU model (kernels/gemm/tensor_core.py) and of its alternatives, one change each. Where the model's own recipe does not
-give every element, the mismatches are sorted by kind, and all combinations of the alternatives are tried on a part of
-them. The last lines say what to believe. Exit status 1 if the model is wrong anywhere. Takes about a minute, and some
-more for each class that the model gets wrong.
+For each class of data in tests/helpers/tensor_core_data.py the GPU's fp32 sums are compared, byte for byte, with those
+of the CPU model (kernels/gemm/tensor_core.py) and of its alternatives, one change each. Where the model's own recipe
+does not give every element, the mismatches are sorted by kind, and all combinations of the alternatives are tried on a
+part of them. The last lines say what to believe. Exit status 1 if the model is wrong anywhere. Takes about a minute,
+and some more for each class that the model gets wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from tensor_core_data import ALTERNATIVES, CASES, gpu_kernels, mismatches, operands
 
 from tp_invariant.kernels.gemm.tensor_core import HOPPER, Recipe, matmul, model

@@ -14,7 +14,7 @@ import torch
 
 from tp_invariant.diagnostics.diff import compare, read_log
 
-WORKER = Path(__file__).parent / "fault_worker.py"
+WORKER = Path(__file__).parent / "helpers" / "fault_worker.py"
 TIMEOUT = 120  # of the group; gloo's ranks must fail long before
 
 

@@ -1,4 +1,4 @@
-"""Buffers are compared as parameters are (tests/test_agreement.py), before parallelize changes anything."""
+"""Buffers are compared as parameters are (tests/consistency/test_agreement.py), before parallelize changes anything."""
 
 import re
 

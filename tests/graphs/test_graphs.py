@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import build
-from test_peer_copies import ON_GPUS
+from simulated_ranks import ON_GPUS
 
 import tp_invariant as tpi
 from tp_invariant.comm import peer_copies

@@ -1,6 +1,7 @@
 """The Triton attention kernels in the interpreter, in small tiles: values, and bits over heads, packing, chunks, steps.
 
-In fp32 alone: the interpreter has no bf16 to speak of. tests/test_attention.py has them on a GPU as they are.
+In fp32 alone: the interpreter has no bf16 to speak of. tests/functional/test_attention.py has them on a GPU as they
+are.
 """
 
 from __future__ import annotations

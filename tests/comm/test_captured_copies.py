@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_peer_copies import ON_GPUS, Corrupt, SimMachine, Stuck, World, program, read, write
+from simulated_ranks import ON_GPUS, Corrupt, SimMachine, Stuck, World, program, read, write
 
 import tp_invariant as tpi
 from tp_invariant import testing

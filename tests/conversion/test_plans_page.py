@@ -14,7 +14,7 @@ from subprocess import PIPE
 import tp_invariant as tpi
 from tp_invariant.conversion.plans import STYLES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "plans.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
 
 
 def test_the_program_gives_one_digest_at_every_degree(tmp_path):

@@ -19,7 +19,7 @@ from tp_invariant.examples.small_transformer import causal_attention
 from tp_invariant.functional.attention_choice import safe_attention
 from tp_invariant.testing import run_ranks
 
-CONFTEST = Path(__file__).with_name("conftest.py")
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
 TRAPPED = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 avx512_bf16 amx_tile amx_int8\n"
 
 # stands for torch's products on such a machine: ends like them unless oneDNN is told to leave the units alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_matmul_tma import every_config, on_hopper, operands, shards
+from matmul_cases import every_config, on_hopper, operands, shards
 
 import tp_invariant as tpi
 from tp_invariant.gemm import bundled, gemm

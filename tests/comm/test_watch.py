@@ -14,7 +14,7 @@ import pytest
 
 from tp_invariant.comm import liveness, watch
 
-WORKER = Path(__file__).parent / "watch_worker.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "watch_worker.py"
 
 
 @pytest.fixture(scope="module")

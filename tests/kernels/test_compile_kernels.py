@@ -16,7 +16,7 @@ from triton.runtime.jit import KernelInterface
 
 from tp_invariant import kernels
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def kernel_names():
@@ -27,7 +27,7 @@ def kernel_names():
                 yield f"{Path(value.fn.__code__.co_filename).stem}.{name}"
 
 
-def compile_in_a_process(tmp_path, worker=TESTS / "compile_worker.py"):
+def compile_in_a_process(tmp_path, worker=TESTS / "helpers" / "compile_worker.py"):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path)}
     return subprocess.run([sys.executable, str(worker)], env=environment, capture_output=True, text=True, timeout=500)
@@ -43,7 +43,7 @@ def test_every_kernel(tmp_path):
 
 def test_a_kernel_that_does_not_compile(tmp_path):
     """The control: a comprehension, which the interpreter takes."""
-    source = (TESTS / "compile_worker.py").read_text()
+    source = (TESTS / "helpers" / "compile_worker.py").read_text()
     for text, broken in (
         ("driver.set_active(NoGPU())", "driver.set_active(NoGPU()); grad_norm._fold = Launches(broken)"),
         ("compiled: set[str] = set()", "compiled: set[str] = set()\n\n\n" + BROKEN),

@@ -314,7 +314,7 @@ def test_the_bits_of_a_gpu(name, dtype):
 
 
 def load_probe():
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "probe_tensor_core.py"
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "probe_tensor_core.py"
     spec = importlib.util.spec_from_file_location("probe_tensor_core", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
