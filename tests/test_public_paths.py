@@ -37,23 +37,6 @@ def test_modules_and_their_names(path):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-def in_a_fresh_process(*lines):
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_attributes_of_the_package():
-    """Without an import of their own: `tpi.regions.gather_sequence`."""
-    attributes = [
-        f"assert callable(tpi.{path}.{name}) or tpi.{path}.{name}"
-        for path, names in PATHS.items()
-        if path not in ("batch_invariant", "kernels.tensor_core")  # a function; imported by whoever asks for it
-        for name in names.split()
-    ]
-    in_a_fresh_process("import tp_invariant as tpi", *attributes)
-
-
 def test_an_alias_holds_the_very_objects():
     assert tpi.owners.weight_cache is weight_cache
     for path in ("owners", "parameters", "plans", "regions", "kernels.tensor_core"):
@@ -65,24 +48,32 @@ def test_an_alias_holds_the_very_objects():
                 assert home != alias.__name__ and getattr(importlib.import_module(home), name, found) is found
 
 
-CONTEXT = "with tpi.batch_invariant(): assert is_batch_invariant_mode_enabled()"
-NAMES = "from tp_invariant.batch_invariant import is_batch_invariant_mode_enabled, set_batch_invariant_mode"
+# --- in a process of its own, whose imports are these alone ----------------------------------------------------------
+
+ATTRIBUTES = [  # without an import of their own: `tpi.regions.gather_sequence`
+    f"tpi.{path}.{name}"
+    for path, names in PATHS.items()
+    if path not in ("batch_invariant", "kernels.tensor_core")  # a function; imported by whoever asks for it
+    for name in names.split()
+]
+PACKAGE = "import tp_invariant as tpi"
+FOLDER = "from tp_invariant.batch_invariant import is_batch_invariant_mode_enabled, set_batch_invariant_mode"
 ORDERS = {
-    "the package first": ["import tp_invariant as tpi", NAMES],
-    "its folder first": [NAMES, "import tp_invariant as tpi"],
-    "a file of the folder first": ["import tp_invariant.batch_invariant.ops", NAMES, "import tp_invariant as tpi"],
-    "a file of the folder last": ["import tp_invariant as tpi", NAMES, "import tp_invariant.batch_invariant.dispatch"],
-    "another wing that uses it first": ["import tp_invariant.graphs.capture", "import tp_invariant as tpi", NAMES],
+    "the package first": [PACKAGE, *ATTRIBUTES, FOLDER],
+    "the folder first": ["import tp_invariant.batch_invariant.ops", FOLDER, PACKAGE],
 }
+WORKS = [
+    "with tpi.batch_invariant(): assert is_batch_invariant_mode_enabled()",
+    "with set_batch_invariant_mode(True): assert is_batch_invariant_mode_enabled()",
+    "assert not is_batch_invariant_mode_enabled()",
+    "from tp_invariant import batch_invariant",
+    "assert batch_invariant is tpi.batch_invariant",
+]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_batch_invariant_is_a_function_and_a_folder(order):
-    checks = [
-        CONTEXT,
-        "with set_batch_invariant_mode(True): assert is_batch_invariant_mode_enabled()",
-        "assert not is_batch_invariant_mode_enabled()",
-        "from tp_invariant import batch_invariant",
-        "assert batch_invariant is tpi.batch_invariant",
-    ]
-    in_a_fresh_process(*ORDERS[order], *checks)
+    """And the other modules are attributes of the package."""
+    lines = [*ORDERS[order], *WORKS, "import tp_invariant.batch_invariant.dispatch", *WORKS]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
