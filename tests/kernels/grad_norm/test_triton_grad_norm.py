@@ -203,7 +203,7 @@ def test_in_a_cuda_graph():
         grad_norm._leaf_plan.cache_clear()
         grad_norm._scale_plan.cache_clear()
         with (
-            pytest.raises(RuntimeError, match="call it once before the capture"),
+            pytest.raises(RuntimeError, match="call it once right before the capture"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             call()
