@@ -30,7 +30,7 @@ from tp_invariant.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
-VOCABULARY, HIDDEN, HEADS = 72, 64, 4
+VOCABULARY, HIDDEN, HEADS, KV_HEADS = 72, 64, 4, 2
 ON, OFF = True, False
 
 needs_compiler = pytest.mark.skipif(
@@ -52,7 +52,8 @@ class Net(nn.Module):
         self.embedding = tpi.VocabParallelEmbedding(VOCABULARY, HIDDEN, tp_group=tp_group, **where)
         self.first = nn.LayerNorm(HIDDEN, **where)  # whole, before what enters the sharded region
         self.norm = tpi.ParallelNorm(HIDDEN, **both)
-        self.qkv = tpi.Linear(HIDDEN, 3 * HIDDEN, bias=False, partition_stride=3, **column)
+        self.sizes = [heads * (HIDDEN // HEADS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        self.qkv = tpi.Linear(HIDDEN, sum(self.sizes), bias=False, partition_sizes=self.sizes, **column)
         self.q_norm = tpi.ParallelNorm(HIDDEN // HEADS, heads=HEADS, heads_dim=2, tp_group=tp_group, **where)
         self.out = tpi.Linear(HIDDEN, HIDDEN, **row)
         self.up = tpi.LayerNormLinear(HIDDEN, 256, normalization="RMSNorm", partition_stride=2, **column)
@@ -61,10 +62,11 @@ class Net(nn.Module):
         self.head = tpi.Linear(HIDDEN, VOCABULARY, bias=False, parallel_mode="column", tp_group=tp_group, **where)
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        pieces = self.qkv(self.norm(x)).split([size // self.qkv.group.size for size in self.sizes], dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)) for t in pieces)
         q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), k, v))
         attention = F.scaled_dot_product_attention if q.dtype == torch.float64 else tpi.attention
-        kind = dict(is_causal=True) if q.dtype == torch.float64 else dict(causal=True)
+        kind = dict(is_causal=True, enable_gqa=True) if q.dtype == torch.float64 else dict(causal=True)
         return self.out(attention(q, k, v, **kind).transpose(1, 2).flatten(-2))
 
     def forward(self, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +242,7 @@ def test_a_hugging_face_layer():
 @pytest.mark.parametrize("degree", (1, 2))
 @pytest.mark.parametrize("sequence_parallel", (False, True))
 def test_on_gpus(degree, sequence_parallel):
-    """The model as one graph for all lengths, as one for each, and layer by layer; and the Hugging Face layer.
+    """The model as one graph for all lengths, as one for each, and layer by layer.
 
     Where the whole model is compiled, other degrees are held to float64 and not to TP=1's bits: there inductor picks
     the order of its own reductions by the sizes that it is given. Compiled layer by layer all bits are eager's.
@@ -257,7 +259,16 @@ def test_on_gpus(degree, sequence_parallel):
         check_right(got, exact, 1e-4)
         assert_bitwise_equal(got[:2], eager[:2])
         assert degree == 1 or digest(got[2]) != digest(eager[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("degree", (1, 2))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_a_hugging_face_layer_on_gpus(degree, sequence_parallel):
     pytest.importorskip("transformers")
+    if degree > testing.gpu_ranks():
+        pytest.skip(f"needs {degree} GPUs")
+    ranks = functools.partial(testing.run_ranks, device="cuda")
     (alone,) = ranks(train_hugging_face, 1, sequence_parallel, False, torch.float32, "cuda")
     for got in ranks(train_hugging_face, degree, sequence_parallel, True, torch.float32, "cuda"):
         for (name, value), (_, expected) in zip(leaves(got), leaves(alone), strict=True):

@@ -132,8 +132,9 @@ class Block(torch.nn.Module):
         super().__init__()
         place = dict(device=device, dtype=dtype, bias=False, **options)
         norm = dict(normalization="RMSNorm", parallel_mode="column")
-        self.qkv = tpi.LayerNormLinear(hidden, hidden, **norm, **place)
-        self.o = tpi.Linear(hidden, hidden, parallel_mode="row", **place)
+        pieces = dict(partition_sizes=(hidden // 2, hidden // 4, hidden // 4))  # of the features between the two
+        self.qkv = tpi.LayerNormLinear(hidden, hidden, **pieces, **norm, **place)
+        self.o = tpi.Linear(hidden, hidden, parallel_mode="row", **pieces, **place)
         self.fc1 = tpi.LayerNormLinear(hidden, 2 * ffn, partition_stride=2, **norm, **place)
         self.fc2 = tpi.Linear(ffn, hidden, parallel_mode="row", **place)
         self.called = 0
