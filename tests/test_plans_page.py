@@ -57,7 +57,7 @@ def test_a_program_of_its_own_gives_one_digest_at_every_degree(tmp_path):
             )
             processes.append(((degree, mode), process))
     for key, process in processes:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
         digests.setdefault(key, set()).add(out.split()[1])
     assert digests[1, "1"] == digests[2, "1"] and len(digests[1, "1"]) == 1
