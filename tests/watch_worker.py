@@ -67,7 +67,7 @@ RUNS = {
     "in multiprocessing": [in_multiprocessing(raises(0.4, SystemExit)), in_multiprocessing(ends(0.2))],
     "good ends": [ends(0.1), in_multiprocessing(ends(0.3)), has_children(0.4, ends(1.2)), ends(1.4)],
     "a child outlives it": [has_children(LAST + 1, is_killed(0.6))],
-    "all are ended": [is_killed(LAST - 1)],
+    "all are ended": [is_killed(LAST - 0.3)],
 }
 
 
