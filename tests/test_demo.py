@@ -65,13 +65,13 @@ def test_one_degree_is_nothing_to_compare(capsys):
     assert "one degree alone, so there was nothing to compare it with" in capsys.readouterr().out
 
 
-README = Path(__file__).parents[1] / "README.md"
-_UPDATE = "what the demo prints is no longer what the README shows: run the README's command and put its output there"
+README, PAGE = (Path(__file__).parents[1] / path for path in ("README.md", "docs/verification.md"))
+_UPDATE = "what the demo prints is no longer what docs/verification.md shows: run the command, put its output there"
 
 
-def readme_output() -> str:
-    """The block of the README that begins as the demo's output does."""
-    (block,) = re.findall(r"```text\n(A transformer of .*?)```", README.read_text(), flags=re.DOTALL)
+def shown_output() -> str:
+    """The block of the page that begins as the demo's output does."""
+    (block,) = re.findall(r"```text\n(A transformer of .*?)```", PAGE.read_text(), flags=re.DOTALL)
     return block
 
 
@@ -83,9 +83,9 @@ def shape_of(output: str) -> list[str]:
     return [kind for i, kind in enumerate(kinds) if kind and kind not in kinds[:i]]
 
 
-def test_the_readme_shows_what_the_demo_prints(capsys):
+def test_the_page_shows_what_the_demo_prints(capsys):
     """Everywhere its form; its numbers on the kind of machine that it names, which alone gives those bits."""
-    shown = readme_output()
+    shown = shown_output()
     on, off = table_digests(shown)
     assert len(set(on)) == 1 and len(set(off)) == len(off) == len(on) == 4
     own = machine("cpu")
@@ -96,8 +96,13 @@ def test_the_readme_shows_what_the_demo_prints(capsys):
     missing = [kind for kind in shape_of(printed) if kind not in shape_of(shown) and "onedegreealone" not in kind]
     assert not missing, f"{_UPDATE}: {missing}"
     if not comparable:
-        pytest.skip(f"the README's digest is another machine's; this one is {own}")
+        pytest.skip(f"the page's digest is another machine's; this one is {own}")
     assert table_digests(printed)[0] == on[:1], f"{_UPDATE}: the digest with the mode on is {table_digests(printed)[0]}"
+
+
+def test_the_readme_shows_the_verdict_of_that_output():
+    (verdict_line,) = re.findall(r"```text\n(Verdict: .*\n)```", README.read_text())
+    assert shown_output().endswith(verdict_line)
 
 
 # --- options --------------------------------------------------------------------------------------------------------

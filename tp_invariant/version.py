@@ -1,1 +1,8 @@
-__version__ = "0.1.0"
+"""The version, which stands in pyproject.toml alone."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("tp-invariant")
+except PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "unknown"

@@ -124,7 +124,7 @@ class LayerNormLinear(Linear):
         return {**super()._facts(x, call, invariant), "the norm": norm, "return_layernorm_output": returned}
 
     def forward(self, x: Tensor) -> Any:
-        """x [.., in_features], this rank's tokens under SP -> y, or a tuple (y[, bias][, norm's output])."""
+        """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
         dtype = autocast_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
 
