@@ -1,9 +1,12 @@
 """What every test needs before anything imports torch or triton."""
 
 import atexit
+import inspect
+import itertools
 import os
 import shutil
 import tempfile
+from pathlib import Path
 from unittest import mock
 
 # Small products on two threads are waiting, most of all, and the OpenMP of torch's wheels waits by spinning on a core
@@ -70,10 +73,10 @@ MOST_RANKS = 8  # that a test on CPUs asks for
 def whole_pool(request):
     """In a run of several files, whichever asks first for ranks on CPUs starts as many as any file needs.
 
-    A pool that is too small is replaced by a larger one, and starting ranks takes many seconds. A run of one file,
-    which may need two ranks alone, gets what it asks for.
+    A pool that is too small is replaced by a larger one, and starting ranks takes many seconds. A run of one file or of
+    the fast tier, which may need two ranks alone, gets what it asks for.
     """
-    if len({item.path for item in request.session.items}) == 1:
+    if len({item.path for item in request.session.items}) == 1 or request.config.getoption("-m") == "fast":
         yield
         return
     pools, shared_pool = rank_pool._pools, testing.shared_pool
@@ -96,3 +99,57 @@ def pytest_addoption(parser):
     group.addoption(
         "--fuzz-scripts", default=tempfile.gettempdir(), metavar="DIR", help="where failing ones are written"
     )
+
+
+# --- tiers: what a test needs is read off what it calls ---------------------------------------------------------------
+
+NEEDS = {"ranks": {"run_ranks", "shared_pool", "RankPool"}, "subprocess": {"subprocess", "Popen", "torchrun"}}
+FAST_LIMIT = 60  # seconds, on a machine that does other things beside
+
+
+def _called(function, known):
+    """Names that a function uses, and those that the tests' own functions and classes use which it names."""
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__") or function.__module__.startswith("tp_invariant"):
+        return set()
+    if function in known:
+        return known[function]
+    names = known[function] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += filter(inspect.iscode, code.co_consts)
+    spaces = [function.__globals__]
+    spaces += [vars(found) for name in names if inspect.ismodule(found := spaces[0].get(name)) and _is_helper(found)]
+    for name, space in itertools.product(sorted(names), spaces):
+        found = space.get(name)
+        parts = vars(found).values() if inspect.isclass(found) else [found]
+        for part in filter(inspect.isfunction, parts):
+            names.update(_called(part, known))
+    return names
+
+
+def _is_helper(module):
+    return Path(getattr(module, "__file__", None) or "/").is_relative_to(Path(__file__).parent)
+
+
+def pytest_collection_modifyitems(items):
+    """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and is not `slow`.
+
+    A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too.
+    """
+    known = {}
+    for item in items:
+        fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values() if found]
+        fixtures = [function for function in fixtures if function.__module__ != __name__]
+        names = set().union(*(_called(function, known) for function in [item.function, *fixtures]))
+        needed = [marker for marker, calls in NEEDS.items() if names & calls]
+        if not torch.cuda.is_available() and "kernels" in item.path.parent.parts:
+            needed.append("interpreter")
+        for marker in needed:
+            item.add_marker(marker)
+        if not needed and not any(map(item.get_closest_marker, ("gpu", "slow"))):
+            item.add_marker("fast")
+        if item.get_closest_marker("fast"):
+            item.add_marker(pytest.mark.timeout(FAST_LIMIT))

@@ -54,6 +54,7 @@ def _run_models(request, capsys, device):
     assert counts.off > counts.programs / 4  # the negative control: stock tensor parallelism is told from this
 
 
+@pytest.mark.fast
 def test_composed_models(request, capsys, one_thread):
     device = request.config.getoption("--fuzz-device")
     if device == "cuda":
