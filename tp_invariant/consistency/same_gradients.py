@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..comm.collectives import Group, gather_major, is_capturing, ranks_of
 from ..core.mode import is_call_check_enabled
+from ..kernels.select import select
 from .agreement import check_agreement, group_device, introduce
 
 
@@ -189,23 +190,14 @@ def _digests(grads: Sequence[Tensor], place: torch.device) -> Tensor:
     by_device: dict[torch.device, list[int]] = {}
     for i, grad in enumerate(grads):
         by_device.setdefault(grad.device, []).append(i)
-    parts = [
-        torch.zeros(len(members), dtype=torch.int64, device=place)  # there are no values
-        if device.type == "meta"
-        else _kernels(device).digests([grads[i] for i in members]).to(place)
-        for device, members in by_device.items()
-    ]
+    parts = []
+    for device, members in by_device.items():
+        if device.type == "meta":  # there are no values
+            parts.append(torch.zeros(len(members), dtype=torch.int64, device=place))
+            continue
+        kernels = select("gradient norm", "cuda" if device.type == "cuda" else "cpu")
+        parts.append(kernels.digests([grads[i] for i in members]).to(place))
     if len(parts) == 1:
         return parts[0]
     order = torch.tensor([i for members in by_device.values() for i in members], device="cpu")
     return torch.cat(parts)[order.argsort().to(place)]
-
-
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cuda":
-        from ..kernels.grad_norm import kernel as grad_norm  # imports triton, so only here
-
-        return grad_norm
-    from ..kernels.grad_norm import reference as reference_grad_norm
-
-    return reference_grad_norm

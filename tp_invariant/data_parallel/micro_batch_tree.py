@@ -25,6 +25,7 @@ from ..comm.wire import gather_objects
 from ..consistency.agreement import introduce
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
+from ..kernels.dtypes import DTYPES
 
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
 
@@ -188,7 +189,7 @@ class MicroBatchTree:
         if len(devices) > 1:
             raise ValueError(f"parameters are on {sorted(map(str, devices))}: build one MicroBatchTree for each device")
         for index, p in enumerate(self._parameters):
-            if type(p).__name__ == "DTensor" or p.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            if type(p).__name__ == "DTensor" or p.dtype not in DTYPES:
                 raise TypeError(
                     f"parameter {index} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only plain "
                     "tensors of bfloat16, float16 and float32 are supported"
