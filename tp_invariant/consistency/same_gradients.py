@@ -31,6 +31,7 @@ from ..comm.collectives import Group, gather_major, is_capturing, ranks_of
 from ..core.mode import is_call_check_enabled
 from ..kernels.select import select
 from .agreement import check_agreement, group_device, introduce
+from .differences import format_ranks, ranks_by_value
 
 
 class _Asked(NamedTuple):
@@ -156,10 +157,8 @@ def _difference(
     others = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     if not others:
         return f"{who}: the ranks of tp_group differ in their calls: every rank must make the same ones"
-    ranks_with: dict[int, list[int]] = {}
-    for rank, value in enumerate(columns[others[0]]):
-        ranks_with.setdefault(value, []).append(rank)
-    alike = "; ".join(f"one on rank {', '.join(map(str, ranks))}" for ranks in ranks_with.values())
+    holders = ranks_by_value(enumerate(columns[others[0]])).values()
+    alike = "; ".join(f"one on {format_ranks(ranks)}" for ranks in holders)
     more = f" and {len(others) - 1} more gradients of whole parameters differ" if len(others) > 1 else " differs"
     return (
         f"{who}: {names[others[0]]}{more} between the {group.size} ranks of the group {ranks_of(group)}: {alike}. {why}"

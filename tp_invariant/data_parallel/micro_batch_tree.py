@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
 from ..comm.liveness import DeadRankError
-from ..comm.wire import gather_objects
 from ..consistency.agreement import introduce
+from ..consistency.differences import format_values, gather_differences
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
@@ -104,15 +104,11 @@ def _nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
 
 def _check_alike(facts: dict[str, Any], group: Group) -> None:
     """A RuntimeError on every rank, naming the first of `facts` that ranks have different values of."""
-    everyone = gather_objects(facts, group)
-    for name in dict.fromkeys(itertools.chain(*everyone)):
-        values = [theirs.get(name, "missing") for theirs in everyone]
-        if values.count(values[0]) < len(values):
-            said = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise RuntimeError(
-                f"the {group.size} ranks of dp_group disagree: {name} is {said}. Give MicroBatchTree the same "
-                "parameters, in the same order, and the same micro_batches on every rank"
-            )
+    for name, values in gather_differences(facts, group).items():
+        raise RuntimeError(
+            f"the {group.size} ranks of dp_group disagree: {name} is {format_values(values)}. Give MicroBatchTree the "
+            "same parameters, in the same order, and the same micro_batches on every rank"
+        )
 
 
 class MicroBatchTree:
