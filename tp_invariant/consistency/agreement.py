@@ -17,6 +17,7 @@ import ast
 import hashlib
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -75,12 +76,20 @@ class Agreed(set[Hashable]):
         if group is not None and group.process_group is not None:
             self.number = _made[group.process_group] = _made.get(group.process_group, 0) + 1
 
+    def found(self, key: tuple | None) -> Any:
+        """What was settled under `key`; None if nothing was."""
+        try:
+            return None if key is None else self.settled.get(key)
+        except TypeError:  # sizes that are symbols, or an identity that is a list
+            return None
+
     def settle(self, key: tuple | None, found: Any) -> Any:
-        """`found`, kept under `key` if there is one."""
+        """`found`, kept under `key` if there is one that can be looked up."""
         if key is not None:
             if len(self.settled) >= _MOST_SETTLED:
                 self.settled.clear()
-            self.settled[key] = found
+            with suppress(TypeError):
+                self.settled[key] = found
         return found
 
     def clear(self) -> None:
