@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dtypes import DTYPES
 from ..launch import Launch, cdiv, launch_on
 from .backward import backward
 from .merge import finish, fold, merge_kernel
 from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
 from .tiles import (
-    DTYPES,
     Problem,
     Rows,
     Tile,

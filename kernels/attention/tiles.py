@@ -16,7 +16,6 @@ from ..launch import Launch
 from .spec import AttentionSpec, PackedLengths
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels; other sizes are padded with zeros to the next
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit

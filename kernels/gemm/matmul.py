@@ -22,12 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dtypes import DTYPES
 from ..launch import cdiv, interpreting, launch_on
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
 from .output import check_output, check_promotion, written
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
 _INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)

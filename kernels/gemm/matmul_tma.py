@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dtypes import HALF_DTYPES
 from ..launch import Launch, cdiv
 from .matmul_configs import MatmulConfig, choose_tma_config, promoted_block_k
 from .output import written
@@ -200,7 +201,7 @@ def _multiprocessors(index: int) -> int:
 
 def _takes(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
     """Whether the device, the dtypes and the row stride of C are right."""
-    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(a.device.index):
+    if not a.is_cuda or a.dtype not in HALF_DTYPES or not _is_hopper(a.device.index):
         return False
     return c_stride * out_dtype.itemsize % _ALIGNMENT == 0
 

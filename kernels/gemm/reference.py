@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import DTYPES
 from .output import check_output, check_promotion
 
 K_BLOCK = 128
 _PAD = 64  # rows and columns come in multiples of this
 _TILE = 512  # and at most this many at a time, so that only (512 / 64)^2 shapes, times layouts, ever reach the BLAS
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -50,8 +49,8 @@ def check_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.d
     if bias is not None and bias.shape != (b.shape[1],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({b.shape[1]},), one for each column of b")
     for name, dtype in (("a", a.dtype), ("bias", a.dtype if bias is None else bias.dtype), ("out_dtype", out_dtype)):
-        if dtype not in SUPPORTED_DTYPES:
-            raise TypeError(f"{name} is {dtype}: supported are {', '.join(map(str, SUPPORTED_DTYPES))}")
+        if dtype not in DTYPES:
+            raise TypeError(f"{name} is {dtype}: supported are {', '.join(map(str, DTYPES))}")
     for name, tensor in (("a", a), ("b", b), ("bias", bias)):
         if nothing and tensor is not None and tensor.device != a.device:
             raise ValueError(f"{name} is on {tensor.device}: it must be on the device of a, {a.device}")

@@ -28,10 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..dtypes import HALF_DTYPES as DTYPES
 from .output import check_promotion
 from .reference import check_operands
-
-DTYPES = (torch.bfloat16, torch.float16)
 
 _TILE_ROWS, _TILE_COLS = 64, 512  # of C at a time: the float64 tiles of one step stay in a core's cache
 _LOWEST = -400  # below every exponent of a product (-266 for bf16); what a term without one is given

@@ -97,26 +97,11 @@ def _fold_kernel(v_ptr, out_ptr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _scale_kernel(
-    addresses_ptr, sizes_ptr, tiles_ptr, factor_ptr, like_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
-):  # fmt: skip
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        tile = tl.program_id(0)
-        which = tl.load(tiles_ptr + 2 * tile)
-        at = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        size = tl.load(sizes_ptr + which)
-        x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
-        if VECTOR > 1:
-            x = tl.multiple_of(x, 16)
-            size = tl.multiple_of(size, VECTOR)
-        inside = at < size
-        value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-        tl.store(x + at, (value * factor).to(like_ptr.dtype.element_ty), mask=inside)
+def _part_of_program(addresses_ptr, sizes_ptr, tiles_ptr, like_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Of the tensor that this program works on: its number, its address, the program's elements, which of them exist.
 
-
-@triton.jit
-def _digest_kernel(addresses_ptr, sizes_ptr, tiles_ptr, out_ptr, like_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    VECTOR: elements of 16 bytes, if the address and the size are multiples of them; else 1.
+    """
     tile = tl.program_id(0)
     which = tl.load(tiles_ptr + 2 * tile)
     at = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -125,7 +110,23 @@ def _digest_kernel(addresses_ptr, sizes_ptr, tiles_ptr, out_ptr, like_ptr, BLOCK
     if VECTOR > 1:
         x = tl.multiple_of(x, 16)
         size = tl.multiple_of(size, VECTOR)
-    inside = at < size
+    return which, x, at, at < size
+
+
+@triton.jit
+def _scale_kernel(
+    addresses_ptr, sizes_ptr, tiles_ptr, factor_ptr, like_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        _, x, at, inside = _part_of_program(addresses_ptr, sizes_ptr, tiles_ptr, like_ptr, BLOCK, VECTOR)
+        value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        tl.store(x + at, (value * factor).to(like_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _digest_kernel(addresses_ptr, sizes_ptr, tiles_ptr, out_ptr, like_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    which, x, at, inside = _part_of_program(addresses_ptr, sizes_ptr, tiles_ptr, like_ptr, BLOCK, VECTOR)
     z = tl.load(x + at, mask=inside, other=0).to(tl.int64) + (at + which.to(tl.int64) * 2**40 + 1) * _STEP
     z = (z ^ (z >> 30)) * _MIX1
     z = (z ^ (z >> 27)) * _MIX2

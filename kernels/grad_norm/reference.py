@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gemm.reference import SUPPORTED_DTYPES
+from ..dtypes import DTYPES
 
 LANES = 128
 FOLDED = 4096  # numbers that one step of `fold` makes one of
@@ -30,8 +30,8 @@ def check_tensors(operation: str, xs: Sequence[Tensor]) -> None:
         raise ValueError(f"{operation}: there are no tensors; allowed: at least one")
     device = xs[0].device
     for i, x in enumerate(xs):
-        if x.dtype not in SUPPORTED_DTYPES:
-            allowed = ", ".join(map(str, SUPPORTED_DTYPES))
+        if x.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
             raise TypeError(f"{operation}: tensor {i} has dtype {x.dtype}; allowed: {allowed}")
         if x.device != device:
             raise ValueError(f"{operation}: tensor {i} is on {x.device}; allowed: the device of tensor 0, {device}")

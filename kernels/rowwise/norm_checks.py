@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gemm.reference import SUPPORTED_DTYPES as DTYPES
+from ..dtypes import DTYPES
 
 
 def check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:

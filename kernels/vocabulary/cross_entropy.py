@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.matmul import DTYPES
+from ..dtypes import DTYPES
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.matmul import DTYPES
+from ..dtypes import DTYPES
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 
 LEAF_OCCURRENCES = 32  # part of the order of summation

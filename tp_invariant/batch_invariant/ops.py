@@ -7,10 +7,8 @@ under slicing on an H200.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm
+from ..kernels.select import select
 
 # --- what is taken --------------------------------------------------------------------------------------------------
 
@@ -145,17 +144,6 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 # --- along rows -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _kernels(device_type: str) -> ModuleType:
-    if device_type == "cuda":
-        from ..kernels.rowwise import softmax  # imports triton, so only here
-
-        return softmax
-    from ..kernels.rowwise import reference_softmax
-
-    return reference_softmax
-
-
 def _as_rows(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, list[int]]:
     """x with `dims` last and flattened, [rows, n], and the order that its dims have there."""
     if list(dims) == [x.dim() - 1]:
@@ -183,7 +171,7 @@ def _softmax_of(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool) -> Tenso
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=out_dtype)
     rows, order = _as_rows(x, _dims(dim, x.dim()))
-    y = _kernels(x.device.type).softmax(rows, log=log, out_dtype=out_dtype)
+    y = select("softmax", x.device.type).softmax(rows, log=log, out_dtype=out_dtype)
     inverse = [order.index(d) for d in range(x.dim())]
     return y.view([x.shape[d] for d in order]).permute(inverse).contiguous()
 
@@ -217,7 +205,7 @@ def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: to
     if dim in ([-1], [x.dim() - 1]) and x.dtype.is_floating_point and x.numel():  # the usual case, quickly
         size = x.shape[-1]
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        y = _kernels(x.device.type).row_sums(rows, divisor=size if mean else 1, out_dtype=out_dtype)
+        y = select("softmax", x.device.type).row_sums(rows, divisor=size if mean else 1, out_dtype=out_dtype)
         return y.view((*x.shape[:-1], 1) if keepdim else x.shape[:-1])
     if not x.dtype.is_floating_point:
         x = x.to(out_dtype)
@@ -227,7 +215,7 @@ def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: to
     if count == 0:
         y = rows.new_full((rows.shape[0],), math.nan if mean else 0.0, dtype=out_dtype)
     else:
-        y = _kernels(x.device.type).row_sums(rows, divisor=count if mean else 1, out_dtype=out_dtype)
+        y = select("softmax", x.device.type).row_sums(rows, divisor=count if mean else 1, out_dtype=out_dtype)
     kept = [(1 if d in dims else size) for d, size in enumerate(x.shape) if keepdim or d not in dims]
     return y.view(kept)
 

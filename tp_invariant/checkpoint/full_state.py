@@ -10,7 +10,7 @@ for all, and where they differ nobody can say which is right. That costs a pass 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.collectives import Group
 from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement
-from ..consistency.same_weights import ranks_apart, tensor_hash
+from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
+from ..consistency.same_weights import tensor_hash
 from ..core.bits import raw_bytes
 from ..core.layout import piece_sizes
 from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
@@ -215,15 +216,14 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
     everyone = gather_objects(own, group)
     problems = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        facts = [theirs.get(name, ("nothing", "", None)) for theirs in everyone]
-        if len(kinds := _ranks_with(enumerate(kind for kind, _, _ in facts))) > 1:
-            named = "; ".join(f"{kind} on rank {', '.join(map(str, ranks))}" for kind, ranks in kinds.items())
-            problems.append(f"  {name}: {named}")
+        facts = [theirs.get(name, (NOTHING, "", None)) for theirs in everyone]
+        if len(kinds := ranks_by_value(enumerate(kind for kind, _, _ in facts))) > 1:
+            problems.append(f"  {name}: {format_values(kinds)}")
             continue
         for part in dict.fromkeys(part for _, part, _ in facts):
-            values = _ranks_with((rank, value) for rank, (_, own_part, value) in enumerate(facts) if own_part == part)
-            if len(values) > 1:
-                problems.append(f"  {part}{name}: {ranks_apart(values.values())}")
+            held = ((rank, value) for rank, (_, own_part, value) in enumerate(facts) if own_part == part)
+            if len(values := ranks_by_value(held)) > 1:
+                problems.append(f"  {part}{name}: {format_unnamed(values)}")
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise RuntimeError(
@@ -231,14 +231,6 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
             "start from the same and get the same gradients; for statistics of each rank's own data, save one replica, "
             "or give all ranks one value first:\n" + "\n".join(problems[:_SHOWN]) + more
         )
-
-
-def _ranks_with(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:
-    """The ranks that have each value, given (rank, value)."""
-    found: dict[Any, list[int]] = {}
-    for rank, value in values:
-        found.setdefault(value, []).append(rank)
-    return found
 
 
 def check_match(

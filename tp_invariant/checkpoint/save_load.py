@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.collectives import Group, resolve_group
 from ..comm.liveness import explain
 from ..comm.wire import gather_objects
+from ..consistency.differences import format_values, gather_differences
 from ..core.bits import leaves
 from .full_optimizer_state import (
     check_optimizer,
@@ -253,12 +254,9 @@ def _check_alike(what: str, values: Any, ranks: Group) -> None:
     own = {name: repr(leaf) for name, leaf in leaves(values)}
     if len(set(gather_objects(hashlib.sha256(repr(own).encode()).hexdigest(), ranks))) == 1:
         return
-    everyone = gather_objects(own, ranks)
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        found = [theirs.get(name, "nothing") for theirs in everyone]
-        if len(set(found)) > 1:
-            named = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
-            raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which should be alike: {named}")
+    for name, found in gather_differences(own, ranks).items():
+        named = format_values(found)
+        raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which should be alike: {named}")
 
 
 # --- nests of values, and tensors in them ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import ast
 import hashlib
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from ..comm.wire import gather_objects
 from ..core.compiled import at_run_time, group_name, group_named, plain
 from ..core.layout import fresh_view
 from ..core.mode import is_call_check_enabled
+from .differences import differences, format_values
 from .environment import environment_facts
 
 _MOST = 4096  # how many different calls are remembered as agreed on
@@ -74,12 +76,20 @@ class Agreed(set[Hashable]):
         if group is not None and group.process_group is not None:
             self.number = _made[group.process_group] = _made.get(group.process_group, 0) + 1
 
+    def found(self, key: tuple | None) -> Any:
+        """What was settled under `key`; None if nothing was."""
+        try:
+            return None if key is None else self.settled.get(key)
+        except TypeError:  # sizes that are symbols, or an identity that is a list
+            return None
+
     def settle(self, key: tuple | None, found: Any) -> Any:
-        """`found`, kept under `key` if there is one."""
+        """`found`, kept under `key` if there is one that can be looked up."""
         if key is not None:
             if len(self.settled) >= _MOST_SETTLED:
                 self.settled.clear()
-            self.settled[key] = found
+            with suppress(TypeError):
+                self.settled[key] = found
         return found
 
     def clear(self) -> None:
@@ -293,16 +303,9 @@ def _compare(
     told = {name: repr(value) for name, value in facts.items()}, _made.get(group.process_group, 0)
     everyone, made = zip(*gather_objects(told, group), strict=True)
     _made[group.process_group] = max(made)  # so that they can go on, with layers that are made from now on
-    parts = []
-    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
-    names.sort(key=lambda name: name not in (_NUMBER, "the layer"))  # first, where there are many
-    for name in [_OWN_ERROR] if _OWN_ERROR in names else names:
-        ranks_with: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(everyone):
-            ranks_with.setdefault(theirs.get(name, "nothing"), []).append(rank)
-        if len(ranks_with) > 1:
-            values = (f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_with.items())
-            parts.append(f"{name} is {'; '.join(values)}")
+    found = differences(everyone)
+    names = sorted(found, key=lambda name: name not in (_NUMBER, "the layer"))  # first, where there are many
+    parts = [f"{name} is {format_values(found[name])}" for name in ([_OWN_ERROR] if _OWN_ERROR in found else names)]
     if len(parts) > _SHOWN:
         parts[_SHOWN:] = [f"and {len(parts) - _SHOWN} more"]
     order = (

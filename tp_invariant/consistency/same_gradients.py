@@ -29,7 +29,9 @@ from torch import Tensor
 
 from ..comm.collectives import Group, gather_major, is_capturing, ranks_of
 from ..core.mode import is_call_check_enabled
+from ..kernels.select import select
 from .agreement import check_agreement, group_device, introduce
+from .differences import format_ranks, ranks_by_value
 
 
 class _Asked(NamedTuple):
@@ -155,10 +157,8 @@ def _difference(
     others = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     if not others:
         return f"{who}: the ranks of tp_group differ in their calls: every rank must make the same ones"
-    ranks_with: dict[int, list[int]] = {}
-    for rank, value in enumerate(columns[others[0]]):
-        ranks_with.setdefault(value, []).append(rank)
-    alike = "; ".join(f"one on rank {', '.join(map(str, ranks))}" for ranks in ranks_with.values())
+    holders = ranks_by_value(enumerate(columns[others[0]])).values()
+    alike = "; ".join(f"one on {format_ranks(ranks)}" for ranks in holders)
     more = f" and {len(others) - 1} more gradients of whole parameters differ" if len(others) > 1 else " differs"
     return (
         f"{who}: {names[others[0]]}{more} between the {group.size} ranks of the group {ranks_of(group)}: {alike}. {why}"
@@ -189,23 +189,14 @@ def _digests(grads: Sequence[Tensor], place: torch.device) -> Tensor:
     by_device: dict[torch.device, list[int]] = {}
     for i, grad in enumerate(grads):
         by_device.setdefault(grad.device, []).append(i)
-    parts = [
-        torch.zeros(len(members), dtype=torch.int64, device=place)  # there are no values
-        if device.type == "meta"
-        else _kernels(device).digests([grads[i] for i in members]).to(place)
-        for device, members in by_device.items()
-    ]
+    parts = []
+    for device, members in by_device.items():
+        if device.type == "meta":  # there are no values
+            parts.append(torch.zeros(len(members), dtype=torch.int64, device=place))
+            continue
+        kernels = select("gradient norm", "cuda" if device.type == "cuda" else "cpu")
+        parts.append(kernels.digests([grads[i] for i in members]).to(place))
     if len(parts) == 1:
         return parts[0]
     order = torch.tensor([i for members in by_device.values() for i in members], device="cpu")
     return torch.cat(parts)[order.argsort().to(place)]
-
-
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cuda":
-        from ..kernels.grad_norm import kernel as grad_norm  # imports triton, so only here
-
-        return grad_norm
-    from ..kernels.grad_norm import reference as reference_grad_norm
-
-    return reference_grad_norm

@@ -7,7 +7,7 @@ collective. The cost is one pass over the weights: milliseconds for a gigabyte o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group, gather_major
 from ..core.bits import leaf_hashes
 from .agreement import check_agreement, group_device
+from .differences import format_unnamed, ranks_by_value
 
 _SHOWN = 5
 
@@ -27,11 +28,6 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_conj().resolve_neg()  # whose bytes would be those of another value
     rows = leaf_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
     return leaf_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
-
-
-def ranks_apart(alike: Iterable[Sequence[int]]) -> str:
-    """Which ranks hold one value and which another, given the ranks that hold the same."""
-    return "one value on " + ", another on ".join(f"rank {', '.join(map(str, ranks))}" for ranks in alike)
 
 
 def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -> None:
@@ -58,12 +54,9 @@ def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -
     everyone = gather_major(own, group).t().tolist()
     problems = {}
     for name, hashes in zip(named, everyone, strict=True):
-        ranks_with: dict[int, list[int]] = {}
-        for rank, value in enumerate(hashes):
-            if value:
-                ranks_with.setdefault(value, []).append(rank)
-        if len(ranks_with) > 1:
-            problems[name] = f"  {name}: {ranks_apart(ranks_with.values())}"
+        values = ranks_by_value((rank, value) for rank, value in enumerate(hashes) if value)
+        if len(values) > 1:
+            problems[name] = f"  {name}: {format_unnamed(values)}"
     if problems:
         found = {kind: len(tensors.keys() & problems.keys()) for kind, tensors in kinds.items()}
         where = " and ".join(f"{count} of {len(kinds[kind])} {kind}" for kind, count in found.items() if count)

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
 from ..comm.liveness import DeadRankError
-from ..comm.wire import gather_objects
 from ..consistency.agreement import introduce
+from ..consistency.differences import format_values, gather_differences
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
+from ..kernels.dtypes import DTYPES
 
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
 
@@ -103,15 +104,11 @@ def _nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
 
 def _check_alike(facts: dict[str, Any], group: Group) -> None:
     """A RuntimeError on every rank, naming the first of `facts` that ranks have different values of."""
-    everyone = gather_objects(facts, group)
-    for name in dict.fromkeys(itertools.chain(*everyone)):
-        values = [theirs.get(name, "missing") for theirs in everyone]
-        if values.count(values[0]) < len(values):
-            said = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise RuntimeError(
-                f"the {group.size} ranks of dp_group disagree: {name} is {said}. Give MicroBatchTree the same "
-                "parameters, in the same order, and the same micro_batches on every rank"
-            )
+    for name, values in gather_differences(facts, group).items():
+        raise RuntimeError(
+            f"the {group.size} ranks of dp_group disagree: {name} is {format_values(values)}. Give MicroBatchTree the "
+            "same parameters, in the same order, and the same micro_batches on every rank"
+        )
 
 
 class MicroBatchTree:
@@ -188,7 +185,7 @@ class MicroBatchTree:
         if len(devices) > 1:
             raise ValueError(f"parameters are on {sorted(map(str, devices))}: build one MicroBatchTree for each device")
         for index, p in enumerate(self._parameters):
-            if type(p).__name__ == "DTensor" or p.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            if type(p).__name__ == "DTensor" or p.dtype not in DTYPES:
                 raise TypeError(
                     f"parameter {index} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only plain "
                     "tensors of bfloat16, float16 and float32 are supported"

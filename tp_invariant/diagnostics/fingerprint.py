@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from ..functional.attention import attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..functional.norm import Norm, NormCall
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, bundled_gemm_fn
+from ..kernels.select import select
 from ..version import __version__
 from .hashed_inputs import hashed, hashed_floats
 
@@ -149,14 +149,7 @@ def attention_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line
 
 def row_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
     """Softmax, log-softmax and sums of rows, and the gradient of an embedding whose ids repeat."""
-    embedding: Any
-    softmax: Any
-    if device == "cuda":
-        from ..kernels.rowwise import softmax  # import triton
-        from ..kernels.vocabulary import embedding
-    else:
-        from ..kernels.rowwise import reference_softmax as softmax
-        from ..kernels.vocabulary import reference_embedding as embedding
+    embedding, softmax = select("embedding gradient", device), select("softmax", device)
     for dtype in dtypes:
         for rows, features in ROW_SHAPES:
             at = f"{rows}x{features}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.options import Normalization, ParallelMode
 from ..gemm.gemm_fn import GemmFn, bundled_gemm_fn
 from ..gemm.owner_maps import OWNER_MAPS
+from ..kernels.dtypes import DTYPES
 from ..testing.checks import assert_slice_invariant, check_large_slices
 from .verify_case import Case, Outcome, check_cases, load_gemm_fn
 from .verify_layers import LayerCase
@@ -34,9 +35,7 @@ class Setup:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Quick takes the first one everywhere and all where a check says so."""
-        return (
-            (torch.float32, torch.bfloat16) if self.device == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
-        )
+        return (torch.float32, torch.bfloat16) if self.device == "cpu" else DTYPES
 
     @property
     def unit(self) -> int:

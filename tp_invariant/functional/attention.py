@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..kernels.select import select
 from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
 
 _KERNEL_HEAD_DIM = 256  # at most; kernels/attention/forward.py
@@ -141,13 +142,7 @@ def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _kernel(q: Tensor) -> Any:
     """The module that computes it."""
-    if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM:
-        from ..kernels.attention import forward as attention
-
-        return attention
-    from ..kernels.attention import reference as reference_attention
-
-    return reference_attention
+    return select("attention", "cuda" if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM else "cpu")
 
 
 @functools.lru_cache(maxsize=4096)

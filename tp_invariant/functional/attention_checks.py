@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from ..kernels.dtypes import DTYPES
 
 
 def in_autocasts_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,8 +32,9 @@ from torch.overrides import TorchFunctionMode
 from ..core.elementwise import in_whole_vectors
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..gemm.gemm_fn import check_dtype, gemm
+from ..kernels.dtypes import DTYPES
 from .attention import attention
-from .attention_checks import DTYPES, check_alike, check_score_options, in_autocasts_dtype
+from .attention_checks import check_alike, check_score_options, in_autocasts_dtype
 
 
 def safe_attention(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, get_args
 
 import torch
@@ -32,6 +31,7 @@ from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
 from ..gemm.gemm_fn import BUNDLED_DTYPES
+from ..kernels.select import select
 from . import stock
 from .linear import flatten_tokens
 from .vocab import VocabShard, check_ids
@@ -143,18 +143,6 @@ def _check_shapes(logits: Tensor, target: Tensor, vocab_size: int | None, group:
     return VocabShard(group, size, logits.shape[-1])
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from ..kernels.vocabulary import cross_entropy  # imports triton, so only here
-
-        return cross_entropy
-    if device.type == "cpu":
-        from ..kernels.vocabulary import reference_cross_entropy
-
-        return reference_cross_entropy
-    raise NotImplementedError(f"no cross-entropy is bundled for device {str(device)!r}: bundled are cuda and cpu")
-
-
 # --- the mode on ----------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +176,7 @@ class _CrossEntropy(torch.autograd.Function):
         g = grad.reshape(-1).expand(ids.shape).contiguous()
         of_p = g * (1.0 + 2.0 * call.z_loss * (top + log_sum)) if call.z_loss else g
         factors = of_p, g * (1.0 - call.label_smoothing), g * (call.label_smoothing / call.shard.size)
-        dx = _kernels(logits.device).logits_grad(
+        dx = select("cross-entropy", logits.device.type).logits_grad(
             flatten_tokens(logits), call.shard.real, call.shard.first, ids, call.ignore_index, top, log_sum, factors
         )
         if dx.device.type == "cpu":  # where a NaN's bits depend on what is in one vector with it; a GPU makes one NaN
@@ -221,7 +209,7 @@ _cross_entropy = opaque(
 
 def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, top, log_sum), each fp32 [T], from x [T, n]: lse = top + log_sum, kept apart for the digits."""
-    kernels, shard, smoothing = _kernels(x.device), call.shard, call.label_smoothing
+    kernels, shard, smoothing = select("cross-entropy", x.device.type), call.shard, call.label_smoothing
     high, low = kernels.row_extremes(x, shard.real, with_low=smoothing > 0)
     at_target = x.gather(1, shard.local(ids).unsqueeze(1)).squeeze(1).float()
     extremes = gather_major(torch.stack([high, at_target] + ([] if low is None else [low])), shard.group)

@@ -23,6 +23,7 @@ from ..comm.small_gathers import start_gather_major
 from ..core.compiled import opaque, setting
 from ..core.layout import TokenSharding, own_shape
 from ..core.options import Normalization
+from ..kernels.select import select
 from .linear import flatten_tokens
 from .stock import complete_grad
 
@@ -50,18 +51,6 @@ class NormCall:
     heads_dim: int | None = None
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from ..kernels.rowwise import norm  # imports triton, so only here
-
-        return norm
-    if device.type == "cpu":
-        from ..kernels.rowwise import reference_norm
-
-        return reference_norm
-    raise NotImplementedError(f"no norm kernel is bundled for device {str(device)!r}: bundled are cuda and cpu")
-
-
 class Norm(torch.autograd.Function):
     """y = xhat * gamma + beta over the last dim, xhat = (x - mean) * rstd (RMSNorm: x * rstd).
 
@@ -71,7 +60,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
-        kernels = _kernels(x.device)
+        kernels = select("norm", x.device.type)
         y, mean, rstd = kernels.norm_forward(
             flatten_tokens(x), weight, bias, eps=call.eps, rms=call.rms, zero_centered=call.zero_centered
         )
@@ -84,7 +73,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         call: NormCall = ctx.call
-        kernels = _kernels(x.device)
+        kernels = select("norm", x.device.type)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dweight = dbias = leaves = None
         dy = dy.contiguous()  # once for all that reads it

@@ -24,56 +24,87 @@ from ..consistency.agreement import agreed_in, check_agreement, check_gradient, 
 from ..core.compiled import opaque
 from ..core.layout import Stride, check_divides, deinterleave, shard
 
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_dim(x, dim, group) if group.size > 1 else x.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.chunk(ctx.group.size, ctx.dim)[ctx.group.rank].contiguous(), None, None
+# --- operators of two moves, the one the other's adjoint ------------------------------------------------------------
 
 
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_dim(grad, ctx.dim, ctx.group).contiguous(), None, None
+def _remember(ctx: Any, dtypes: Any, *settings: Any) -> None:
+    ctx.settings, ctx.group = settings, settings[-1]
 
 
-def _scaled(x: Tensor, dim: int, by: int, over: int = 1) -> list[Tensor]:
-    """A new tensor like x with `dim` times by / over."""
-    shape = list(x.shape)
-    shape[dim] = shape[dim] * by // over
-    return [x.new_empty(shape)]
+def region_function(
+    name: str, move: Callable[..., Tensor], adjoint: Callable[..., Tensor]
+) -> type[torch.autograd.Function]:
+    """The autograd function whose forward is `move` and whose backward is `adjoint`, both of (x, *settings).
+
+    The last setting is the group.
+    """
+
+    def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
+        _remember(ctx, None, *settings)
+        return move(x, *settings)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return adjoint(grad, *ctx.settings), *[None] * len(ctx.settings)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    # No class statement: torch names the node of the graph by the name that the class has when it is made.
+    return type(name, (torch.autograd.Function,), methods)
 
 
-def _restore_sequence(ctx: Any, dtypes: Any, dim: int, group: Group) -> None:
-    ctx.dim, ctx.group = dim, group
+def longer(size: int) -> tuple[int, int]:
+    """`scale` of what gathers over `size` ranks."""
+    return size, 1
 
 
-_gather_sequence = opaque(
-    _GatherSequence,
-    name="gather_sequence",
-    tensors=("x",),
-    outputs=lambda x, dim, group: _scaled(x, dim, group.size),
-    restore=_restore_sequence,
+def shorter(size: int) -> tuple[int, int]:
+    """`scale` of what keeps one rank's part of `size`."""
+    return 1, size
+
+
+def region_op(
+    function: type[torch.autograd.Function],
+    name: str,
+    scale: Callable[[int], tuple[int, int]] | None = None,
+    dim: int | None = None,
+) -> Callable:
+    """The operator of a `region_function`.
+
+    Args:
+        scale: by what a dim is longer in the result than in x, and by what it is shorter; None if no dim changes.
+        dim: the dim that changes; None for the one that the first setting names.
+    """
+
+    def outputs(x: Tensor, *settings: Any) -> list[Tensor]:
+        shape = list(x.shape)
+        if scale is not None:
+            (by, over), changed = scale(settings[-1].size), settings[0] if dim is None else dim
+            shape[changed] = shape[changed] * by // over
+        return [x.new_empty(shape)]
+
+    return opaque(function, name=name, tensors=("x",), outputs=outputs, restore=_remember)
+
+
+# --- along the sequence ---------------------------------------------------------------------------------------------
+
+
+def _new_whole(x: Tensor, dim: int, group: Group) -> Tensor:
+    return gather_dim(x, dim, group) if group.size > 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _part(x: Tensor, dim: int, group: Group) -> Tensor:
+    return x.chunk(group.size, dim)[group.rank]
+
+
+_GatherSequence = region_function(
+    "_GatherSequence", _new_whole, lambda grad, dim, group: _part(grad, dim, group).contiguous()
 )
-_scatter_sequence = opaque(
-    _ScatterSequence,
-    name="scatter_sequence",
-    tensors=("x",),
-    outputs=lambda x, dim, group: _scaled(x, dim, 1, group.size),
-    restore=_restore_sequence,
+_ScatterSequence = region_function(
+    "_ScatterSequence",
+    lambda x, dim, group: _part(x, dim, group).clone(memory_format=torch.contiguous_format),
+    lambda grad, dim, group: gather_dim(grad, dim, group).contiguous(),
 )
+_gather_sequence = region_op(_GatherSequence, "gather_sequence", longer)
+_scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", shorter)
 
 
 def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Tensor, dim: int, group: Group) -> Tensor:
@@ -123,51 +154,21 @@ def scatter_sequence(
     return _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, resolve_group(tp_group))
 
 
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: Stride, group: Group) -> Tensor:
-        ctx.stride, ctx.group = stride, group
-        gathered = gather_dim(x, x.dim() - 1, group)
-        return deinterleave(gathered, dim=-1, world=group.size, stride=stride).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        group: Group = ctx.group
-        return shard(grad, dim=-1, rank=group.rank, world=group.size, stride=ctx.stride), None, None
+# --- along the features ---------------------------------------------------------------------------------------------
 
 
-class _ScatterFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stride: Stride, group: Group) -> Tensor:
-        ctx.stride, ctx.group = stride, group
-        return shard(x, dim=-1, rank=group.rank, world=group.size, stride=stride)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        gathered = gather_dim(grad, grad.dim() - 1, ctx.group)
-        return deinterleave(gathered, dim=-1, world=ctx.group.size, stride=ctx.stride).contiguous(), None, None
+def _whole_features(x: Tensor, stride: Stride, group: Group) -> Tensor:
+    return deinterleave(gather_dim(x, x.dim() - 1, group), dim=-1, world=group.size, stride=stride).contiguous()
 
 
-def _restore_features(ctx: Any, dtypes: Any, stride: Stride, group: Group) -> None:
-    ctx.stride, ctx.group = stride, group
+def _part_of_features(x: Tensor, stride: Stride, group: Group) -> Tensor:
+    return shard(x, dim=-1, rank=group.rank, world=group.size, stride=stride)
 
 
-_gather_features = opaque(
-    _GatherFeatures,
-    name="gather_features",
-    tensors=("x",),
-    outputs=lambda x, stride, group: _scaled(x, -1, group.size),
-    restore=_restore_features,
-)
-_scatter_features = opaque(
-    _ScatterFeatures,
-    name="scatter_features",
-    tensors=("x",),
-    outputs=lambda x, stride, group: _scaled(x, -1, 1, group.size),
-    restore=_restore_features,
-)
+_GatherFeatures = region_function("_GatherFeatures", _whole_features, _part_of_features)
+_ScatterFeatures = region_function("_ScatterFeatures", _part_of_features, _whole_features)
+_gather_features = region_op(_GatherFeatures, "gather_features", longer, dim=-1)
+_scatter_features = region_op(_ScatterFeatures, "scatter_features", shorter, dim=-1)
 
 
 def gather_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:

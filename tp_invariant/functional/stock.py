@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from torch.autograd.function import once_differentiable
 from ..comm.call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from ..comm.collectives import Group, gather_dim
 from ..comm.wire import explained
-from ..core.compiled import constant, opaque
+from ..core.compiled import constant
 from .linear import LinearCall, flatten_tokens, no_op
+from .regions import longer, region_function, region_op, shorter
 
 logger = logging.getLogger(__name__)
 _logged = False
@@ -76,61 +76,6 @@ def _sum_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return out.movedim(0, dim)
 
 
-class _CopyToRegion(torch.autograd.Function):
-    """Identity; its adjoint sums over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    """Sums over ranks; its adjoint is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherForRegion(torch.autograd.Function):
-    """Gathers the sequence; its adjoint sums over ranks and scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_dim(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_scatter(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatterFromRegion(torch.autograd.Function):
-    """Sums over ranks and scatters the sequence; its adjoint gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _sum_scatter(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_dim(grad, ctx.dim, ctx.group), None, None
-
-
 class _MaxOverRanks(torch.autograd.Function):
     """The largest of each element; no gradient."""
 
@@ -139,28 +84,16 @@ class _MaxOverRanks(torch.autograd.Function):
         return _sum(x, group, dist.ReduceOp.MAX)
 
 
-def _restore(ctx: Any, dtypes: Any, *settings: Any) -> None:
-    ctx.group = settings[-1]
-    ctx.dim = settings[0]
-
-
-def _region_op(function: type[torch.autograd.Function], name: str, scale: Callable[[int], tuple[int, int]]) -> Callable:
-    """`scale`: by what a dim, the first setting, is longer in the result than in x, and by what it is shorter."""
-
-    def outputs(x: Tensor, *settings: Any) -> list[Tensor]:
-        shape, (longer, shorter) = list(x.shape), scale(settings[-1].size)
-        if len(settings) > 1:
-            shape[settings[0]] = shape[settings[0]] * longer // shorter
-        return [x.new_empty(shape)]
-
-    return opaque(function, name=name, tensors=("x",), outputs=outputs, restore=_restore)
-
-
-_copy_to_region = _region_op(_CopyToRegion, "copy_to_region", lambda size: (1, 1))
-_reduce_from_region = _region_op(_ReduceFromRegion, "reduce_from_region", lambda size: (1, 1))
-_gather_for_region = _region_op(_GatherForRegion, "gather_for_region", lambda size: (size, 1))
-_reduce_scatter_from_region = _region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", lambda size: (1, size))
-_max_over_ranks = _region_op(_MaxOverRanks, "max_over_ranks", lambda size: (1, 1))
+# The adjoint of a copy to all ranks is a sum over them, and the adjoint of a sum is a copy.
+_CopyToRegion = region_function("_CopyToRegion", lambda x, group: x.view_as(x), _sum)
+_ReduceFromRegion = region_function("_ReduceFromRegion", _sum, lambda grad, group: grad)
+_GatherForRegion = region_function("_GatherForRegion", gather_dim, _sum_scatter)
+_ReduceScatterFromRegion = region_function("_ReduceScatterFromRegion", _sum_scatter, gather_dim)
+_copy_to_region = region_op(_CopyToRegion, "copy_to_region")
+_reduce_from_region = region_op(_ReduceFromRegion, "reduce_from_region")
+_gather_for_region = region_op(_GatherForRegion, "gather_for_region", longer)
+_reduce_scatter_from_region = region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", shorter)
+_max_over_ranks = region_op(_MaxOverRanks, "max_over_ranks")
 
 
 def sum_over_ranks(x: Tensor, group: Group, scatter_dim: int | None = None) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +23,8 @@ from torch import Tensor
 from ..core.compiled import constant, define
 from ..core.identity import identify
 from ..core.layout import Stride, deinterleave
+from ..kernels.dtypes import DTYPES
+from ..kernels.select import select
 
 
 class GemmFn(Protocol):
@@ -61,26 +62,12 @@ def bundled_gemm_fn(device: torch.device) -> Callable[..., Tensor]:
     Raises:
         NotImplementedError: another kind of device.
     """
-    kernels = _kernels(device.type)
-    if kernels is None:
+    if device.type not in ("cuda", "cpu"):
         raise NotImplementedError(
             f"no gemm_fn is bundled for device {str(device)!r}, only for cuda and cpu: pass gemm_fn= or "
             "set_default_gemm_fn"
         )
-    return kernels.matmul
-
-
-@functools.cache
-def _kernels(device_type: str) -> ModuleType | None:
-    if device_type == "cuda":
-        from ..kernels.gemm import matmul  # imports triton, so only here
-
-        return matmul
-    if device_type == "cpu":
-        from ..kernels.gemm import reference
-
-        return reference
-    return None
+    return select("GEMM", device.type).matmul
 
 
 def _bundled(
@@ -124,7 +111,7 @@ def _as_bundled(gemm_fn: GemmFn | None, device: torch.device) -> Callable[..., T
     return fn if device.type in ("cuda", "cpu") and fn is bundled_gemm_fn(device) else None
 
 
-BUNDLED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BUNDLED_DTYPES = DTYPES
 
 
 def check_dtype(gemm_fn: GemmFn | None, x: Tensor, name: str) -> None:

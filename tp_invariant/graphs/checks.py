@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.collectives import Group
+from ..comm.collectives import Group, ranks_of
 from ..comm.wire import gather_objects
+from ..consistency.differences import format_ranks, gather_differences
 from .graphed_call import GraphedForward
 
 
@@ -72,10 +73,7 @@ def agree(problem: str, groups: Sequence[Group], what: str) -> None:
 def same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
     """Raises on every rank of a group whose ranks differ in one of these."""
     for group in groups:
-        everyone = gather_objects((dist.get_rank(), facts), group)
-        for name in dict.fromkeys(key for _, theirs in everyone for key in theirs):
-            said = {rank: theirs.get(name) for rank, theirs in everyone}
-            if len(set(map(str, said.values()))) > 1:
-                raise ValueError(
-                    f"graph_layers: ranks differ in {name}: " + "; ".join(f"rank {r}: {v}" for r, v in said.items())
-                )
+        numbers = ranks_of(group)
+        for name, values in gather_differences({name: str(value) for name, value in facts.items()}, group).items():
+            told = (f"{format_ranks(numbers[rank] for rank in ranks)}: {value}" for value, ranks in values.items())
+            raise ValueError(f"graph_layers: ranks differ in {name}: {'; '.join(told)}")

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..core.layout import Stride, unshard
+from ..kernels.dtypes import DTYPES
+from ..kernels.select import select
 from .parameters import stride_of
 
 if TYPE_CHECKING:
@@ -176,18 +178,10 @@ def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
 
 # --- sums and scaling -----------------------------------------------------------------------------------------------
 
-_IN_KERNELS = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def _kernels(tensors: Sequence[Tensor]) -> Any:
     """The module that computes with them: plain torch also for those that have no memory, fake ones or on meta."""
-    if all(type(x) is Tensor and x.is_cuda for x in tensors):
-        from ..kernels.grad_norm import kernel as grad_norm
-
-        return grad_norm
-    from ..kernels.grad_norm import reference as reference_grad_norm
-
-    return reference_grad_norm
+    return select("gradient norm", "cuda" if all(type(x) is Tensor and x.is_cuda for x in tensors) else "cpu")
 
 
 def folded_norm(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
@@ -196,7 +190,7 @@ def folded_norm(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
     over: for each the group over whose ranks its attributes say that it is sharded, or ALONE.
     """
     parts = [_part(p, group) for p, group in zip(params, over, strict=True)]
-    grads = [part.local if part.local.dtype in _IN_KERNELS else part.local.float() for part in parts]
+    grads = [part.local if part.local.dtype in DTYPES else part.local.float() for part in parts]
     kernels = _kernels(grads)
     leaves = kernels.sums_of_squares(grads, [part.dim for part in parts])
     return kernels.fold(_in_order(leaves, parts)).sqrt()
@@ -204,10 +198,10 @@ def folded_norm(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
 
 def scale(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies grads in place by a 0-dim fp32 tensor, element by element."""
-    here = [grad for grad in grads if grad.dtype in _IN_KERNELS and grad.device == factor.device]
+    here = [grad for grad in grads if grad.dtype in DTYPES and grad.device == factor.device]
     if here:
         _kernels(here).scale_(here, factor)
     for grad in grads:
-        if grad.dtype not in _IN_KERNELS or grad.device != factor.device:
+        if grad.dtype not in DTYPES or grad.device != factor.device:
             there = factor.to(grad.device)
-            _kernels([grad]).scale_([grad], there) if grad.dtype in _IN_KERNELS else grad.mul_(there)
+            _kernels([grad]).scale_([grad], there) if grad.dtype in DTYPES else grad.mul_(there)

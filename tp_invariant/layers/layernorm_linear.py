@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..core.layout import Stride, TokenSharding
 from ..core.options import Normalization, ParallelMode
-from ..functional.linear import LinearCall
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from ..functional.regions import gather_sequence
 from ..gemm.gemm_fn import check_norm_dtype
@@ -111,17 +110,11 @@ class LayerNormLinear(Linear):
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
-    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple | None:
-        kind = super()._kind_of_call(x, weight, bias, stride)
-        if kind is None:
-            return None
-        norm = self.normalization, self.eps, self.zero_centered_gamma
-        return *kind, norm, self.return_layernorm_output, self.return_layernorm_output_gathered
-
-    def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
+    def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[tuple[str, Any], ...]:
         norm = self.normalization, self.eps, self.zero_centered_gamma
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
-        return {**super()._facts(x, call, invariant), "the norm": norm, "return_layernorm_output": returned}
+        options = super()._options(device, bias, stride)
+        return (*options, ("the norm", norm), ("return_layernorm_output", returned))
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""

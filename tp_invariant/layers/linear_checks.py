@@ -12,7 +12,7 @@ from ..comm.collectives import Group
 from ..consistency.agreement import Agreed, check_agreement, refuse
 from ..core.compiled import constant
 from ..core.layout import Stride, check_divides
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import OwnerMap, ParallelMode
 from ..functional import stock
 from ..functional.linear import LinearCall
@@ -20,6 +20,7 @@ from ..functional.main_grad import MainGrad
 from ..gemm.cost_model import costs_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_dtype, gemm_fn_name
 from ..gemm.weight_cache import weight_cache
+from .call_signature import CallSignature, facts_of, mode_of_known_calls, signature_of
 from .parameters import ShardedModule
 
 
@@ -41,11 +42,11 @@ class CheckedCalls(ShardedModule, nn.Linear):
 
     def _settle(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple[LinearCall, bool]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
-        key = None if torch.compiler.is_compiling() else self._kind_of_call(x, weight, bias, stride)
-        try:
-            found = None if key is None else self._agreed.settled.get(key)
-        except TypeError:  # sizes that are symbols, or an identity that is a list: looked up by nobody
-            key = found = None
+        mode, signature = mode_of_known_calls(), None
+        # without a bundled kernel for x it is up to a default gemm_fn, which may be another by then
+        if mode is not None and not self.fuse_wgrad_accumulation and (not mode or x.dtype in BUNDLED_DTYPES):
+            signature = self._signature(mode, x, weight, bias, stride)
+        found = self._agreed.found(signature)
         if found is not None and found[0].group is self.group and found[0].gemm_fn is self.gemm_fn:
             return found
         invariant = self._check_call(x, weight.dtype)
@@ -61,46 +62,38 @@ class CheckedCalls(ShardedModule, nn.Linear):
             main_grad=self._main_grad() if self.fuse_wgrad_accumulation else None,
         )
         if self._moves_bytes:
-            check_agreement(self._facts(x, call, invariant), self.group, x.device, self._agreed)
+            told = self._signature(invariant, x, weight, bias, stride) if signature is None else signature
+            check_agreement(facts_of(told, self._name), self.group, x.device, self._agreed)
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
             stock.log_once(self.group)
-        return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
+        return self._agreed.settle(signature, (call, invariant))
 
-    def _kind_of_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple | None:
-        """All that `_settle` goes by but the group and the gemm_fn; None for calls that are to be checked again."""
-        try:
-            if self.fuse_wgrad_accumulation or is_call_check_enabled():
-                return None
-            mode = is_tp_invariant_mode_enabled()
-        except ValueError:  # of a variable: who reads it next raises it again
-            return None
-        if mode and x.dtype not in BUNDLED_DTYPES:  # up to a default gemm_fn, which may be another by then
-            return None
+    def _signature(
+        self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
+    ) -> CallSignature:
+        layer = self.in_features, self.out_features, self.parallel_mode, self.input_is_parallel
+        return signature_of(invariant, layer, self._options(x.device, bias, stride), x, weight)
+
+    def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[tuple[str, Any], ...]:
+        options = (
+            ("bias", bias is not None),
+            ("partition_stride", stride),
+            ("sequence_parallel", self.sequence_parallel),
+            ("sequence_dim", self.sequence_dim),
+            ("owner_map", self.owner_map),
+            ("gather_output", self.gather_output),
+            ("return_bias", self.return_bias),
+            ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
+        )
+        if not self._moves_bytes:  # then the rest is of no matter
+            return options
         return (
-            mode,
-            x.shape,
-            x.dtype,
-            x.device,
-            x.requires_grad,
-            weight.shape,
-            weight.dtype,
-            weight.requires_grad,
-            torch.is_grad_enabled(),
-            stride,
-            # else of no matter
-            self._moves_bytes and (gemm_fn_name(self.gemm_fn, x.device), _costs_text(x.device), _gathers_ahead()),
-            self.owner_map,
-            self.parallel_mode,
-            self.sequence_parallel,
-            self.sequence_dim,
-            self.gather_output,
-            self.input_is_parallel,
-            self.return_bias,
-            bias is None,
-            self.in_features,
-            self.out_features,
+            *options,
+            ("what owner_map='auto' goes by", _costs_text(device)),
+            ("gemm_fn", gemm_fn_name(self.gemm_fn, device)),
+            ("weight_cache's ahead, ahead_in_graphs and keep", _gathers_ahead()),
         )
 
     @property
@@ -129,28 +122,6 @@ class CheckedCalls(ShardedModule, nn.Linear):
             if self._moves_bytes:
                 refuse(error, self.group, x.device, self._agreed)
             raise
-
-    def _facts(self, x: Tensor, call: LinearCall, invariant: bool) -> dict[str, Any]:
-        """What every rank must have alike: it decides which collectives run, and on what."""
-        return {
-            "the TP-invariant mode": invariant,
-            "the layer": self._name,
-            "bias": self.bias is not None,
-            "partition_stride": call.stride,
-            "sequence_parallel": call.sequence_parallel,
-            "sequence_dim": call.sequence_dim,
-            "owner_map": call.owner_map,
-            "what owner_map='auto' goes by": _costs_text(x.device),
-            "gemm_fn": gemm_fn_name(call.gemm_fn, x.device),
-            "weight_cache's ahead, ahead_in_graphs and keep": _gathers_ahead(),
-            "gather_output": self.gather_output,
-            "return_bias": self.return_bias,
-            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
-            "the shape of x": tuple(x.shape),
-            "the dtype of x": str(x.dtype),
-            "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
-            "whether the weight needs one": torch.is_grad_enabled() and self.weight.requires_grad,
-        }
 
     def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
         features = self.weight.shape[1] if self.input_is_parallel else self.in_features

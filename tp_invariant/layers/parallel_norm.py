@@ -20,6 +20,7 @@ from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import Normalization
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
+from .call_signature import CallSignature, facts_of, mode_of_known_calls, signature_of
 from .parameters import ShardedModule, ShardSpec
 from .ties import refuse_ties
 
@@ -157,11 +158,9 @@ class ParallelNorm(ShardedModule):
     def _settle(self, x: Tensor, weight: Tensor) -> tuple[NormCall, bool]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
         group = self.group
-        key = None if torch.compiler.is_compiling() else self._kind_of_call(x, weight)
-        try:
-            found = None if key is None else self._agreed.settled.get(key)
-        except TypeError:  # sizes that are symbols: looked up by nobody
-            key = found = None
+        mode = mode_of_known_calls()
+        signature = None if mode is None else self._signature(mode, x, weight)
+        found = self._agreed.found(signature)
         if found is not None and found[0].group is group:
             return found
         try:
@@ -174,15 +173,8 @@ class ParallelNorm(ShardedModule):
                 refuse(error, group, x.device, self._agreed)
             raise
         if self._moves_bytes:
-            facts = {
-                "the TP-invariant mode": invariant,
-                "the layer": self._name,
-                "the shape of x": tuple(x.shape),
-                "the dtype of x": str(x.dtype),
-                "whether x needs a gradient": torch.is_grad_enabled() and x.requires_grad,
-                "whether the weight needs one": torch.is_grad_enabled() and weight.requires_grad,
-            }
-            check_agreement(facts, group, x.device, self._agreed)
+            told = self._signature(invariant, x, weight) if signature is None else signature
+            check_agreement(facts_of(told, self._name), group, x.device, self._agreed)
         call = NormCall(
             group,
             TokenSharding(group.size if self.sequence_parallel else 1, self.sequence_dim),
@@ -191,33 +183,14 @@ class ParallelNorm(ShardedModule):
             self.zero_centered_gamma,
             self.heads_dim,
         )
-        return (call, invariant) if key is None else self._agreed.settle(key, (call, invariant))
+        return self._agreed.settle(signature, (call, invariant))
 
-    def _kind_of_call(self, x: Tensor, weight: Tensor) -> tuple | None:
-        """All that `_settle` goes by but the group; None for calls that are to be checked again."""
-        try:
-            if is_call_check_enabled():
-                return None
-            mode = is_tp_invariant_mode_enabled()
-        except ValueError:  # of a variable: who reads it next raises it again
-            return None
-        return (
-            mode,
-            x.shape,
-            x.dtype,
-            x.device,
-            x.requires_grad,
-            weight.requires_grad,
-            torch.is_grad_enabled(),
-            self.features,
-            self.eps,
-            self.normalization,
-            self.zero_centered_gamma,
-            self.sequence_parallel,
-            self.sequence_dim,
-            self.heads,
-            self.heads_dim,
-        )
+    def _signature(self, invariant: bool, x: Tensor, weight: Tensor) -> CallSignature:
+        layer = (
+            self.features, self.eps, self.normalization, self.zero_centered_gamma,
+            self.sequence_parallel, self.sequence_dim, self.heads, self.heads_dim,
+        )  # fmt: skip
+        return signature_of(invariant, layer, (), x, weight)
 
     def _check_input(self, x: Tensor) -> None:
         where = f"x has shape {tuple(x.shape)} on rank {self.group.rank}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from ..functional import stock
 from ..functional.linear import flatten_tokens
 from ..functional.vocab import VocabShard, check_ids
 from ..gemm.gemm_fn import BUNDLED_DTYPES
+from ..kernels.select import select
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .ties import refuse_ties
 
@@ -238,18 +238,6 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
 # --- the mode on ----------------------------------------------------------------------------------------------------
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from ..kernels.vocabulary import embedding  # imports triton, so only here
-
-        return embedding
-    if device.type == "cpu":
-        from ..kernels.vocabulary import reference_embedding
-
-        return reference_embedding
-    raise NotImplementedError(f"no embedding gradient is bundled for device {str(device)!r}: bundled are cuda and cpu")
-
-
 class _VocabEmbedding(torch.autograd.Function):
     """weight [n, D], ids [..] -> y [.., D], or y_seq_shard; dweight[v] = sum of dy_full over the tokens with id v."""
 
@@ -288,7 +276,8 @@ class _VocabEmbedding(torch.autograd.Function):
         if ctx.call.padding_idx is not None:
             mine &= ids.reshape(-1) != ctx.call.padding_idx
         local = torch.where(mine, local, shard.width)  # beyond the rows: counts nowhere
-        return _kernels(dy.device).embedding_grad(flatten_tokens(dy), local, shard.width, ctx.dtype), None, None
+        kernels = select("embedding gradient", dy.device.type)
+        return kernels.embedding_grad(flatten_tokens(dy), local, shard.width, ctx.dtype), None, None
 
 
 def _outputs(weight: Tensor, ids: Tensor, call: EmbeddingCall) -> list[Tensor]:
