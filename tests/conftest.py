@@ -108,7 +108,7 @@ FAST_LIMIT = 60  # seconds, on a machine that does other things beside
 
 
 def _called(function, known):
-    """Names that a function uses, and those that the tests' own functions and classes use which it names."""
+    """The names in a function's code, and in the code of all functions and classes of the tests that it uses."""
     function = inspect.unwrap(function)
     if not hasattr(function, "__code__") or function.__module__.startswith("tp_invariant"):
         return set()
@@ -134,7 +134,7 @@ def _is_helper(module):
     return Path(getattr(module, "__file__", None) or "/").is_relative_to(Path(__file__).parent)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and is not `slow`.
 
     A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too.
@@ -151,5 +151,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(marker)
         if not needed and not any(map(item.get_closest_marker, ("gpu", "slow"))):
             item.add_marker("fast")
-        if item.get_closest_marker("fast"):
+        if config.getoption("--fuzz") is not None:
+            item.add_marker(pytest.mark.timeout(0))  # as many models take as long as they take
+        elif config.getoption("-m") == "fast" and item.get_closest_marker("fast"):
             item.add_marker(pytest.mark.timeout(FAST_LIMIT))

@@ -369,7 +369,7 @@ def examine_type(model_type: str) -> dict[str, dict[str, str]]:
             results[name] = earlier  # nothing that these options could change
         else:
             results[name] = examine(model_type, tied, sp)
-    # a refusal of the part is one of the whole model; what works may not be all of it
+    # Where the tiny model lacks modules of the default one, a refusal still holds for both, but "works" does not.
     if any(found["state"] == "works" for found in results.values()) and (missing := lacks(model_type)):
         return {"plain": {"state": "no model", "why": f"the tiny model has no {', '.join(missing)}"}}
     return results

@@ -33,15 +33,15 @@ def gather_differences(own: Mapping[str, Hashable], group: Group) -> dict[str, d
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 0, 2" """
+    """How messages name ranks: "rank 0, 2"."""
     return f"rank {', '.join(map(str, ranks))}"
 
 
 def format_values(values: Mapping[Any, Iterable[int]]) -> str:
-    """ "8 on rank 0, 2; 16 on rank 1" """
+    """How messages say who holds which value: "8 on rank 0, 2; 16 on rank 1"."""
     return "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in values.items())
 
 
 def format_unnamed(values: Mapping[Any, Iterable[int]]) -> str:
-    """ "one value on rank 0, 2, another on rank 1", of values that tell a reader nothing, such as hashes"""
+    """The same for values that tell a reader nothing, such as hashes: "one value on rank 0, 2, another on rank 1"."""
     return "one value on " + ", another on ".join(map(format_ranks, values.values()))

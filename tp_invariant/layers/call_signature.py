@@ -11,10 +11,10 @@ from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 
 
 class CallSignature(NamedTuple):
-    """All that a layer's checks go by but its group and its gemm_fn. What they found is kept under it.
+    """All that a layer's checks depend on, except its group and its gemm_fn. The layer keeps their result under it.
 
     layer      what the layer's name is made of, and what else decides how its input is checked
-    options    (what ranks are told that it is, value), in the order in which they are told
+    options    pairs of an option's name in error messages and its value
     """
 
     invariant: bool
