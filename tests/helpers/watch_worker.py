@@ -49,13 +49,27 @@ def has_said(lines):
     return lambda: own_stderr.read_text().count("tp_invariant: ") >= lines
 
 
-def ends(event=lambda: True):
-    return lambda: wait(event)
+def grace_is_over(deaths):
+    """An event: that many ranks are known to have ended, and the watch has said so, as if the grace were over."""
+
+    def look():
+        watcher = watch._watcher
+        if len(watcher._ended) != deaths:
+            return False
+        watcher._due = 0.0
+        watcher._bell.send(b"\0")
+        return True
+
+    return look
 
 
-def raises(event=lambda: True, error=ValueError):
+def ends(*events):
+    return lambda: [wait(event) for event in events]
+
+
+def raises(*events, error=ValueError):
     def run():
-        wait(event)
+        ends(*events)()
         raise error(3)
 
     return run
@@ -102,16 +116,16 @@ def with_grace(seconds, run):
 # what ranks 0, 1, .. do; the grace is two seconds where none is given
 RUNS = {
     "deaths": [
-        with_grace(4.0, ends(has_said(2))),
+        with_grace(LONG, ends(grace_is_over(2), has_said(1), grace_is_over(1), has_said(2))),
         is_killed,
         raises(has_ended(1)),
         with_grace(LONG, ends(has_ended(1))),
-        with_grace(4.0, raises(has_said(1))),
+        with_grace(LONG, raises(grace_is_over(2), has_said(1))),
     ],
     "an exception": [ends(has_said(1)), ends(), raises(has_ended(1))],
     "in multiprocessing": [
         ends(has_said(1)),
-        in_multiprocessing(raises(has_ended(2), SystemExit)),
+        in_multiprocessing(raises(has_ended(2), error=SystemExit)),
         in_multiprocessing(ends()),
     ],
     "good ends": [
