@@ -242,7 +242,7 @@ def test_the_same_ranks_again(device, world):
     def on_rank(tp_group):
         group = resolve_group(tp_group)
         names = wire.gather_objects(c10d._hash_ranks_to_str(dist.get_process_group_ranks(tp_group)), group)
-        again = same_ranks_again(group, dist.get_backend(tp_group))
+        again = same_ranks_again(group, dist.get_backend(tp_group), "a test")
         try:
             own = torch.tensor([float(group.rank)], device=device)
             return len(set(names)), gather_dim(own, 0, again).tolist(), again == group
@@ -259,8 +259,8 @@ def side_groups(tp_group):
     """A first call in a capture, then two outside: which groups they give, and how many were made and connected."""
     group, made = resolve_group(tp_group), []
 
-    def again(group, backend):
-        made.append((same_ranks_again(group, "gloo"), backend))
+    def again(group, backend, purpose):
+        made.append((same_ranks_again(group, "gloo", "a test"), backend))
         return made[-1][0]
 
     with (
