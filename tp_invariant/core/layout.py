@@ -92,13 +92,6 @@ def deinterleave(tensor: Tensor, *, dim: int, world: int, stride: Stride) -> Ten
     return flat.movedim(0, dim)
 
 
-def interleave(tensor: Tensor, *, dim: int, world: int, stride: Stride) -> Tensor:
-    """The inverse of `deinterleave`: (stride rank local) -> (rank stride local)."""
-    if not isinstance(stride, int):
-        return torch.cat([shard(tensor, dim=dim, rank=rank, world=world, stride=stride) for rank in range(world)], dim)
-    return deinterleave(tensor, dim=dim, world=stride, stride=world)
-
-
 def shard(full: Tensor, *, dim: int, rank: int, world: int, stride: Stride = 1) -> Tensor:
     """Rank `rank`'s part of `full` along `dim`: its piece of each of the `stride` stacked parts. A new tensor.
 
