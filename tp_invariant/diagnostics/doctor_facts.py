@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..comm.collectives import gather_major, resolve_group
 from ..comm.peer_copies import explain_transport
+from ..consistency.environment import installed
 from ..core import mode
 from ..determinism import switches as determinism
 from ..functional.attention_choice import safe_attention
@@ -33,13 +33,6 @@ QWEN3_8B = (
     ("qkv, dgrad", 6144, 4096),
     ("MLP gate and up, dgrad", 24576, 4096),
 )
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def gpu_count() -> int:
