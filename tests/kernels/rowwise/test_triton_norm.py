@@ -20,6 +20,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
 from tp_invariant.kernels import launch
+from tp_invariant.kernels.rowwise import norm, reference_norm
 from tp_invariant.kernels.rowwise.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -251,49 +252,59 @@ def test_no_rows(rms):
 
 X, W, STAT, R3 = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 3)
 NAMES = "torch.bfloat16, torch.float16, torch.float32"
-forward = functools.partial(norm_forward, eps=EPS, rms=False, zero_centered=False)
-backward = functools.partial(norm_backward_input, rms=False, zero_centered=False)
-to_leaves = functools.partial(norm_weight_leaves, rms=False, with_bias=True, leaf_rows=4)
+OPTIONS = {
+    "norm_forward": dict(eps=EPS, rms=False, zero_centered=False),
+    "norm_backward_input": dict(rms=False, zero_centered=False),
+    "norm_weight_leaves": dict(rms=False, with_bias=True, leaf_rows=4),
+    "fold_leaves": {},
+}
 
 
+@pytest.mark.parametrize("norms", (norm, reference_norm), ids=("triton", "cpu"))
 @pytest.mark.parametrize(
-    "error, message, call",
+    "error, message, args, options",
     (
-        (TypeError, "norm_forward: x is a list; allowed: a torch.Tensor", lambda: forward([1], W, W)),
-        (TypeError, f"norm_forward: x has dtype torch.int64; allowed: {NAMES}", lambda: forward(X.long(), W, W)),
-        (TypeError, f"norm_forward: bias has dtype torch.float64; allowed: {NAMES}", lambda: forward(X, W, W.double())),
-        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", lambda: forward(X, W, W, out_dtype=torch.int8)),
-        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", lambda: forward(W, W, W)),
-        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", lambda: forward(X[:, :0], W[:0], None)),
-        (ValueError, "norm_forward: weight has shape (4,); allowed: (8,)", lambda: forward(X, STAT, None)),
-        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", lambda: forward(X, W, W[None])),
-        (ValueError, "norm_forward: weight is on meta; allowed: the device", lambda: forward(X, W.to("meta"), None)),
-        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", lambda: forward(X, W, W, eps=-1)),
-        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", lambda: forward(X, W, W, eps=float("nan"))),
-        (ValueError, "norm_backward_input: dy has shape (8,); allowed: (4, 8)", lambda: backward(W, X, W, STAT, STAT)),
-        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", lambda: backward(X, X, W, None, STAT)),
-        (TypeError, "norm_backward_input: rstd has dtype torch.float16", lambda: backward(X, X, W, STAT, STAT.half())),
-        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", lambda: to_leaves(X, X, STAT, W)),
-        (ValueError, "norm_weight_leaves: rstd has shape (4, 3); allowed: (4,)", lambda: to_leaves(X, X, STAT, R3)),
-        (TypeError, "fold_leaves: out_dtype is torch.int8; allowed:", lambda: fold_leaves(X, torch.int8)),
-        (ValueError, "norm_weight_leaves: leaf_rows is 0;", lambda: to_leaves(X, X, STAT, STAT, leaf_rows=0)),
-        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", lambda: fold_leaves(X.half())),
-        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", lambda: fold_leaves(W)),
+        (TypeError, "norm_forward: x is a list; allowed: a torch.Tensor", ([1], W, W), {}),
+        (TypeError, "norm_forward: weight is a list; allowed: a torch.Tensor", (X, [1.0], None), {}),
+        (TypeError, f"norm_forward: x has dtype torch.int64; allowed: {NAMES}", (X.long(), W, W), {}),
+        (TypeError, f"norm_forward: bias has dtype torch.float64; allowed: {NAMES}", (X, W, W.double()), {}),
+        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", (X, W, W), dict(out_dtype=torch.int8)),
+        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", (W, W, W), {}),
+        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", (X[:, :0], W[:0], None), {}),
+        (ValueError, "norm_forward: weight has shape (4,); allowed: (8,)", (X, STAT, None), {}),
+        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", (X[:0], W, W[None]), {}),
+        (ValueError, "norm_forward: weight is on meta; allowed: the device", (X, W.to("meta"), None), {}),
+        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", (X, W, W), dict(eps=-1)),
+        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", (X, W, W), dict(eps=float("nan"))),
+        (ValueError, "norm_backward_input: dy has shape (8,); allowed: (4, 8)", (W, X, W, STAT, STAT), {}),
+        (ValueError, "norm_backward_input: weight has shape (1,);", (X, X, W[:1], STAT, STAT), {}),
+        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", (X, X, W, None, STAT), {}),
+        (TypeError, "norm_backward_input: rstd has dtype torch.float16", (X, X, W, STAT, STAT.half()), {}),
+        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", (X, X, STAT, W), {}),
+        (ValueError, "norm_weight_leaves: rstd has shape (4, 3); allowed: (4,)", (X, X, STAT, R3), {}),
+        (ValueError, "norm_weight_leaves: leaf_rows is 0;", (X, X, STAT, STAT), dict(leaf_rows=0)),
+        (TypeError, "fold_leaves: out_dtype is torch.int8; allowed:", (X, torch.int8), {}),
+        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", (X.half(),), {}),
+        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", (W,), {}),
     ),
-)  # fmt: skip
-def test_errors(error, message, call):
+)
+def test_errors(norms, error, message, args, options):
+    operation = message.partition(":")[0]
     with pytest.raises(error, match=re.escape(message)):
-        call()
+        getattr(norms, operation)(*args, **{**OPTIONS[operation], **options})
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
     monkeypatch.setattr(launch, "_INTERPRETED", False)
-    calls = {"norm_forward": lambda: forward(X, W, W), "fold_leaves": lambda: fold_leaves(X)}
-    calls |= {"norm_backward_input": lambda: backward(X, X, W, STAT, STAT)}
-    calls |= {"norm_weight_leaves": lambda: to_leaves(X, X, STAT, STAT)}
-    for operation, call in calls.items():
+    calls = {
+        "norm_forward": (X, W, W),
+        "norm_backward_input": (X, X, W, STAT, STAT),
+        "norm_weight_leaves": (X, X, STAT, STAT),
+        "fold_leaves": (X,),
+    }
+    for operation, args in calls.items():
         with pytest.raises(ValueError, match=f"{operation}: the Triton kernel needs CUDA tensors, got device cpu"):
-            call()
+            getattr(norm, operation)(*args, **OPTIONS[operation])
 
 
 # --- launches: which compiled kernel runs ---------------------------------------------------------------------------
