@@ -22,6 +22,10 @@ class Case(LayerCase):
         return super().as_reference.with_(backend=None)
 
     @property
+    def allowed(self) -> float:
+        return 2.0 if self.dtype == torch.float32 else 1.1  # of few elements too: this data is always the same
+
+    @property
     def noise(self) -> float:
         # both round fp32 sums; one fp32 accumulator on a tensor core truncates to 24 bits: to 1.4e-5 at K = 12288
         return 4 * torch.finfo(torch.float32).eps if self.device == "cpu" else 2e-6
