@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tp_invariant.kernels import launch
+from tp_invariant.kernels.gemm import reference
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, choose_config, fit
 from tp_invariant.kernels.launch import interpreting
@@ -254,9 +255,10 @@ DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
         (ValueError, "b is on meta; allowed: the device of a, cpu", (A, B.to("meta")), {}),
     ),
 )
-def test_errors(error, message, args, kwargs):
+@pytest.mark.parametrize("fn", (matmul, reference.matmul, reference.chained_matmul), ids=("triton", "cpu", "chained"))
+def test_errors(fn, error, message, args, kwargs):
     with pytest.raises(error, match=re.escape("matmul: " + message)):
-        matmul(*args, **kwargs)
+        fn(*args, **kwargs)
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
