@@ -1,4 +1,5 @@
-"""The CPU kernels: against the order that they document, a float64 reference, and slices of every kind."""
+"""The CPU's GEMM: against the order that it documents, a float64 reference, and slices of every kind; and what torch's
+defaults are to all CPU kernels. Values, layouts and refusals: tests/kernels/gemm/test_matmul.py."""
 
 import contextlib
 import math
@@ -121,15 +122,6 @@ def test_blas_form_has_the_chains_bits(threads, dtype, m, n, k):
         assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=torch.float32), biased)
 
 
-@pytest.mark.parametrize("mixed", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
-def test_mixed_bias_and_output_dtypes(mixed):
-    bias_dtype, out_dtype = mixed
-    a, b, bias = operands(5, 6, 40, torch.float32, spread=3)
-    bias = bias.to(bias_dtype)
-    expected = (matmul(a, b) + bias.float()).to(out_dtype)
-    assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=out_dtype), expected)
-
-
 # --- slice invariance -----------------------------------------------------------------------------------------------
 
 
@@ -199,21 +191,6 @@ def test_bias_is_added_before_the_one_rounding():
     assert (matmul(a, b) + bias).item() == 1.0, "rounding twice loses it"
     for gemm_fn in (matmul, chained_matmul):
         assert gemm_fn(a, b, bias=bias).item() == 1.0 + 2.0**-7
-
-
-@BOTH
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_inf_stay_with_what_depends_on_them(gemm_fn, poison, dtype):
-    a, b, bias = operands(67, 35, 140, dtype)
-    clean = gemm_fn(a, b, bias=bias)
-    a[3, 130] = poison
-    b[7, 5] = poison
-    dirty = gemm_fn(a, b, bias=bias)
-    touched = torch.zeros(67, 35, dtype=torch.bool)
-    touched[3], touched[:, 5] = True, True
-    assert not dirty[touched].isfinite().any()
-    assert_bitwise_equal(dirty[~touched], clean[~touched])
 
 
 def test_signed_zeros():
@@ -428,6 +405,6 @@ def test_this_machines_blas_agrees(fresh_check):
 
 @BOTH
 def test_other_devices_are_refused(gemm_fn):
-    """What else is refused, in the words of every device: tests/kernels/gemm/test_triton_matmul.py."""
+    """What else is refused, in the words of every device: tests/kernels/gemm/test_matmul.py."""
     with pytest.raises(ValueError, match=r"a is on meta: this gemm_fn is for the CPU; on CUDA use kernels\.matmul"):
         gemm_fn(torch.ones(2, 3, device="meta"), torch.ones(3, 2, device="meta"))
