@@ -223,15 +223,6 @@ class FolderLock:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What tells one file from another that took its name."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 class SafetensorsWriter(StorageWriter):
     """Writes each rank's boxes to files of its own, then, on the coordinator, the index. See the top of the file.
 
@@ -242,7 +233,6 @@ class SafetensorsWriter(StorageWriter):
         self.folder = folder
         self.save = ""
         self.lock: FolderLock | None = None
-        self.before: tuple[int, ...] | None = None
 
     def close(self) -> None:
         if self.lock is not None:
@@ -261,7 +251,6 @@ class SafetensorsWriter(StorageWriter):
             raise NotADirectoryError(f"{self.folder} is a file: a checkpoint is a folder") from error
         if is_coordinator:
             self.lock = FolderLock(self.folder)
-            self.before = _stamp(self.folder / INDEX)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -327,12 +316,11 @@ class SafetensorsWriter(StorageWriter):
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
         for name, target in metadata.planner_data["aliases"].items():
             tensors[name] = tensors[target]
-        self._check_alone()
         files = {place["file"] for place in places.values()}
         if absent := sorted(file for file in files if not (self.folder / file).is_file()):
             raise FileNotFoundError(
-                f"{absent[0]}, which another rank wrote, is not in {self.folder} here: the folder must be on a "
-                "filesystem that all ranks share"
+                f"{absent[0]}, which this save wrote, is not in {self.folder} here: the folder must be on a "
+                "filesystem that all ranks share, and no other job may save into it"
             )
         index = {"format": FORMAT, "save": self.save, "values": metadata.planner_data["values"], "tensors": tensors}
         fresh = self.folder / f"{self.save}-{INDEX}"
@@ -341,7 +329,6 @@ class SafetensorsWriter(StorageWriter):
                 json.dump({**index, "digest": _index_digest(index)}, file)
             _sync(fresh)
             _sync(self.folder)  # the data files' names, before the index that speaks of them
-            self._check_alone()
             os.replace(fresh, self.folder / INDEX)
         except BaseException:
             with suppress(OSError):
@@ -349,11 +336,6 @@ class SafetensorsWriter(StorageWriter):
             raise
         _sync(self.folder)
         self._clean(files)
-
-    def _check_alone(self) -> None:
-        """Where the lock does nothing (see FolderLock), the other job's index shows."""
-        if _stamp(self.folder / INDEX) != self.before:
-            raise RuntimeError(f"another job has saved into {self.folder} meanwhile: give each a folder of its own")
 
     def _clean(self, files: set[str]) -> None:
         """Takes away what the index does not name."""
@@ -563,13 +545,6 @@ class SafetensorsReader(StorageReader):
                     f"{self.folder / place.file}: {error}. This rank's model holds a part of the checkpoint now"
                 ) from error
         return _done(None)
-
-    def check_tensor(self, name: str) -> None:
-        """Raises ValueError where files do not hold the boxes of a tensor; the digests are left to the load."""
-        for index, place in self.index.metadata.storage_data.items():
-            if index.fqn == name:
-                self._open(place.file)
-                self._box(place)
 
     def _open(self, file: str) -> None:
         if file in self.files:
