@@ -202,7 +202,7 @@ def drop_a_name(index):
 
 CHANGES = {
     "gap and overlap": (lambda i: halves(i, first=(0, 0, 2, 8), second=(1, 0, 2, 8)), "two boxes of .* overlap"),
-    "the same box twice": (lambda i: halves(i, second=(0, 0, 2, 8)), "two boxes of .* overlap, both at"),
+    "the same box twice": (lambda i: halves(i, second=(0, 0, 2, 8)), "two boxes of .* overlap, at"),
     "a gap": (lambda i: halves(i, second=(2, 0, 1, 8)), "do not make up its shape"),
     "out of range": (lambda i: halves(i, second=(3, 0, 2, 8)), "is not within"),
     "negative": (lambda i: halves(i, second=(2, 0, -2, -8)), "lengths are integers of at least 0"),
@@ -211,7 +211,7 @@ CHANGES = {
     "true": (lambda i: box(i, "up.bias").update(offsets=[False]), "lengths are integers of at least 0"),
     "huge": (lambda i: box(i, "up.bias").update(sizes=[2**70]), "lengths are integers of at least 0"),
     "another tensor's key": (exchange_keys, "is said to be .*, which it cannot be"),
-    "extra of the model": (point_extra_at_the_model, "extra.rng is no mark of a tensor or a tuple there"),
+    "extra of the model": (point_extra_at_the_model, "stands neither for a tuple nor for its own tensor"),
     "no state": (drop_state, "holds tensors that have no place in its values: optimizer.state.down.weight.exp_avg"),
     "less state": (drop_a_name, "holds tensors that have no place in its values: optimizer.state.up.bias.exp_avg"),
     "a path": (lambda i: box(i, "up.bias").update(file="../x.safetensors"), "no name of a data file"),

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from ..comm.collectives import Group, resolve_group
@@ -40,6 +39,7 @@ from .full_optimizer_state import (
 from .full_state import (
     WHOLE,
     Entry,
+    check_dense,
     check_match,
     check_replicas,
     error_of_ranks,
@@ -247,9 +247,7 @@ def _check_storable(tensors: Mapping[str, Entry], safetensors: Any) -> None:
         tensor = entry.tensor
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: it has no values to save")
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
-            kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
-            raise TypeError(f"{name} is a {kind} tensor: a checkpoint takes dense plain ones")
+        check_dense(name, tensor)
         if tensor.dtype not in known:
             try:
                 safetensors.torch.save({"tensor": torch.empty(0, dtype=tensor.dtype)})
@@ -308,7 +306,7 @@ def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str
     """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which goes to `tensors` as well.
 
     Raises:
-        ValueError: values nested too deep; a mark that is none, or that stands for another place's tensor.
+        ValueError: values nested too deep; a mark of another form, or one that names another place's tensor.
     """
     if len(path) > _DEPTH + 1:
         raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
@@ -316,12 +314,12 @@ def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str
         return [_unpack(item, target, tensors, (*path, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if _TENSOR not in value and _TUPLE not in value:
-        return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}
-    name, ((mark, held), *more) = ".".join(map(str, path)), value.items()
-    if more or (held != name if mark == _TENSOR else not isinstance(held, list)):
-        raise ValueError(f"{name} is no mark of a tensor or a tuple there: {reprlib.repr(value)}")
-    if mark == _TUPLE:
-        return tuple(_unpack(held, target, tensors, path))
-    tensors[name] = target(path, name)
-    return tensors[name]
+    name = ".".join(map(str, path))
+    if value == {_TENSOR: name}:
+        tensors[name] = target(path, name)
+        return tensors[name]
+    if value.keys() == {_TUPLE} and isinstance(value[_TUPLE], list):
+        return tuple(_unpack(value[_TUPLE], target, tensors, path))
+    if _TENSOR in value or _TUPLE in value:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which stands neither for a tuple nor for its own tensor")
+    return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}
