@@ -1,11 +1,13 @@
 """What every test needs before anything imports torch or triton."""
 
 import atexit
+import gc
 import inspect
 import itertools
 import os
 import shutil
 import tempfile
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -37,33 +39,52 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _dots_in_the_order_of_k() -> None:
+def _dots_in_the_order_of_k(interpreter) -> None:
     """Has Triton's interpreter add a dot's products one after another, in the order of k.
 
     It computes tl.dot by numpy's matmul, and so by a BLAS, whose bits on some CPUs depend on the number of rows and
     columns. The tests of tiles and slices would then compare what the BLAS does, and not the kernels.
     """
     import numpy
-    from triton.runtime import interpreter
 
-    class OrderedNumpy:
-        def __getattr__(self, name):
-            return getattr(numpy, name)
+    def matmul(a, b, dtype=None):
+        a, b = (x if dtype is None else x.astype(dtype) for x in (a, b))
+        shape = (*numpy.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        out = numpy.zeros(shape, numpy.result_type(a, b))
+        for k in range(a.shape[-1]):
+            out += a[..., :, k, None] * b[..., k, None, :]
+        return out
 
-        @staticmethod
-        def matmul(a, b, dtype=None):
-            a, b = (x if dtype is None else x.astype(dtype) for x in (a, b))
-            shape = (*numpy.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-            out = numpy.zeros(shape, numpy.result_type(a, b))
-            for k in range(a.shape[-1]):
-                out += a[..., :, k, None] * b[..., k, None, :]
-            return out
+    interpreter.np = types.SimpleNamespace(**{**vars(numpy), "matmul": matmul})
 
-    interpreter.np = OrderedNumpy()
+
+def _look_up_once(interpreter) -> None:
+    """What Triton's interpreter finds out again at every operation and launch is remembered: a fifth of its time."""
+    dtype_of, tl = interpreter._get_np_dtype, interpreter.tl
+    dtypes, builtins = {}, {}
+
+    def np_dtype(tt_dtype):
+        element = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
+        name = "pointer" if isinstance(element, tl.pointer_type) else element.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(element)
+        return dtypes[name]
+
+    def patch_builtin(package, *rest):
+        if package not in builtins:
+            builtins[package] = inspect.getmembers(package, tl.core.is_builtin)
+        for name, member in builtins[package]:
+            if getattr(package, name) is member:  # not one that is patched already
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._get_np_dtype, interpreter._patch_builtin = np_dtype, patch_builtin
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _dots_in_the_order_of_k()
+    from triton.runtime import interpreter
+
+    _dots_in_the_order_of_k(interpreter)
+    _look_up_once(interpreter)
 
 
 MOST_RANKS = 8  # that a test on CPUs asks for
@@ -128,6 +149,14 @@ def _called(function, known):
         for part in filter(inspect.isfunction, parts):
             names.update(_called(part, known))
     return names
+
+
+def pytest_collection_finish():
+    """What was imported stays, so Python's collector need not look at it again.
+
+    The library calls the collector and asks it for all objects (layers/ties.py), and here they are a million.
+    """
+    gc.freeze()
 
 
 def _is_helper(module):

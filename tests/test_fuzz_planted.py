@@ -34,7 +34,7 @@ def test_a_planted_defect_is_found(programs, name):
     for start in range(0, len(chosen), BATCH):
         some = chosen[start : start + BATCH]
         try:
-            ranks = tpi.testing.run_ranks(_planted, 2, name, some, device="cpu", timeout=60.0)
+            ranks = tpi.testing.run_ranks(_planted, 2, name, some, device="cpu")
         except tpi.testing.RankError as error:
             assert "program" in str(error)  # a library that checks itself says so, with the program
             return

@@ -75,5 +75,5 @@ WORKS = [
 def test_batch_invariant_is_a_function_and_a_folder(order):
     """And the other modules are attributes of the package."""
     lines = [*ORDERS[order], *WORKS, "import tp_invariant.batch_invariant.dispatch", *WORKS]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -97,7 +97,12 @@ def test_hugging_face_loads_the_full_state(tmp_path, preset):
 
 
 def test_with_the_mode_off_they_differ(tmp_path):
-    text, same = compare(*resumed_and_straight(tmp_path, False, 2))
+    """The control: one step at TP=2 and at TP=1."""
+    logs = [str(tmp_path / name) for name in ("two.log", "one.log")]
+    with tpi.set_tp_invariant_mode(False):
+        for degree, log in zip((2, 1), logs, strict=True):
+            run_ranks(train, degree, ["--steps", "1", "--digest-log", log])
+    text, same = compare(*map(read_log, logs))
     assert not same
     assert "step 0 differs" in text
 

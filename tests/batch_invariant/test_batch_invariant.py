@@ -658,7 +658,7 @@ assert not torch.equal(torch.mm(a, b), inside[0])  # torch's bits are others
 
 def test_this_librarys_products_are_not_routed_back():
     """The CPU matmul calls the BLAS through torch, when it checks a new shape of tile with a lock held."""
-    subprocess.run([sys.executable, "-W", "error", "-c", NEW_TILES], check=True, timeout=300)
+    subprocess.run([sys.executable, "-W", "error", "-c", NEW_TILES], check=True, timeout=500)
 
 
 # --- the context ----------------------------------------------------------------------------------------------------

@@ -291,9 +291,9 @@ def test_boxes_that_tile():
             if broken and 0 not in shape:
                 with pytest.raises(ValueError, match="t"):
                     check_boxes("t", shape, broken)
-    started = time.perf_counter()
+    started = time.process_time()
     check_boxes("t", (10**5, 8), [((r, 0), (1, 8)) for r in range(10**5)])
-    assert time.perf_counter() - started < 10  # comparing all pairs would take hours
+    assert time.process_time() - started < 10  # comparing all pairs would take hours
 
 
 # --- at random ------------------------------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def test_two_jobs_that_save_into_one_folder(tmp_path):
         assert other.stdout.readline() == "ready\n"
         with pytest.raises(RuntimeError, match=rf"another save into .* is under way, by process {other.pid} on "):
             tpi.checkpoint.save(tmp_path, model)
-        other.communicate("", timeout=60)
+        other.communicate("", timeout=500)
         assert other.returncode == 0
     finally:
         other.kill()

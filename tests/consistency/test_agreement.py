@@ -24,7 +24,7 @@ from tp_invariant.gemm import owner_maps, set_default_gemm_fn
 from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120)
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 ODD = 1  # the rank that is not like the others
 
 

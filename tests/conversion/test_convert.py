@@ -24,7 +24,7 @@ from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
-STEPS = {"qwen3": 10}  # of others 2, the second with padding
+STEPS = {"qwen3": 4}  # of others 2; every second one with padding
 # (family, degree, sequence_parallel)
 CASES = [
     *((family, 4, sp) for family in hf_models.FAMILIES for sp in (False, True)),

@@ -16,7 +16,7 @@ from tp_invariant.data_parallel import MicroBatchTree, micro_batch_tree
 from tp_invariant.data_parallel.micro_batch_tree import BinaryTree
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=120.0)
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 SHAPES = {"a": (7, 13), "b": (31,), "c": (5, 2, 3), "scalar": (), "empty": (0, 3)}
 GPUS = torch.cuda.device_count()

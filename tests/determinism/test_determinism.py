@@ -471,5 +471,5 @@ def test_entered_again_after_cuda_has_started_inside(before, error):
     """In a process of its own, as cuBLAS reads its variable once."""
     env = {name: value for name, value in os.environ.items() if name not in BY_NAME}
     command = [sys.executable, "-c", f"{before}\n{START}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert error in done.stderr and bool(error) == bool(done.returncode), done.stderr

@@ -145,7 +145,7 @@ def test_an_error_in_the_gate_through_the_command(tmp_path):
     code = "import sys; from tp_invariant.diagnostics.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = os.environ | {"TP_INVARIANT_MODE": "yes"}
     command = [sys.executable, "-c", code, "doctor", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)
     assert facts["gate"]["mode"] is None and facts["gate"]["error"].startswith("TP_INVARIANT_MODE='yes' is not ")

@@ -133,7 +133,7 @@ def check(programs, device="cpu", counts=None):
     """What is wrong with each program: a list of sentences for each, empty where all is well."""
     counts = Counts() if counts is None else counts
     problems = [[] for _ in programs]
-    ranks = functools.partial(tpi.testing.run_ranks, device=device, timeout=120.0 + 5.0 * len(programs))
+    ranks = functools.partial(tpi.testing.run_ranks, device=device, timeout=300.0 + 5.0 * len(programs))
     single = {}
     for found in ranks(alone, max(d for p in programs for d in p["degrees"]), programs, device, device == "cpu"):
         single |= found
@@ -281,7 +281,7 @@ def _drift_on_rank(tp_group, program):
 def drift_outcome(program):
     """What is wrong with how a program ends whose ranks drift apart: None if every rank gets an error."""
     try:
-        errors = tpi.testing.run_ranks(_drift_on_rank, program["degrees"][0], program, device="cpu", timeout=30.0)
+        errors = tpi.testing.run_ranks(_drift_on_rank, program["degrees"][0], program, device="cpu", timeout=120.0)
     except tpi.testing.RankError as error:
         return f"no error on some ranks, which wait: {str(error)[:200]}"
     silent = [rank for rank, error in enumerate(errors) if error is None]

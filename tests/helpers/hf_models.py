@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from typing import Any
 
 import torch
@@ -32,14 +34,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def _transformers() -> Any:
+    """Most of what models import, which Python's collector then leaves alone: `parallelize` asks it for all objects."""
+    import transformers
+    import transformers.modeling_utils
+
+    gc.collect()
+    gc.freeze()
+    return transformers
+
+
 def build(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """The full model, the same on every rank; weights spread over magnitudes, so that sums show their order."""
-    import transformers
-
     config_name, model_name, own = FAMILIES[family]
-    config = getattr(transformers, config_name)(**{**SIZES, **own, **options})
+    config = getattr(_transformers(), config_name)(**{**SIZES, **own, **options})
     torch.manual_seed(0)
-    model = getattr(transformers, model_name)(config)
+    model = getattr(_transformers(), model_name)(config)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             scale = torch.exp2(torch.randint(-2, 3, parameter.shape).float())

@@ -320,7 +320,7 @@ def examine(model_type: str, tied: bool | None, sp: bool) -> dict[str, str]:
         unusable = _in_a_line(error)
     try:
         results = [
-            testing.run_ranks(run_on_rank, degree, model_type, tied, sp, mode, device="cpu", timeout=120)
+            testing.run_ranks(run_on_rank, degree, model_type, tied, sp, mode, device="cpu")
             for degree, mode in ((2, True), (1, True), (2, False))
         ]
     except testing.RankError as error:

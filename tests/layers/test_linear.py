@@ -41,7 +41,9 @@ def sizes(mode: str, degree: int, stride: int) -> tuple[int, int]:
 def test_matrix(mode, degree):
     """Stride x owner map x whole and SP inputs, 2-D and 3-D (sequence first and second), each at every degree.
 
-    Bias and dtype are dealt out: over the degrees each of these has both and all three.
+    Bias and dtype are dealt out: over the degrees each of these has both and all three. On eight ranks, which take as
+    long as all others together, each pair: strides order features and inputs order tokens, so that these two meet the
+    owner map, but not each other.
     """
     cases = []
     for stride, (i, owner_map) in itertools.product((1, 2, 3), enumerate(OWNER_MAPS)):
@@ -54,7 +56,10 @@ def test_matrix(mode, degree):
             base.with_(sequence_parallel=True, tokens=(degree, 3)),
             base.with_(sequence_parallel=True, tokens=(2, degree), sequence_dim=1),
         ]
-        for deal, case in enumerate(layouts, DEGREES.index(degree) + stride + i):
+        for j, case in enumerate(layouts):
+            if degree == 8 and (stride + 2 * i + j) % 3:
+                continue
+            deal = DEGREES.index(degree) + stride + i + j
             cases.append(case.with_(bias=deal % 2 == 0, dtype=DTYPES[deal % 3]))
     assert_cases_invariant(cases, degree)
 
@@ -555,7 +560,7 @@ def test_sequence_that_the_degree_does_not_divide():
 )
 @pytest.mark.parametrize("sp", (False, True))
 def test_ranks_that_disagree_get_an_error(differs, message, sp):
-    """The same one on every rank, within seconds, and the next call works."""
+    """The same one on every rank, and the next call works."""
     if differs == "tokens" and not sp:
         pytest.skip("whole activations are shaped alike by definition")
 
@@ -572,7 +577,7 @@ def test_ranks_that_disagree_get_an_error(differs, message, sp):
             layer(torch.randn(2 if odd and differs == "tokens" else 3, 8))
 
     with pytest.raises(RankError, match=message) as caught:
-        run_ranks(case, 4, timeout=60)
+        run_ranks(case, 4)
     assert [type(error) for error in caught.value.errors.values()] == [RuntimeError] * 4
     assert len({str(error) for error in caught.value.errors.values()}) == 1
     assert run_ranks(lambda tp_group: "in step", 4) == ["in step"] * 4

@@ -23,7 +23,7 @@ from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.layers import linear_checks, parallel_norm
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu", timeout=20)
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)

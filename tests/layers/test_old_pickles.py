@@ -43,5 +43,5 @@ def test_a_digest_log():
 
 def test_the_command_that_was_installed():
     program = "import sys; from tp_invariant.cli import main; sys.exit(main(['--version']))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stdout) == (0, f"tp-invariant {tpi.__version__}\n"), done.stderr
