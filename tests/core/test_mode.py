@@ -21,24 +21,18 @@ def environment_decides(monkeypatch):
         yield
 
 
-def test_names_of_the_variables():
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        *(({name: text}, text == "1") for name in BOTH for text in ("0", "1")),
+        *((dict.fromkeys(BOTH, text), text == "1") for text in ("0", "1")),
+    ],
+    ids=str,
+)
+def test_the_variables(monkeypatch, environment, expected):
     assert BOTH == ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE")
-
-
-def test_off_by_default():
-    assert tpi.is_tp_invariant_mode_enabled() is False
-
-
-@pytest.mark.parametrize("variable", BOTH)
-@pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True)])
-def test_either_variable(monkeypatch, variable, text, expected):
-    monkeypatch.setenv(variable, text)
-    assert tpi.is_tp_invariant_mode_enabled() is expected
-
-
-@pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True)])
-def test_both_variables_may_agree(monkeypatch, text, expected):
-    for variable in BOTH:
+    for variable, text in environment.items():
         monkeypatch.setenv(variable, text)
     assert tpi.is_tp_invariant_mode_enabled() is expected
 
@@ -85,13 +79,6 @@ def test_read_at_call_time(monkeypatch):
     assert seen == [True, False, True, False]
 
 
-def test_a_call_holds_until_the_next():
-    tpi.set_tp_invariant_mode(True)
-    assert tpi.is_tp_invariant_mode_enabled() is True
-    tpi.set_tp_invariant_mode(False)
-    assert tpi.is_tp_invariant_mode_enabled() is False
-
-
 @pytest.mark.parametrize("text", ["0", "1"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_python_wins_over_the_environment(monkeypatch, text, asked):
@@ -101,10 +88,10 @@ def test_python_wins_over_the_environment(monkeypatch, text, asked):
     assert tpi.is_tp_invariant_mode_enabled() is (text == "1")
 
 
-def test_none_hands_back_to_the_environment(monkeypatch):
-    tpi.set_tp_invariant_mode(True)
-    tpi.set_tp_invariant_mode(None)
-    assert tpi.is_tp_invariant_mode_enabled() is False
+def test_a_call_holds_until_the_next_and_none_hands_back(monkeypatch):
+    for asked in (True, False, None):
+        tpi.set_tp_invariant_mode(asked)
+        assert tpi.is_tp_invariant_mode_enabled() is bool(asked)
     monkeypatch.setenv(MODE_VARIABLE, "1")
     assert tpi.is_tp_invariant_mode_enabled() is True
 
@@ -121,17 +108,11 @@ def test_contexts_nest_and_restore():
     assert seen == [True, False, True, False]
 
 
-def test_a_context_restores_what_a_call_inside_it_changed():
-    tpi.set_tp_invariant_mode(True)
-    with tpi.set_tp_invariant_mode(False):
-        tpi.set_tp_invariant_mode(False)
-    assert tpi.is_tp_invariant_mode_enabled() is True
-
-
-def test_a_context_restores_on_exceptions():
+def test_a_context_restores_what_a_call_inside_it_changed_and_on_exceptions():
     tpi.set_tp_invariant_mode(True)
     with pytest.raises(ZeroDivisionError), tpi.set_tp_invariant_mode(False):
         assert tpi.is_tp_invariant_mode_enabled() is False
+        tpi.set_tp_invariant_mode(False)
         raise ZeroDivisionError
     assert tpi.is_tp_invariant_mode_enabled() is True
 
