@@ -102,7 +102,8 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
 
     def counted_exchange(out: Tensor, x: Tensor, received: Any, sent: Any, group: Any) -> Any:
         nonlocal total
-        total += out.nbytes * (sum(received) - received[group.rank]) // max(sum(received), 1)
+        sizes = received or [1] * group.size
+        total += out.nbytes * (sum(sizes) - sizes[group.rank]) // max(sum(sizes), 1)
         return exchange(out, x, received, sent, group)
 
     def counted_copy(copies: Any, source: Any, sent: Any, early: bool) -> Any:
@@ -148,7 +149,7 @@ def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float,
 
 def lent_buffers(group: Group, device: torch.device) -> str:
     """What this rank's copies have taken so far, outside torch's allocator, in words; "" where there are none."""
-    if peer_copies.transport() == "nccl" or group.size == 1 or device.type != "cuda":
+    if peer_copies.transport() in ("nccl", "symmetric") or group.size == 1 or device.type != "cuda":
         return ""
     copies = peer_copies.copies_of(group, device)
     if isinstance(copies, str):

@@ -1,12 +1,12 @@
-"""Gathers and exchanges by NCCL and by copy engine, alone and beside GEMMs: what they move, and what the GEMMs lose.
+"""Gathers and exchanges by NCCL, by NCCL in registered memory and by copy engine, alone and beside GEMMs.
 
     torchrun --nproc-per-node 4 benchmarks/bench_transport.py --out benchmarks/results/transport_h200
 
-Each transfer of so many MB (all that a rank has afterwards) is started, waited for and released, one after
-another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes products of --gemm, one
-program per SM, transfers run on another; the products' time over their time alone, and the transfers' GB/s meanwhile.
-`host`: what the call that starts a transfer takes the host. Bytes are compared with NCCL's in the same run. The
-slowest rank's medians; writes OUT.csv and OUT.md.
+What they move, and what the GEMMs lose. Each transfer of so many MB (all that a rank has afterwards) is started, waited
+for and released, one after another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes
+products of --gemm, one program per SM, transfers run on another; the products' time over their time alone, and the
+transfers' GB/s meanwhile. `host`: what the call that starts a transfer takes the host. Bytes are compared with NCCL's
+in the same run. The slowest rank's medians; writes OUT.csv and OUT.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tp_invariant.core.layout import split_sizes
 
 MEGABYTE = 1e6
 ROW = 8192  # bytes of a row
+TRANSPORTS = ("nccl", False), ("copy_engine", False), ("copy_engine", True), ("symmetric", False), ("symmetric", True)
 HEAD_START = 1_000_000  # cycles that the device idles, so that the host is ahead of it
 
 
@@ -46,15 +47,16 @@ def parse() -> argparse.Namespace:
 Start = Callable[[Tensor], Pending]
 
 
-def starts(what: str, transport: str, group: Group) -> Start:
-    """The call that starts a transfer of x [rows, columns]."""
+def starts(what: str, transport: str, early: bool, group: Group) -> Start:
+    """The call that starts a transfer of x [rows, columns], with the variable set for it. `early`: as for weights."""
+    os.environ[peer_copies.TRANSPORT_VARIABLE] = transport  # copy_engine, symmetric: of any size, or an error
 
     def start(x: Tensor) -> Pending:
         sizes = split_sizes(x.shape[0], group.size)
         if transport == "nccl":
             return start_gather_major(x, group) if what == "gather" else start_exchange_rows(x, sizes, group)
-        lent = peer_copies.start_gather(x, group) if what == "gather" else None
-        lent = peer_copies.start_exchange_rows(x, sizes, group) if what == "exchange" else lent
+        lent = peer_copies.start_gather(x, group, early=early) if what == "gather" else None
+        lent = peer_copies.start_exchange_rows(x, sizes, group, early=early) if what == "exchange" else lent
         assert lent is not None, "no peer copies here: see tp-invariant doctor"
         return lent
 
@@ -126,7 +128,6 @@ def beside(start: Start, x: Tensor, gemms: Callable[[], None], group: Group, rou
 
 def main() -> None:
     options = parse()
-    os.environ[peer_copies.TRANSPORT_VARIABLE] = "copy_engine"  # of any size, or an error that says why not
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     group = resolve_group(dist.group.WORLD)
@@ -141,9 +142,9 @@ def main() -> None:
             mine = held // group.size if what == "gather" else held
             x = torch.randint(0, 256, (mine, ROW), device="cuda", dtype=torch.uint8)
             received = held * ROW * (group.size - 1) / group.size
-            want = starts(what, "nccl", group)(x).wait()
-            for transport in ("nccl", "copy_engine"):
-                start = starts(what, transport, group)
+            want = starts(what, "nccl", False, group)(x).wait()
+            for transport, early in TRANSPORTS:
+                start = starts(what, transport, early, group)
                 pending = start(x)
                 same = torch.equal(pending.wait(), want)
                 pending.release()
@@ -159,7 +160,7 @@ def main() -> None:
                 row = {
                     "what": what,
                     "MB": megabytes,
-                    "transport": transport,
+                    "transport": transport + (", for weights" if early else ""),
                     "us": round(alone, 1),
                     "GB/s": round(received / alone / 1e3, 1),
                     "host us": round(host_time(start, x, options.rounds, group), 1),

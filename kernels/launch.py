@@ -7,6 +7,7 @@ Triton works out at every launch which compiled kernel the arguments call for: t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,21 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
     if tensor.device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)
+
+
+_thread = threading.local()
+
+
+def bind_context(device_index: int) -> None:
+    """Makes the context of the current device, whose index this is, current for this thread in the CUDA driver.
+
+    A new thread, such as autograd's, has none until its first call of the CUDA runtime that needs one; on device 0
+    torch's own switch of devices makes no such call. A launch binds it, but the driver's functions that encode a tensor
+    map or copy memory fail with CUDA_ERROR_INVALID_CONTEXT where nothing was launched before.
+    """
+    if not getattr(_thread, "has_context", False):
+        torch.cuda.set_device(device_index)  # the runtime call is made even where this is the current device
+        _thread.has_context = True
 
 
 class _Descriptor:
@@ -116,6 +132,8 @@ class Launch:
         """
         shape, strides = shape or x.shape, strides or x.stride()
         if self._direct is None:
+            if x.is_cuda:
+                bind_context(x.get_device())
             if self._compiled is not None:
                 return (_Descriptor(x, shape, strides),)
             return (self._make_descriptor(x, list(shape), list(strides), list(block)),)
@@ -124,6 +142,7 @@ class Launch:
         if arguments is None:
             if len(maps) >= _MOST_MAPS:
                 maps.clear()
+            bind_context(x.get_device())
             arguments = maps[key] = tuple(self._expand(_Descriptor(x, shape, strides), self._layouts[position]))
         return arguments
 

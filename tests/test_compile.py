@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from layer_cases import Case, assert_cases_invariant, error
+from layer_cases import Case, assert_cases_invariant
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -17,6 +17,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.compiled import at_run_time
+from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional.regions import gather_sequence
 from tp_invariant.gemm import gemm
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn

@@ -20,12 +20,12 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_cases import error
 from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core.bits import leaves
+from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 

@@ -16,35 +16,19 @@ through the slice-invariant GEMM of the device, one head at a time; the rest is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from ..elementwise import in_whole_vectors_, sum_by_halves
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side
 
 KEY_BLOCK = 128
 LOG2_E = 1 / math.log(2)
 _ELEMENTS = 1 << 21  # of scores at a time: heads are taken together up to this; sets the speed only
-
-# torch's CPU kernels take one formula for whole vectors and another for the elements left over, and cut large tensors
-# into one piece per thread, anywhere. So: whole vectors, in blocks below the size that is cut.
-_VECTORS = 64
-_BLOCK = 1 << 14
-
-
-def _transcendental(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), which works in place, with bits that do not depend on where an element lies. May overwrite x."""
-    if x.device.type != "cpu":
-        return function(x)
-    flat = x.reshape(-1)
-    if flat.numel() % _VECTORS:
-        flat = F.pad(flat, (0, -flat.numel() % _VECTORS), value=1.0)
-    for block in flat.split(_BLOCK):
-        function(block)
-    return flat[: x.numel()].view(x.shape)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -53,15 +37,6 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     else:
         from ..gemm.reference import matmul
     return matmul(a, b)
-
-
-def _row_sums(x: Tensor) -> Tensor:
-    """Over the last dim: the first half plus the second, until one is left; an order of its size alone."""
-    while (width := x.shape[-1]) > 1:
-        half = width // 2
-        folded = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([folded, x[..., -1:]], dim=-1) if width % 2 else folded
-    return x.squeeze(-1)
 
 
 # --- what meets what ------------------------------------------------------------------------------------------------
@@ -131,7 +106,7 @@ def _scores(q: Tensor, k: Tensor, spec: AttentionSpec, hidden: Tensor) -> tuple[
     """Scaled, capped scores of a block times log2(e), -inf where hidden; and their tanh if they are capped."""
     scores, tanh = _per_head(q, k.transpose(1, 2)), None
     if spec.softcap:
-        tanh = _transcendental(torch.tanh_, scores.mul_(spec.scale / spec.softcap))
+        tanh = in_whole_vectors_(torch.tanh_, scores.mul_(spec.scale / spec.softcap))
         scores = tanh * (spec.softcap * LOG2_E)
     else:
         scores.mul_(spec.scale * LOG2_E)
@@ -165,13 +140,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec) ->
     for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
         scores, _ = _scores(q[:, rows], k[:, block], spec, hidden)
         new_top = torch.maximum(top[:, rows], scores.amax(-1))
-        shrink = _transcendental(torch.exp2_, top[:, rows] - new_top)
-        powers = _transcendental(torch.exp2_, scores.sub_(new_top.unsqueeze(-1)))
+        shrink = in_whole_vectors_(torch.exp2_, top[:, rows] - new_top)
+        powers = in_whole_vectors_(torch.exp2_, scores.sub_(new_top.unsqueeze(-1)))
         top[:, rows] = new_top
-        total[:, rows] = total[:, rows] * shrink + _row_sums(powers)
+        total[:, rows] = total[:, rows] * shrink + sum_by_halves(powers).squeeze(-1)
         acc[:, rows] = acc[:, rows] * shrink.unsqueeze(-1) + _per_head(powers, v[:, block])
     seen = total > 0
-    lse = torch.where(seen, top + _transcendental(torch.log2_, total.clone()), -math.inf)
+    lse = torch.where(seen, top + in_whole_vectors_(torch.log2_, total.clone()), -math.inf)
     return acc.div_(total.masked_fill(~seen, 1.0).unsqueeze(-1)), lse
 
 
@@ -208,10 +183,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out [N, S, groups, D], lse [.., 1], k, v [N, keys in whole blocks, D] -> dq, dk, dv, fp32"""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    delta = _row_sums(dout * out).unsqueeze(-1)
+    delta = sum_by_halves(dout * out)
     for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
         scores, tanh = _scores(q[:, rows], k[:, block], spec, hidden)
-        powers = _transcendental(torch.exp2_, scores.sub_(lse[:, rows]))
+        powers = in_whole_vectors_(torch.exp2_, scores.sub_(lse[:, rows]))
         slopes = _per_head(dout[:, rows], v[:, block].transpose(1, 2)).sub_(delta[:, rows]).mul_(powers)
         if tanh is not None:
             slopes.mul_(1 - tanh * tanh)

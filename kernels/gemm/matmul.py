@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dtypes import DTYPES
 from ..launch import cdiv, interpreting, launch_on
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
+from .operands import check_bias, check_kinds, check_operands
 from .output import check_output, check_promotion, written
 
 # In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
@@ -113,52 +113,12 @@ def _matmul_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=row_mask & col_mask)
 
 
-def _allowed_dtypes() -> str:
-    return ", ".join(map(str, DTYPES))
-
-
-def _check_kinds(operation: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-    """Raises unless these are tensors of one device and of dtypes that go together."""
-    for name, tensor in (("a", a), ("b", b)) if bias is None else (("a", a), ("b", b), ("bias", bias)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {_allowed_dtypes()}")
-        if tensor.device != a.device:
-            raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of a, {a.device}")
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"{operation}: out_dtype is {out_dtype}; allowed: {_allowed_dtypes()}, or None for a's dtype")
-    if b.dtype != a.dtype:
-        raise TypeError(f"{operation}: b has dtype {b.dtype}; allowed: the dtype of a, {a.dtype}")
-
-
-def _check_bias(operation: str, bias: Tensor | None, n: int) -> None:
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"{operation}: bias has shape {tuple(bias.shape)}; allowed: [N], here ({n},)")
-
-
-def _check(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-    _check_kinds("matmul", a, b, bias, out_dtype)
-    if a.dim() != 2 or b.dim() != 2:
-        name, tensor, shape = ("a", a, "[M, K]") if a.dim() != 2 else ("b", b, "[K, N]")
-        raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: two dimensions, {shape}")
-    (m, k), (b_k, n) = a.shape, b.shape
-    if k != b_k:
-        raise ValueError(
-            f"matmul: b has shape {tuple(b.shape)}; allowed: [K, N] with the K of a, whose shape is {tuple(a.shape)}"
-        )
-    if not (m and n and k):
-        name, tensor = ("a", a) if not (m and k) else ("b", b)
-        raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: every dimension at least 1")
-    _check_bias("matmul", bias, n)
-
-
 def _check_rank_major(
     a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
     """TMA gives zeros for what lies outside, so operands that do not fit would have a product too."""
     name = "matmul_rank_major"
-    _check_kinds(name, a, b, bias, out_dtype)
+    check_kinds(name, a, b, bias, out_dtype)
     if b_k_dim not in (0, 1):
         raise ValueError(f"{name}: b_k_dim is {b_k_dim!r}; allowed: 1 for b [P, N, K/P], 0 for b [P, K/P, N]")
     b_shape = ("[P, K/P, N]", "[P, N, K/P]")[b_k_dim]
@@ -175,7 +135,7 @@ def _check_rank_major(
         raise ValueError(
             f"{name}: stride is {stride!r}; allowed: an int of at least 1 that divides K/P, here {k_local}"
         )
-    _check_bias(name, bias, b.shape[2 - b_k_dim])
+    check_bias(name, bias, b.shape[2 - b_k_dim])
 
 
 def _no_negated_views(*tensors: Tensor | None) -> list[Any]:
@@ -225,7 +185,7 @@ def matmul(
         key = call_key(a, b, bias, out_dtype, promote_every)
         if (c := repeat_call(key)) is not None:
             return c
-    _check(a, b, bias, out_dtype or getattr(out, "dtype", None))
+    check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     check_promotion(promote_every)
     if out is not None and out.is_neg():

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import DTYPES
+from .operands import check_operands
 from .output import check_output, check_promotion
 
 K_BLOCK = 128
@@ -33,29 +33,10 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def check_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, nothing: bool = False) -> None:
-    """Raises ValueError or TypeError unless a [M, K], b [K, N], bias [N] or None agree and are supported.
-
-    nothing: for an empty product, on any device, instead of one that the CPU computes.
-    """
-    if a.dim() != 2 or b.dim() != 2:
-        raise ValueError(f"a and b must be matrices; a has shape {tuple(a.shape)} and b {tuple(b.shape)}")
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} disagree on K: {a.shape[1]} against {b.shape[0]}")
-    if not nothing and (0 in a.shape or 0 in b.shape):
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must not be empty")
-    if a.dtype != b.dtype:
-        raise TypeError(f"a is {a.dtype} and b is {b.dtype}: they must have one dtype")
-    if bias is not None and bias.shape != (b.shape[1],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({b.shape[1]},), one for each column of b")
-    for name, dtype in (("a", a.dtype), ("bias", a.dtype if bias is None else bias.dtype), ("out_dtype", out_dtype)):
-        if dtype not in DTYPES:
-            raise TypeError(f"{name} is {dtype}: supported are {', '.join(map(str, DTYPES))}")
-    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
-        if nothing and tensor is not None and tensor.device != a.device:
-            raise ValueError(f"{name} is on {tensor.device}: it must be on the device of a, {a.device}")
-        if not nothing and tensor is not None and tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}: this gemm_fn is for the CPU; on CUDA use kernels.matmul")
+def check_cpu_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    check_operands(a, b, bias, out_dtype)
+    if a.device.type != "cpu":
+        raise ValueError(f"a is on {a.device}: this gemm_fn is for the CPU; on CUDA use kernels.matmul")
 
 
 # --- panels ---------------------------------------------------------------------------------------------------------
@@ -165,7 +146,7 @@ def _matmul(
     accumulate: bool = False,
     promote_every: int | None = None,
 ) -> Tensor:
-    check_operands(a, b, bias, out_dtype or getattr(out, "dtype", a.dtype))
+    check_cpu_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     panels = None if check_promotion(promote_every) is None else promote_every // K_BLOCK
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

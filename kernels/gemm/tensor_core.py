@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES as DTYPES
 from .output import check_promotion
-from .reference import check_operands
+from .reference import check_cpu_operands
 
 _TILE_ROWS, _TILE_COLS = 64, 512  # of C at a time: the float64 tiles of one step stay in a core's cache
 _LOWEST = -400  # below every exponent of a product (-266 for bf16); what a term without one is given
@@ -147,7 +147,7 @@ def model(
 ) -> Tensor:
     """`matmul` by another recipe, for probes."""
     out_dtype = out_dtype or a.dtype
-    check_operands(a, b, bias, out_dtype)
+    check_cpu_operands(a, b, bias, out_dtype)
     stretch = check_promotion(promote_every) or a.shape[1]
     if a.dtype not in DTYPES:
         raise TypeError(

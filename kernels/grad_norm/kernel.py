@@ -227,7 +227,7 @@ def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
 
 def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
     """fp32 [number of leaves]: one for each index of a tensor's dim, tensor after tensor; one leaf's bits never see
-    another. Arguments and errors as for `sums_of_squares` of reference_grad_norm; a copy is made of what is not
+    another. Arguments and errors as for `sums_of_squares` of reference.py; a copy is made of what is not
     contiguous."""
     check_tensors("sums_of_squares", xs)
     check_dims("sums_of_squares", xs, dims)
@@ -251,7 +251,7 @@ def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
 
 
 def fold(v: Tensor) -> Tensor:
-    """The sum of an fp32 vector, 0-dim, as `fold` of reference_grad_norm has it."""
+    """The sum of an fp32 vector, 0-dim, as `fold` of reference.py has it."""
     check_vector("fold", v)
     if not v.numel():
         return v.new_zeros(())
@@ -264,27 +264,16 @@ def fold(v: Tensor) -> Tensor:
 
 
 def digests(xs: Sequence[Tensor]) -> Tensor:
-    """int64 [tensors], as `digests` of reference_grad_norm says; each number is mixed with its place and its tensor's,
+    """int64 [tensors], as `digests` of reference.py says; each number is mixed with its place and its tensor's,
     and integers are added, in whatever order."""
     flat = [x.detach().resolve_neg().contiguous().view(-1).view(_INTEGERS[x.element_size()]) for x in xs]
-    addresses = [x.data_ptr() for x in flat]
-    device = xs[0].device
-    facts = tuple((x.dtype, x.numel(), address % 16 == 0) for x, address in zip(flat, addresses, strict=True))
-    out = torch.zeros(len(xs), dtype=torch.int64, device=device)
-    with launch_on(_without_memory(flat, addresses), "digests"):
-        sizes, groups = _scale_plan(facts, device)
-        table = _on_device(addresses, device)
-        about_to_read(sizes, *(group.tiles for group in groups))
-        for group in groups:
-            _digest(
-                device.index, (len(group.tiles),), (table, sizes, group.tiles, out, flat[group.first]),
-                (_SCALED, group.vector),
-            )  # fmt: skip
+    out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
+    _on_elements("digests", flat, _digest, out)
     return out
 
 
 def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies xs in place by factor, as `scale_` of reference_grad_norm does."""
+    """Multiplies xs in place by factor, as `scale_` of reference.py does."""
     check_tensors("scale_", xs)
     check_factor("scale_", factor, xs)
     # the interpreter does not round to 16 bits as a GPU does
@@ -296,22 +285,27 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     chosen = {dense[at] for at in apart([xs[i] for i in dense])}
     flat = [xs[i] for i in sorted(chosen)]
     if flat:
-        addresses = [x.data_ptr() for x in flat]
-        device = flat[0].device
-        facts = tuple((x.dtype, x.numel(), address % 16 == 0) for x, address in zip(flat, addresses, strict=True))
-        with launch_on(_without_memory(flat, addresses), "scale_"):
-            sizes, groups = _scale_plan(facts, device)
-            table = _on_device(addresses, device)
-            about_to_read(sizes, *(group.tiles for group in groups))
-            for group in groups:
-                _scale(
-                    device.index, (len(group.tiles),), (table, sizes, group.tiles, factor, flat[group.first]),
-                    (_SCALED, group.vector),
-                )  # fmt: skip
+        _on_elements("scale_", flat, _scale, factor)
         torch.autograd.graph.increment_version(flat)
     for i, x in enumerate(xs):
         if i not in chosen:
             x.copy_(x.float() * factor)
+
+
+def _on_elements(operation: str, xs: Sequence[Tensor], launches: Launches, extra: Tensor) -> None:
+    """Launches over all elements of xs, contiguous ones: those of a kind together."""
+    addresses = [x.data_ptr() for x in xs]
+    device = xs[0].device
+    facts = tuple((x.dtype, x.numel(), address % 16 == 0) for x, address in zip(xs, addresses, strict=True))
+    with launch_on(_without_memory(xs, addresses), operation):
+        sizes, groups = _scale_plan(facts, device)
+        table = _on_device(addresses, device)
+        about_to_read(sizes, *(group.tiles for group in groups))
+        for group in groups:
+            launches(
+                device.index, (len(group.tiles),), (table, sizes, group.tiles, extra, xs[group.first]),
+                (_SCALED, group.vector),
+            )  # fmt: skip
 
 
 def apart(xs: Sequence[Tensor]) -> list[int]:

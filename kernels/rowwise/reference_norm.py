@@ -1,9 +1,8 @@
 """LayerNorm and RMSNorm for a CPU: plain torch, the contract of norm.py.
 
-A row is summed by halves, elementwise, in an order that depends on its length alone: torch.sum splits a long row over
-threads when there are few rows. Everything is one IEEE operation at a time (mul, add, sub, div, sqrt), because torch's
-vectorised and its tail code contract or approximate anything richer differently. Sums over rows are by leaves (see
-`norm_weight_leaves`).
+A row is summed by halves. Everything is one IEEE operation at a time (mul, add, sub, div, sqrt), because torch's
+vectorised and its tail code contract or approximate anything richer differently. Sums over rows are by leaves. What
+each function takes, returns and raises is said in norm.py.
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..elementwise import sum_by_halves
 from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
 
 
 def _row_mean(x: Tensor) -> Tensor:
-    """x [T, H] fp32 -> [T, 1] fp32: the first half of the columns plus the second, until one is left."""
-    total = x
-    while (width := total.shape[1]) > 1:
-        half = width // 2
-        folded = total[:, :half] + total[:, half : 2 * half]
-        total = torch.cat([folded, total[:, -1:]], dim=1) if width % 2 else folded
-    return total / x.shape[1]
+    """x [T, H] fp32 -> [T, 1] fp32."""
+    return sum_by_halves(x) / x.shape[1]
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -47,19 +42,7 @@ def norm_forward(
     zero_centered: bool,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y = (x - mean) * rstd * weight + bias, in fp32, rounded once; RMSNorm has no mean and usually no bias.
-
-    Args:
-        x: [T, H]; bfloat16, float16 or float32.
-        weight, bias: [H] of those dtypes, bias may be None; `zero_centered` adds 1 to weight.
-
-    Returns:
-        y [T, H] in out_dtype or x.dtype; mean [T] fp32, None for RMSNorm; rstd [T] fp32.
-
-    Raises:
-        TypeError: a dtype that is not supported.
-        ValueError: a shape, a device or an eps that does not fit.
-    """
+    """y = (x - mean) * rstd * weight + bias, in fp32, rounded once; RMSNorm has no mean and usually no bias."""
     check_forward("norm_forward", x, weight, bias, eps, out_dtype)
     if x.shape[0] == 0:
         empty = x.new_empty(0, dtype=torch.float32)
@@ -77,7 +60,7 @@ def norm_forward(
 def norm_backward_input(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
 ) -> Tensor:
-    """dx [T, H] in x.dtype, from dy [T, H] and what forward returned. Raises as `norm_forward`."""
+    """See norm.norm_backward_input."""
     check_backward("norm_backward_input", dy, x, mean, rstd, rms)
     check("norm_backward_input", "weight", weight, (x.shape[1],), x)
     if x.shape[0] == 0:
@@ -93,16 +76,7 @@ def norm_backward_input(
 def norm_weight_leaves(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, leaf_rows: int, rms: bool, with_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums of dy * xhat (and of dy) over blocks of `leaf_rows` consecutive rows, in row order, one add after another.
-
-    mean and rstd may be [T, heads], where each of as many equal parts of a row is normalised by itself.
-
-    Returns:
-        fp32 [ceil(T / leaf_rows), H] for the weight, and for the bias if `with_bias`; the last leaf may be short.
-
-    Raises:
-        TypeError, ValueError: as `norm_forward`; ValueError for a leaf_rows below 1, too.
-    """
+    """See norm.norm_weight_leaves."""
     check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
     check_leaves("norm_weight_leaves", leaf_rows)
     dy32 = dy.float()
@@ -115,13 +89,7 @@ def _sum_blocks(values: Tensor, leaf_rows: int) -> Tensor:
 
 
 def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Leaves [L, H] fp32 added in order, one after another, from +0.0, -> [H] of out_dtype, or fp32; zeros if there are
-    none.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another shape.
-    """
+    """See norm.fold_leaves."""
     check_fold(leaves, out_dtype)
     total = leaves.new_zeros(leaves.shape[1])
     for leaf in leaves:

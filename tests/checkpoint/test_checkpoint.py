@@ -26,11 +26,7 @@ def run_ranks(fn, world, *args):
 
 @pytest.fixture(scope="module", autouse=True)
 def pool():
-    run_ranks(_nothing, 4)
-
-
-def _nothing(tp_group):
-    """Starts the pool at its full size."""
+    run_ranks(lambda tp_group: None, 4)
 
 
 class Model(nn.Module):
@@ -520,26 +516,6 @@ def test_no_checkpoint_there(tmp_path):
         tpi.checkpoint.load(tmp_path / "absent", model)
     (tmp_path / "part.safetensors").touch()
     with pytest.raises(FileNotFoundError, match="holds a save that did not finish"):
-        tpi.checkpoint.load(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda index: "{",
-        lambda index: json.dumps({**index, "format": "other"}),
-        lambda index: json.dumps({}),
-        lambda index: json.dumps(index).replace('"file": "', '"file": "../'),
-        lambda index: json.dumps(index).replace('"float32"', '"float31"'),
-        lambda index: json.dumps(index).replace('"sizes": [2, 2]', '"sizes": [1, 2]'),
-    ],
-)
-def test_an_index_that_cannot_be_read(tmp_path, change):
-    model = nn.Linear(2, 2)
-    tpi.checkpoint.save(tmp_path, model)
-    path = tmp_path / "index.json"
-    path.write_text(change(json.loads(path.read_text())))
-    with pytest.raises(ValueError, match=r"index.json cannot be read as a checkpoint's index"):
         tpi.checkpoint.load(tmp_path, model)
 
 

@@ -202,7 +202,7 @@ def drop_a_name(index):
 
 CHANGES = {
     "gap and overlap": (lambda i: halves(i, first=(0, 0, 2, 8), second=(1, 0, 2, 8)), "two boxes of .* overlap"),
-    "the same box twice": (lambda i: halves(i, second=(0, 0, 2, 8)), "two boxes of .* overlap, both at"),
+    "the same box twice": (lambda i: halves(i, second=(0, 0, 2, 8)), "two boxes of .* overlap, at"),
     "a gap": (lambda i: halves(i, second=(2, 0, 1, 8)), "do not make up its shape"),
     "out of range": (lambda i: halves(i, second=(3, 0, 2, 8)), "is not within"),
     "negative": (lambda i: halves(i, second=(2, 0, -2, -8)), "lengths are integers of at least 0"),
@@ -211,7 +211,7 @@ CHANGES = {
     "true": (lambda i: box(i, "up.bias").update(offsets=[False]), "lengths are integers of at least 0"),
     "huge": (lambda i: box(i, "up.bias").update(sizes=[2**70]), "lengths are integers of at least 0"),
     "another tensor's key": (exchange_keys, "is said to be .*, which it cannot be"),
-    "extra of the model": (point_extra_at_the_model, "extra.rng is said to be the tensor 'model.up.weight'"),
+    "extra of the model": (point_extra_at_the_model, "stands neither for a tuple nor for its own tensor"),
     "no state": (drop_state, "holds tensors that have no place in its values: optimizer.state.down.weight.exp_avg"),
     "less state": (drop_a_name, "holds tensors that have no place in its values: optimizer.state.up.bias.exp_avg"),
     "a path": (lambda i: box(i, "up.bias").update(file="../x.safetensors"), "no name of a data file"),
@@ -233,11 +233,11 @@ def test_an_index_that_does_not_hold_together(saved, what):
     refused(folder, "index.json cannot be read as a checkpoint's index: it is not what was saved")
     (folder / "index.json").write_text(whole)
     rewrite(folder, change)
-    assert str(folder) in refused(folder, f"index.json cannot be read as a checkpoint's index: .*{text}")
+    assert str(folder) in refused(folder, f"index.json.*: .*{text}")
     (folder / "index.json").write_text(whole)
     as_old(folder)
     rewrite(folder, change)
-    refused(folder, f"index.json cannot be read as a checkpoint's index: .*{text}")
+    refused(folder, f"index.json.*: .*{text}")
 
 
 def test_another_tensors_boxes_are_found_by_their_digests(saved):
@@ -265,7 +265,7 @@ def test_deep_values(saved):
     for _ in range(900):
         deep = [deep]
     rewrite(folder, lambda index: index["values"]["extra"].update(deep=deep))
-    refused(folder, "index.json cannot be read as a checkpoint's index: .* nested too deep")
+    refused(folder, "index.json: its values are nested too deep")
     for value in (deep, loop()):
         with pytest.raises(ValueError, match="extra is nested too deep, or holds itself"):
             tpi.checkpoint.save(folder, Model(None), extra={"deep": [value, deep]})
@@ -595,22 +595,6 @@ def test_two_jobs_that_save_into_one_folder(tmp_path):
     tpi.checkpoint.save(tmp_path, model, extra={"step": "ours"})
     assert tpi.checkpoint.load(tmp_path, model) == {"step": "ours"}
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
-
-
-def test_a_job_that_has_saved_meanwhile_where_locks_do_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files.fcntl, "flock", lambda *args: None)
-    model, theirs = nn.Linear(3, 3), [lambda: tpi.checkpoint.save(tmp_path, model, extra={"step": "theirs"})]
-    sync = checkpoint_files._sync
-
-    def sync_after_another(path):
-        if theirs and path == tmp_path:  # after all files, before the check and the commit
-            theirs.pop()()
-        sync(path)
-
-    monkeypatch.setattr(checkpoint_files, "_sync", sync_after_another)
-    with pytest.raises(RuntimeError, match=r"another job has saved into .* meanwhile"):
-        tpi.checkpoint.save(tmp_path, model, extra={"step": "ours"})
-    assert tpi.checkpoint.load(tmp_path, model) == {"step": "theirs"}
 
 
 def without_locks(*args):

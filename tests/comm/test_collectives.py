@@ -1,13 +1,13 @@
 """Collectives move bytes: against what one process computes from all ranks' inputs, byte for byte, on every rank."""
 
 import copy
-import functools
 import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from moved_bytes import DTYPES, check_ranks, run_ranks, special, worlds
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,43 +28,12 @@ from tp_invariant.comm.collectives import (
 from tp_invariant.core.layout import shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 GPUS = torch.cuda.device_count()
-WORLDS = (2, 3, 8)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-worlds = pytest.mark.parametrize("world", WORLDS)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def pool():
     run_ranks(lambda tp_group: None, 8)
-
-
-NAN_WITH_PAYLOAD = {torch.bfloat16: 0x7FC1, torch.float16: 0x7E01, torch.float32: 0x7FC00001}
-
-
-def special(shape, dtype, seed):
-    """Random bit patterns: infinities and subnormals among them, and a -0.0 and a NaN with a payload in front."""
-    generator = torch.Generator().manual_seed(seed)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    x = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype)
-    x[:1] = -0.0
-    x.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[1:2] = NAN_WITH_PAYLOAD[dtype]
-    return x.view(shape)
-
-
-def check_ranks(world, case):
-    """Runs case(group, rank) on every rank; it asserts by itself, and its count of checks must not be zero."""
-
-    def on_rank(tp_group):
-        group = resolve_group(tp_group)
-        return case(group)
-
-    counts = run_ranks(on_rank, world)
-    assert len(counts) == world
-    assert counts == counts[:1] * world
-    assert counts[0] > 0
 
 
 # --- raw ------------------------------------------------------------------------------------------------------------
@@ -242,7 +211,7 @@ def test_the_same_ranks_again(device, world):
     def on_rank(tp_group):
         group = resolve_group(tp_group)
         names = wire.gather_objects(c10d._hash_ranks_to_str(dist.get_process_group_ranks(tp_group)), group)
-        again = same_ranks_again(group, dist.get_backend(tp_group))
+        again = same_ranks_again(group, dist.get_backend(tp_group), "a test")
         try:
             own = torch.tensor([float(group.rank)], device=device)
             return len(set(names)), gather_dim(own, 0, again).tolist(), again == group
@@ -259,8 +228,8 @@ def side_groups(tp_group):
     """A first call in a capture, then two outside: which groups they give, and how many were made and connected."""
     group, made = resolve_group(tp_group), []
 
-    def again(group, backend):
-        made.append((same_ranks_again(group, "gloo"), backend))
+    def again(group, backend, purpose):
+        made.append((same_ranks_again(group, "gloo", "a test"), backend))
         return made[-1][0]
 
     with (

@@ -21,7 +21,7 @@ WORKER = Path(__file__).parents[1] / "helpers" / "watch_worker.py"
 def said(tmp_path_factory):
     """said(run, rank): the lines of that rank's stderr that are ours."""
     folder = tmp_path_factory.mktemp("watch")
-    done = subprocess.run([sys.executable, str(WORKER), str(folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(WORKER), str(folder)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
 
     def lines(run, rank):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tp_invariant.core.layout import TokenSharding, check_divides, deinterleave, interleave, shard, split_sizes, unshard
+from tp_invariant.core.layout import TokenSharding, check_divides, deinterleave, shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,7 +37,7 @@ def sharded_tensors(draw):
     return tensor, dim, world, stride
 
 
-# --- shard, unshard, deinterleave, interleave ------------------------------------------------------------------------
+# --- shard, unshard, deinterleave ------------------------------------------------------------------------------------
 
 
 @unhurried
@@ -72,23 +72,12 @@ def test_shards_are_contiguous_and_share_no_memory(case):
     assert_bitwise_equal(full, before)
 
 
-@unhurried
-@given(sharded_tensors())
-def test_interleave_and_deinterleave_undo_each_other(case):
-    tensor, dim, world, stride = case
-    apart = deinterleave(tensor, dim=dim, world=world, stride=stride)
-    assert_bitwise_equal(interleave(apart, dim=dim, world=world, stride=stride), tensor)
-    together = interleave(tensor, dim=dim, world=world, stride=stride)
-    assert_bitwise_equal(deinterleave(together, dim=dim, world=world, stride=stride), tensor)
-
-
 def test_deinterleave_gated_by_hand():
     g0, g1, u0, u1 = (torch.full((2, 3), value) for value in (1.0, 2.0, 3.0, 4.0))
     gathered = torch.cat([g0, u0, g1, u1])
     expected = torch.cat([g0, g1, u0, u1])
     assert_bitwise_equal(deinterleave(gathered, dim=0, world=2, stride=2), expected)
     assert_bitwise_equal(deinterleave(gathered.t(), dim=1, world=2, stride=2), expected.t())
-    assert_bitwise_equal(interleave(expected, dim=0, world=2, stride=2), gathered)
 
 
 def test_deinterleave_three_parts_on_two_ranks_by_hand():
@@ -113,10 +102,9 @@ def test_payloads_pass_through(case):
     assert_bitwise_equal(unshard(shards, dim=dim, stride=stride), special)
 
 
-@pytest.mark.parametrize("operation", [deinterleave, interleave])
-def test_deinterleave_of_a_size_that_does_not_divide(operation):
+def test_deinterleave_of_a_size_that_does_not_divide():
     with pytest.raises(ValueError, match=r"size of dim 1=10 is not divisible by world \* stride=4"):
-        operation(torch.zeros(3, 10), dim=1, world=2, stride=2)
+        deinterleave(torch.zeros(3, 10), dim=1, world=2, stride=2)
 
 
 def test_shard_of_a_size_that_does_not_divide():

@@ -56,7 +56,7 @@ def draws():
 def test_the_table_is_whole():
     assert len(BY_NAME) == len(SETTINGS)
     for setting in SETTINGS:
-        assert setting.why and setting.cost and setting.where in ("env", "torch", "call"), setting.name
+        assert setting.why and setting.cost and setting.where in ("env", "torch"), setting.name
         assert setting.profiles and set(setting.profiles) <= set(PROFILES), setting.name
         assert (setting.started is not None) == (setting.where == "env"), setting.name
         assert setting.value not in setting.accepted

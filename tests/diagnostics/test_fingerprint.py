@@ -201,23 +201,12 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
     assert "nothing was compared: no result is both here and in " in out and "0 of 0" not in out
 
 
-def test_digests_that_part_late_are_shown_as_far(small, capsys, monkeypatch, tmp_path):
-    line = room.Line("gemm.forward", torch.float32, (1, 2, 3), "a" * 63 + "b")
-    monkeypatch.setattr(room, "fingerprint", lambda device: [line])
-    for place, shown in ((0, 12), (11, 12), (12, 13), (63, 64)):
-        theirs = line.digest[:place] + "0" + line.digest[place + 1 :]
-        (tmp_path / "f.txt").write_text(f"{line.key} {theirs}\n")
-        assert main(["fingerprint", "--device", "cpu", "--compare", str(tmp_path / "f.txt")]) == 1
-        digits = f"{line.digest[:shown]} here, {theirs[:shown]} in "
-        assert f"differs: gemm.forward float32 1x2x3: {digits}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("", "holds no line of a fingerprint, so there is nothing to compare with"),
         ("# a header alone\n\n", "holds no line of a fingerprint"),
-        ("x" * 30_000_000, f"line 1: '{'x' * 80}'.. (30,000,000 characters) is no line of a fingerprint"),
+        ("x" * 30_000_000, f"line 1: '{'x' * 80}' (30,000,000 characters) is no line of a fingerprint"),
         (f"{'n' * 10**6} float32 1x2 {'0' * 64}", "(1,000,077 characters) is no line of a fingerprint"),
         (f"gemm float32 1x2 {'g' * 64}", "line 1: 'gemm float32 1x2 ggg"),
     ],

@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
-from layer_cases import error, wide
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
+from tp_invariant.diagnostics.verify_case import error, wide
 from tp_invariant.gemm import bundled, gemm
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal, run_ranks

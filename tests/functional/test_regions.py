@@ -1,53 +1,20 @@
 """The regions' collectives and adjoints: against what one process computes from all ranks' inputs, byte for byte."""
 
-import functools
 import re
 
 import pytest
 import torch
+from moved_bytes import DTYPES, check_ranks, run_ranks, special, worlds
 
-from tp_invariant import testing
-from tp_invariant.comm.collectives import Group, resolve_group
+from tp_invariant.comm.collectives import Group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional.regions import gather_features, gather_sequence, scatter_features, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-WORLDS = (2, 3, 8)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-worlds = pytest.mark.parametrize("world", WORLDS)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def pool():
     run_ranks(lambda tp_group: None, 8)
-
-
-NAN_WITH_PAYLOAD = {torch.bfloat16: 0x7FC1, torch.float16: 0x7E01, torch.float32: 0x7FC00001}
-
-
-def special(shape, dtype, seed):
-    """Random bit patterns: infinities and subnormals among them, and a -0.0 and a NaN with a payload in front."""
-    generator = torch.Generator().manual_seed(seed)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    x = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype)
-    x[:1] = -0.0
-    x.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[1:2] = NAN_WITH_PAYLOAD[dtype]
-    return x.view(shape)
-
-
-def check_ranks(world, case):
-    """Runs case(group, rank) on every rank; it asserts by itself, and its count of checks must not be zero."""
-
-    def on_rank(tp_group):
-        group = resolve_group(tp_group)
-        return case(group)
-
-    counts = run_ranks(on_rank, world)
-    assert len(counts) == world
-    assert counts == counts[:1] * world
-    assert counts[0] > 0
 
 
 def forward_and_adjoint(fn, x, grad):

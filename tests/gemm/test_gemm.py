@@ -188,15 +188,15 @@ EMPTY, B = torch.empty(0, 7), torch.empty(8, 5)
 @pytest.mark.parametrize(
     ("error", "text", "a", "b", "options"),
     [
-        (ValueError, "a (0, 7) and b (8, 5) disagree on K: 7 against 8", EMPTY, B, {}),
-        (ValueError, "a (3, 0) and b (8, 5) disagree on K: 0 against 8", torch.empty(3, 0), B, {}),
-        (ValueError, "a (3, 7) and b (0, 5) disagree on K: 7 against 0", torch.empty(3, 7), B[:0], {}),
-        (TypeError, "a is torch.float32 and b is torch.float16: they must have", EMPTY, B[:7].half(), {}),
-        (TypeError, "a is torch.float64: supported are torch.bfloat16", EMPTY.double(), B[:7].double(), {}),
-        (TypeError, "out_dtype is torch.int32: supported are", EMPTY, B[:7], {"out_dtype": torch.int32}),
-        (ValueError, "bias has shape (1,): it must be (5,)", torch.empty(3, 0), B[:0], {"bias": torch.ones(1)}),
-        (TypeError, "bias is torch.float64: supported", EMPTY, B[:7], {"bias": torch.ones(5).double()}),
-        (ValueError, "b is on meta: it must be on the device of a, cpu", EMPTY, B[:7].to("meta"), {}),
+        (ValueError, "b has shape (8, 5); allowed: [K, N] with the K of a", EMPTY, B, {}),
+        (ValueError, "b has shape (8, 5); allowed: [K, N] with the K of a", torch.empty(3, 0), B, {}),
+        (ValueError, "b has shape (0, 5); allowed: [K, N] with the K of a", torch.empty(3, 7), B[:0], {}),
+        (TypeError, "b has dtype torch.float16; allowed: the dtype of a, torch.float32", EMPTY, B[:7].half(), {}),
+        (TypeError, "a has dtype torch.float64; allowed: torch.bfloat16", EMPTY.double(), B[:7].double(), {}),
+        (TypeError, "out_dtype is torch.int32; allowed: ", EMPTY, B[:7], {"out_dtype": torch.int32}),
+        (ValueError, "bias has shape (1,); allowed: [N], here (5,)", torch.empty(3, 0), B[:0], {"bias": torch.ones(1)}),
+        (TypeError, "bias has dtype torch.float64; allowed", EMPTY, B[:7], {"bias": torch.ones(5).double()}),
+        (ValueError, "b is on meta; allowed: the device of a, cpu", EMPTY, B[:7].to("meta"), {}),
     ],
 )
 def test_empty_operands_are_checked(error, text, a, b, options):

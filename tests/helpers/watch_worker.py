@@ -1,6 +1,9 @@
 """The ranks of the runs of test_watch.py, without torch.distributed: forked from one process, as importing takes long.
 
 python watch_worker.py FOLDER       writes each rank's stderr to FOLDER/run/rank, for each of RUNS, side by side
+
+Each step waits for an event (a rank has ended, a line was written) and none for a point in time, so that a loaded
+machine makes the runs longer and changes nothing that is said.
 """
 
 import multiprocessing
@@ -13,44 +16,88 @@ from pathlib import Path
 from tp_invariant.comm import liveness, watch
 
 fork = multiprocessing.get_context("fork")
-LAST = 6.2  # seconds after the start of a run; rank 0 ends
-QUIET = 4.5  # the same where that must be soon after something; then no other run does anything
-start = 0.0  # of this rank's run
+LONG = 600.0  # seconds: a grace that no run outlasts
+PATIENCE = 400.0  # seconds that a rank waits for an event
+contacts = []  # of the ranks of this run
+own_stderr = None  # of this rank
 
 
-def until(seconds):
-    time.sleep(max(0.0, start + seconds - time.time()))
+def wait(event):
+    end = time.monotonic() + PATIENCE
+    while not event():
+        if time.monotonic() > end:
+            os.write(2, b"the event that this rank waits for did not happen\n")
+            os._exit(1)
+        time.sleep(0.02)
 
 
-def ends(at):
-    return lambda: until(at)
+def has_ended(rank):
+    """Whether the process of the rank has ended, waited for by its parent or not."""
+
+    def look():
+        try:
+            stat = Path(f"/proc/{contacts[rank].process}/stat").read_text()
+        except OSError:
+            return True
+        return stat.rpartition(")")[2].split()[0] == "Z"
+
+    return look
 
 
-def raises(at, error=ValueError):
+def has_said(lines):
+    """Whether the watch of this rank has written that many lines."""
+    return lambda: own_stderr.read_text().count("tp_invariant: ") >= lines
+
+
+def grace_is_over(deaths):
+    """An event: that many ranks are known to have ended, and the watch has said so, as if the grace were over."""
+
+    def look():
+        watcher = watch._watcher
+        if len(watcher._ended) != deaths:
+            return False
+        watcher._due = 0.0
+        watcher._bell.send(b"\0")
+        return True
+
+    return look
+
+
+def ends(*events):
+    return lambda: [wait(event) for event in events]
+
+
+def raises(*events, error=ValueError):
     def run():
-        until(at)
+        ends(*events)()
         raise error(3)
 
     return run
 
 
-def is_killed(at):
-    def run():
-        until(at)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return run
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def has_children(until_when, and_then):
+def has_children(event, and_then):
     """One forked by hand, which leaves through the interpreter, and one of multiprocessing."""
 
     def run():
         if not os.fork():
-            until(until_when)
+            wait(event)
             sys.exit()
-        fork.Process(target=ends(0.3)).start()
+        fork.Process(target=ends()).start()
         and_then()
+
+    return run
+
+
+def after_a_while(event):
+    """The event, and then two seconds in which a watch that has something to say would have said it."""
+
+    def run():
+        wait(event)
+        time.sleep(2.0)
 
     return run
 
@@ -61,40 +108,63 @@ def in_multiprocessing(run):
     return run
 
 
-# what ranks 1, 2, .. do; rank 0 ends well at LAST
+def with_grace(seconds, run):
+    run.grace = seconds
+    return run
+
+
+# what ranks 0, 1, .. do; the grace is two seconds where none is given
 RUNS = {
-    "deaths": [is_killed(0.3), raises(0.8), ends(0.5), raises(3.0)],
-    "an exception": [ends(0.2), raises(0.4)],
-    "in multiprocessing": [in_multiprocessing(raises(0.4, SystemExit)), in_multiprocessing(ends(0.2))],
-    "good ends": [ends(0.1), in_multiprocessing(ends(0.3)), has_children(0.4, ends(1.2)), ends(1.4)],
-    "a child outlives it": [has_children(LAST + 1, is_killed(0.6))],
-    "all are ended": [is_killed(QUIET - 0.3)],
+    "deaths": [
+        with_grace(LONG, ends(grace_is_over(2), has_said(1), grace_is_over(1), has_said(2))),
+        is_killed,
+        raises(has_ended(1)),
+        with_grace(LONG, ends(has_ended(1))),
+        with_grace(LONG, raises(grace_is_over(2), has_said(1))),
+    ],
+    "an exception": [ends(has_said(1)), ends(), raises(has_ended(1))],
+    "in multiprocessing": [
+        ends(has_said(1)),
+        in_multiprocessing(raises(has_ended(2), error=SystemExit)),
+        in_multiprocessing(ends()),
+    ],
+    "good ends": [
+        with_grace(0.5, after_a_while(has_ended(4))),
+        ends(),
+        in_multiprocessing(ends(has_ended(1))),
+        has_children(has_ended(2), ends(has_ended(2))),
+        with_grace(0.5, ends(has_ended(3))),
+    ],
+    "a child outlives it": [ends(has_said(1)), has_children(has_ended(0), is_killed)],
+    "all are ended": [with_grace(LONG, ends(has_ended(1))), is_killed],
 }
 
 
 def be_rank(folder, rank, world, run):
-    global start
-    os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+    global own_stderr
+    own_stderr = folder / str(rank)
+    os.dup2(os.open(own_stderr, os.O_WRONLY | os.O_CREAT), 2)
+    watch._GRACE = getattr(run, "grace", watch._GRACE)
     liveness.dist.get_rank = lambda: rank
     (folder / f"{rank}.part").write_bytes(liveness.own_contact().encode())
     (folder / f"{rank}.part").rename(folder / f"{rank}.contact")
     files = [folder / f"{other}.contact" for other in range(world)]
-    while not all(file.exists() for file in files):
-        time.sleep(0.01)
-    contacts = [liveness.Contact.decode(file.read_bytes()) for file in files]
+    wait(lambda: all(file.exists() for file in files))
+    contacts[:] = [liveness.Contact.decode(file.read_bytes()) for file in files]
     watch.watch(contacts[:rank] + contacts[rank + 1 :], 600.0)
-    start = max(file.stat().st_mtime for file in files) + 0.5  # by then all have connected
+    wait(lambda: len(watch._watcher._known) == world - 1)  # connected
+    (folder / f"{rank}.ready").touch()
+    wait(lambda: all((folder / f"{other}.ready").exists() for other in range(world)))
     run()
 
 
 def main():
     """A forked rank returns from here, and leaves through the interpreter as a main program does."""
     ranks = []
-    for name, others in RUNS.items():
+    for name, runs in RUNS.items():
         folder = Path(sys.argv[1], name)
         folder.mkdir()
-        last = QUIET if name == "all are ended" else LAST
-        ranks += [(folder, rank, 1 + len(others), run) for rank, run in enumerate([ends(last), *others])]
+        ranks += [(folder, rank, len(runs), run) for rank, run in enumerate(runs)]
     children = []
     for arguments in ranks:  # first these: a process forked by hand would take those of multiprocessing for its own
         if not hasattr(arguments[-1], "in_multiprocessing"):

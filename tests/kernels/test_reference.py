@@ -1,16 +1,14 @@
-"""The CPU kernels: against the order that they document, a float64 reference, and slices of every kind."""
+"""The CPU's GEMM: against the order that it documents, a float64 reference, and slices of every kind; and what torch's
+defaults are to all CPU kernels. Values, layouts and refusals: tests/kernels/gemm/test_matmul.py."""
 
 import contextlib
-import functools
 import math
-import re
 import warnings
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -124,15 +122,6 @@ def test_blas_form_has_the_chains_bits(threads, dtype, m, n, k):
         assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=torch.float32), biased)
 
 
-@pytest.mark.parametrize("mixed", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
-def test_mixed_bias_and_output_dtypes(mixed):
-    bias_dtype, out_dtype = mixed
-    a, b, bias = operands(5, 6, 40, torch.float32, spread=3)
-    bias = bias.to(bias_dtype)
-    expected = (matmul(a, b) + bias.float()).to(out_dtype)
-    assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=out_dtype), expected)
-
-
 # --- slice invariance -----------------------------------------------------------------------------------------------
 
 
@@ -202,21 +191,6 @@ def test_bias_is_added_before_the_one_rounding():
     assert (matmul(a, b) + bias).item() == 1.0, "rounding twice loses it"
     for gemm_fn in (matmul, chained_matmul):
         assert gemm_fn(a, b, bias=bias).item() == 1.0 + 2.0**-7
-
-
-@BOTH
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_inf_stay_with_what_depends_on_them(gemm_fn, poison, dtype):
-    a, b, bias = operands(67, 35, 140, dtype)
-    clean = gemm_fn(a, b, bias=bias)
-    a[3, 130] = poison
-    b[7, 5] = poison
-    dirty = gemm_fn(a, b, bias=bias)
-    touched = torch.zeros(67, 35, dtype=torch.bool)
-    touched[3], touched[:, 5] = True, True
-    assert not dirty[touched].isfinite().any()
-    assert_bitwise_equal(dirty[~touched], clean[~touched])
 
 
 def test_signed_zeros():
@@ -429,258 +403,8 @@ def test_this_machines_blas_agrees(fresh_check):
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "options", "error", "text"),
-    [
-        (torch.ones(3), torch.ones(3, 2), {}, ValueError, r"must be matrices; a has shape \(3,\) and b \(3, 2\)"),
-        (torch.ones(2, 3), torch.ones(4, 2), {}, ValueError, r"a \(2, 3\) and b \(4, 2\) disagree on K: 3 against 4"),
-        (torch.ones(2, 0), torch.ones(0, 2), {}, ValueError, r"a \(2, 0\) and b \(0, 2\) must not be empty"),
-        (
-            torch.ones(2, 3),
-            torch.ones(3, 2).half(),
-            {},
-            TypeError,
-            "a is torch.float32 and b is torch.float16: they must have one dtype",
-        ),
-        (
-            torch.ones(2, 3),
-            torch.ones(3, 2),
-            {"bias": torch.ones(3)},
-            ValueError,
-            r"bias has shape \(3,\): it must be \(2,\), one for each column of b",
-        ),
-        (
-            torch.ones(2, 3).double(),
-            torch.ones(3, 2).double(),
-            {},
-            TypeError,
-            "a is torch.float64: supported are torch.bfloat16, torch.float16, torch.float32",
-        ),
-        (
-            torch.ones(2, 3),
-            torch.ones(3, 2),
-            {"out_dtype": torch.int32},
-            TypeError,
-            "out_dtype is torch.int32: supported are torch.bfloat16, torch.float16, torch.float32",
-        ),
-        (
-            torch.ones(2, 3),
-            torch.ones(3, 2),
-            {"bias": torch.ones(2).double()},
-            TypeError,
-            "bias is torch.float64: supported are",
-        ),
-        (
-            torch.ones(2, 3, device="meta"),
-            torch.ones(3, 2),
-            {},
-            ValueError,
-            "a is on meta: this gemm_fn is for the CPU; on CUDA use kernels.matmul",
-        ),
-    ],
-)
 @BOTH
-def test_errors(gemm_fn, a, b, options, error, text):
-    with pytest.raises(error, match=text):
-        gemm_fn(a, b, **options)
-
-
-# --- norms ----------------------------------------------------------------------------------------------------------
-
-NORMS = [
-    (rms, zero_centered, bias) for rms in (False, True) for zero_centered in (False, True) for bias in (False, True)
-]
-norms = pytest.mark.parametrize(("rms", "zero_centered", "with_bias"), NORMS)
-
-
-def norm_problem(t, h, dtype, with_bias):
-    generator = torch.Generator().manual_seed(t + h)
-    x = torch.randn(t, h, generator=generator) * 3 + 0.5
-    dy = torch.randn(t, h, generator=generator)
-    weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
-    return x.to(dtype), dy.to(dtype), weight.to(dtype), bias.to(dtype) if with_bias else None
-
-
-def run_norm(x, dy, weight, bias, rms, zero_centered, eps=1e-5, leaf_rows=32):
-    """y, dx, dweight, dbias and the statistics, by the reference."""
-    y, mean, rstd = reference_norm.norm_forward(x, weight, bias, eps=eps, rms=rms, zero_centered=zero_centered)
-    dx = reference_norm.norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
-    leaves, bias_leaves = reference_norm.norm_weight_leaves(
-        dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=bias is not None
-    )
-    dweight = reference_norm.fold_leaves(leaves)
-    return y, dx, dweight, None if bias_leaves is None else reference_norm.fold_leaves(bias_leaves), mean, rstd
-
-
-def torch_norm(x, dy, weight, bias, rms, zero_centered, dtype, eps=1e-5):
-    """y, dx, dweight, dbias by torch's autograd, computed in `dtype`."""
-    x, weight = x.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
-    bias = None if bias is None else bias.detach().to(dtype).requires_grad_()
-    gamma = weight + 1 if zero_centered else weight
-    y = F.rms_norm(x, x.shape[-1:], gamma, eps) if rms else F.layer_norm(x, x.shape[-1:], gamma, None, eps)
-    y = y if bias is None else y + bias
-    y.backward(dy.to(dtype))
-    return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
-
-
-@norms
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("t", "h"), [(5, 64), (70, 200)])
-def test_norm_against_float64(rms, zero_centered, with_bias, dtype, t, h):
-    problem = norm_problem(t, h, dtype, with_bias)
-    exact = torch_norm(*problem, rms, zero_centered, torch.float64)
-    ours = run_norm(*problem, rms, zero_centered)
-    # fp32 arithmetic all along: what torch's own fp32 gives, rounded to the outputs' dtypes, is the yardstick
-    torchs = torch_norm(*problem, rms, zero_centered, torch.float32)
-    for name, index, rounded in (("y", 0, True), ("dx", 1, True), ("dweight", 2, False), ("dbias", 3, False)):
-        if exact[index] is None:
-            assert ours[index] is None
-            continue
-        yardstick = torchs[index].to(dtype) if rounded else torchs[index]
-        error, torch_error = (float((c.double() - exact[index]).norm()) for c in (ours[index], yardstick))
-        assert ours[index].dtype == (dtype if rounded else torch.float32)
-        assert error <= 2 * torch_error + 1e-7 * float(exact[index].norm()), name
-
-
-@norms
-def test_norm_rows_do_not_see_each_other(threads, rms, zero_centered, with_bias):
-    x, dy, weight, bias = norm_problem(40, 300, torch.bfloat16, with_bias)
-    y, dx, _, _, mean, rstd = run_norm(x, dy, weight, bias, rms, zero_centered)
-    whole = [t for t in (y, dx, mean, rstd) if t is not None]
-    for count in (1, 2):
-        threads(count)
-        for rows in (slice(0, 1), slice(39, 40), slice(3, 20), slice(0, 40, 2)):
-            y, dx, _, _, mean, rstd = run_norm(x[rows], dy[rows], weight, bias, rms, zero_centered)
-            assert_bitwise_equal([t for t in (y, dx, mean, rstd) if t is not None], [t[rows] for t in whole])
-        columns = run_norm(x.t().contiguous().t(), dy.t().contiguous().t(), weight, bias, rms, zero_centered)
-        assert_bitwise_equal(columns[:2], whole[:2])
-
-
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("rows", [1, 31, 32, 33, 96, 100])
-@pytest.mark.parametrize("leaf_rows", [1, 32])
-def test_leaves_are_sequential_sums(rms, rows, leaf_rows):
-    x, dy, weight, bias = norm_problem(rows, 20, torch.bfloat16, True)
-    _, mean, rstd = reference_norm.norm_forward(x, weight, bias, eps=1e-5, rms=rms, zero_centered=False)
-    leaves, bias_leaves = reference_norm.norm_weight_leaves(
-        dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=True
-    )
-    without = reference_norm.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
-    assert without[1] is None
-    assert_bitwise_equal(without[0], leaves)
-    x, dy, rstd = x.float().numpy(), dy.float().numpy(), rstd.numpy()
-    expected, bias_expected = [], []
-    for start in range(0, rows, leaf_rows):
-        total, bias_total = np.zeros(20, np.float32), np.zeros(20, np.float32)
-        for row in range(start, min(start + leaf_rows, rows)):
-            centered = x[row] if rms else x[row] - mean.numpy()[row]
-            total = total + dy[row] * (centered * rstd[row])
-            bias_total = bias_total + dy[row]
-        expected.append(total)
-        bias_expected.append(bias_total)
-    assert_bitwise_equal(leaves, torch.from_numpy(np.stack(expected)))
-    assert_bitwise_equal(bias_leaves, torch.from_numpy(np.stack(bias_expected)))
-
-
-@pytest.mark.parametrize("rms", [True, False])
-def test_leaves_of_heads_side_by_side(rms):
-    rows, heads, size = 33, 3, 20
-    x, dy = (wide_randn(rows, heads * size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    mean, rstd = None if rms else torch.randn(rows, heads), torch.rand(rows, heads)
-    leaves = reference_norm.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=32, rms=rms, with_bias=True)
-    for head in range(heads):
-        cols = slice(head * size, head * size + size)
-        stats = (None if rms else mean[:, head], rstd[:, head])
-        alone = reference_norm.norm_weight_leaves(
-            dy[:, cols], x[:, cols], *stats, leaf_rows=32, rms=rms, with_bias=True
-        )
-        assert_bitwise_equal([part[:, cols].contiguous() for part in leaves], list(alone), f"head {head}")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_leaves_fold_to_a_dtype(dtype):
-    leaves = wide_randn(7, 9, generator=torch.Generator().manual_seed(0))
-    assert_bitwise_equal(reference_norm.fold_leaves(leaves, dtype), reference_norm.fold_leaves(leaves).to(dtype))
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
-def test_leaves_fold_in_order(count):
-    leaves = wide_randn(count, 9, generator=torch.Generator().manual_seed(count))
-    total = np.float32(0.0)
-    for leaf in leaves.numpy():
-        total = total + leaf
-    before = leaves.clone()
-    assert_bitwise_equal(reference_norm.fold_leaves(leaves), torch.from_numpy(total))
-    assert_bitwise_equal(leaves, before, "the leaves themselves")
-    if count > 2:
-        with pytest.raises(AssertionError, match="elements differ"):
-            assert_bitwise_equal(reference_norm.fold_leaves(leaves.flip(0)), torch.from_numpy(total))
-
-
-def test_sums_of_rows_start_from_plus_zero():
-    """As kernels/rowwise/norm.py says: a sum of nothing but -0.0 is 0.0."""
-    minus = torch.full((3, 4), -0.0)
-    assert_bitwise_equal([reference_norm.fold_leaves(minus[:count]) for count in (1, 3)], [torch.zeros(4)] * 2)
-    leaves = reference_norm.norm_weight_leaves(
-        minus, torch.ones(3, 4), None, torch.ones(3), leaf_rows=2, rms=True, with_bias=True
-    )
-    assert_bitwise_equal(leaves, [torch.zeros(2, 4)] * 2)
-
-
-X, W, STAT = torch.ones(4, 8), torch.ones(8), torch.ones(4)
-forward = functools.partial(reference_norm.norm_forward, eps=1e-6, rms=False, zero_centered=False)
-backward = functools.partial(reference_norm.norm_backward_input, rms=False, zero_centered=False)
-to_leaves = functools.partial(reference_norm.norm_weight_leaves, rms=False, with_bias=True, leaf_rows=4)
-fold = reference_norm.fold_leaves
-
-
-@pytest.mark.parametrize(
-    ("error", "text", "call"),
-    (
-        (TypeError, "norm_forward: x has dtype torch.float64; allowed: torch.bf", lambda: forward(X.double(), W, W)),
-        (TypeError, "norm_forward: weight is a list; allowed: a torch.Tensor", lambda: forward(X, [1.0], None)),
-        (TypeError, "norm_forward: bias has dtype torch.float64", lambda: forward(X, W, W.double())),
-        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", lambda: forward(X, W, W, out_dtype=torch.int8)),
-        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", lambda: forward(W, W, W)),
-        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", lambda: forward(X[:, :0], W[:0], None)),
-        (ValueError, "norm_forward: weight has shape (1,); allowed: (8,)", lambda: forward(X, W[:1], None)),
-        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", lambda: forward(X[:0], W, W[None])),
-        (ValueError, "norm_forward: weight is on meta; allowed: the device", lambda: forward(X, W.to("meta"), None)),
-        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", lambda: forward(X, W, W, eps=-1)),
-        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", lambda: forward(X, W, W, eps=math.nan)),
-        (ValueError, "norm_backward_input: dy has shape (1, 8); allowed: ", lambda: backward(X[:1], X, W, STAT, STAT)),
-        (ValueError, "norm_backward_input: weight has shape (1,);", lambda: backward(X, X, W[:1], STAT, STAT)),
-        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", lambda: backward(X, X, W, None, STAT)),
-        (TypeError, "norm_backward_input: rstd has dtype torch.float16", lambda: backward(X, X, W, STAT, STAT.half())),
-        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", lambda: to_leaves(X, X, STAT, W)),
-        (ValueError, "norm_weight_leaves: leaf_rows is 0;", lambda: to_leaves(X, X, STAT, STAT, leaf_rows=0)),
-        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", lambda: fold(X.half())),
-        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", lambda: fold(W)),
-    ),
-)  # fmt: skip
-def test_norm_errors(error, text, call):
-    with pytest.raises(error, match=re.escape(text)):
-        call()
-
-
-def test_no_leaves_fold_to_zeros():
-    assert_bitwise_equal(reference_norm.fold_leaves(torch.empty(0, 4)), torch.zeros(4))
-
-
-@pytest.mark.parametrize("rms", [False, True])
-def test_norm_of_no_tokens(rms):
-    x, dy, weight, bias = norm_problem(0, 8, torch.bfloat16, True)
-    y, dx, dweight, dbias, mean, rstd = run_norm(x, dy, weight, bias, rms, False)
-    assert_bitwise_equal([y, dx], [x, x])
-    assert_bitwise_equal([dweight, dbias], [torch.zeros(8)] * 2)
-    assert rstd.shape == (0,)
-    assert mean is None if rms else mean.shape == (0,)
-
-
-def test_norm_out_dtype():
-    x, _, weight, bias = norm_problem(4, 64, torch.bfloat16, True)
-    options = {"eps": 1e-5, "rms": False, "zero_centered": False}
-    wide, _, _ = reference_norm.norm_forward(x, weight, bias, out_dtype=torch.float32, **options)
-    narrow, _, _ = reference_norm.norm_forward(x, weight, bias, **options)
-    assert wide.dtype == torch.float32
-    assert_bitwise_equal(narrow, wide.bfloat16())
+def test_other_devices_are_refused(gemm_fn):
+    """What else is refused, in the words of every device: tests/kernels/gemm/test_matmul.py."""
+    with pytest.raises(ValueError, match=r"a is on meta: this gemm_fn is for the CPU; on CUDA use kernels\.matmul"):
+        gemm_fn(torch.ones(2, 3, device="meta"), torch.ones(3, 2, device="meta"))

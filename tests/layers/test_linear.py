@@ -9,11 +9,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_cases import Case, assert_cases_invariant, check_accuracy, error, run, run_all, torch_results
+from layer_cases import Case, assert_cases_invariant, check_accuracy, run, run_all
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
+from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional import stock
 from tp_invariant.testing import RankError, assert_bitwise_equal, run_ranks
 
@@ -161,7 +162,7 @@ def test_negative_control(mode, sp, split_sum):
     case = Case(mode, 192, 192, (64, 4), sequence_parallel=sp)
     assert split_sum in differing(case.with_(mode=False), 4)
     assert differing(case, 4) == set()
-    exact = torch_results(case, torch.float64)
+    exact = case.torch_results(torch.float64)
     for got in run_ranks(run, 4, case.with_(mode=False)):
         for name, value in exact.items():
             assert error(got[name], value) < 1e-5, name

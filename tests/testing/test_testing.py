@@ -424,19 +424,15 @@ def test_the_example_in_the_docstring(monkeypatch):
 SHAPES = ((20, 24, 300),)
 
 
-def split_in_two(a, b, out_dtype):
-    half = a.shape[1] // 2
-    parts = [reference.matmul(a[:, k], b[k], out_dtype=torch.float32) for k in (slice(half), slice(half, None))]
-    return (parts[0] + parts[1]).to(out_dtype or a.dtype)
-
-
 def depends_on(condition):
     """A gemm_fn that is the reference, but splits K in two where `condition` says so."""
 
     def gemm_fn(a, b, *, bias=None, out_dtype=None):
         if not condition(a, b, bias):
             return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
-        c = split_in_two(a, b, torch.float32)
+        half = a.shape[1] // 2
+        parts = [reference.matmul(a[:, k], b[k], out_dtype=torch.float32) for k in (slice(half), slice(half, None))]
+        c = parts[0] + parts[1]
         return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
 
     return gemm_fn
@@ -516,14 +512,7 @@ def test_torchs_own_matmul_is_not_slice_invariant():
     "splits", [lambda m, n, k: k >= 2048 and m * n <= 2**19, lambda m, n, k: k > 2048 and m > 64], ids=["small", "tall"]
 )
 def test_a_split_of_large_k_alone_is_found(splits):
-    def gemm_fn(a, b, *, bias=None, out_dtype=None):
-        k = a.shape[1]
-        if not splits(a.shape[0], b.shape[1], k):
-            return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
-        c = reference.matmul(a[:, : k // 2], b[: k // 2], out_dtype=torch.float32)
-        c += reference.matmul(a[:, k // 2 :], b[k // 2 :], out_dtype=torch.float32)
-        return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
-
+    gemm_fn = depends_on(lambda a, b, bias: splits(a.shape[0], b.shape[1], a.shape[1]))
     assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=(torch.float32,), device="cpu")  # too small to show it
     with pytest.raises(AssertionError, match=r"^not slice-invariant for a \(.*\) @ b .*: a\[:1, :\] @ b\[:, :\d+\]"):
         assert_slice_invariant(gemm_fn, dtypes=(torch.float32,), device="cpu")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,20 +177,12 @@ def _softmax_of(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool) -> Tenso
     return y.view([x.shape[d] for d in order]).permute(inverse).contiguous()
 
 
-def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _softmax_of(x, dim, torch.float32 if half_to_float else x.dtype, log=False)
+def _softmax(x: Tensor, dim: int, half_to_float: bool, *, log: bool = False) -> Tensor:
+    return _softmax_of(x, dim, torch.float32 if half_to_float else x.dtype, log)
 
 
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _softmax_of(x, dim, torch.float32 if half_to_float else x.dtype, log=True)
-
-
-def _softmax_int(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return _softmax_of(x if dtype is None else x.to(dtype), dim, dtype or x.dtype, log=False)
-
-
-def _log_softmax_int(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return _softmax_of(x if dtype is None else x.to(dtype), dim, dtype or x.dtype, log=True)
+def _softmax_int(x: Tensor, dim: int, dtype: torch.dtype | None = None, *, log: bool = False) -> Tensor:
+    return _softmax_of(x if dtype is None else x.to(dtype), dim, dtype or x.dtype, log)
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -198,9 +191,16 @@ def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tens
     return _softmax_int(x, dim, dtype).masked_fill(nothing, 0.0)
 
 
-def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None, mean: bool) -> Tensor:
+def _reduce(
+    x: Tensor,
+    dim: int | Sequence[int] | None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    mean: bool = False,
+) -> Tensor:
     if x.dim() == 0:
-        return _reduce(x.view(1), dim, False, dtype, mean)
+        return _reduce(x.view(1), dim, dtype=dtype, mean=mean)
     out_dtype = dtype or x.dtype
     if dim in ([-1], [x.dim() - 1]) and x.dtype.is_floating_point and x.numel():  # the usual case, quickly
         size = x.shape[-1]
@@ -220,27 +220,15 @@ def _reduce(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: to
     return y.view(kept)
 
 
-def _mean(
-    x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    return _reduce(x, dim, keepdim, dtype, mean=True)
-
-
-def _sum(
-    x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    return _reduce(x, dim, keepdim, dtype, mean=False)
-
-
 def _softmax_backward(grad: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     weighted = grad.float() * y.float()
-    return (weighted - y.float() * _sum(weighted, dim, True)).to(input_dtype)
+    return (weighted - y.float() * _reduce(weighted, dim, True)).to(input_dtype)
 
 
 def _log_softmax_backward(grad: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     grad = grad.float()
     # the softmax of log-probabilities is their exp, which torch's CPU kernel would take by position
-    return (grad - _softmax_of(y, dim, torch.float32, log=False) * _sum(grad, dim, True)).to(input_dtype)
+    return (grad - _softmax_of(y, dim, torch.float32, log=False) * _reduce(grad, dim, True)).to(input_dtype)
 
 
 # --- the tables -----------------------------------------------------------------------------------------------------
@@ -258,12 +246,12 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "dot": _dot,
     "vdot": _dot,
     "_softmax": _softmax,
-    "_log_softmax": _log_softmax,
+    "_log_softmax": partial(_softmax, log=True),
     "_safe_softmax": _safe_softmax,
     "softmax": _softmax_int,
-    "log_softmax": _log_softmax_int,
-    "mean": _mean,
-    "sum": _sum,
+    "log_softmax": partial(_softmax_int, log=True),
+    "mean": partial(_reduce, mean=True),
+    "sum": _reduce,
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax_backward_data": _log_softmax_backward,
 }

@@ -54,8 +54,7 @@ from torch.futures import Future
 
 INDEX, LOCK = "index.json", "save.lock"
 FORMAT, WITHOUT_DIGESTS = "tp_invariant checkpoint 2", "tp_invariant checkpoint 1"
-_SAVE, _DIGEST = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
-_DATA = re.compile(r"([0-9a-f]{16})-\d{5,}-\d{5,}\.safetensors")
+_DATA = re.compile(r"[0-9a-f]{16}-\d{5,}-\d{5,}\.safetensors")
 _LEFT_OVER = re.compile(rf"{_DATA.pattern}|[0-9a-f]{{16}}-{re.escape(INDEX)}|{re.escape(INDEX)}\.new")
 _FILE_BYTES = 2**31  # a file's boxes are copied to the CPU together
 _THREADS = 4  # that hash; one does about 1 GB/s
@@ -223,15 +222,6 @@ class FolderLock:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What tells one file from another that took its name."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 class SafetensorsWriter(StorageWriter):
     """Writes each rank's boxes to files of its own, then, on the coordinator, the index. See the top of the file.
 
@@ -242,7 +232,6 @@ class SafetensorsWriter(StorageWriter):
         self.folder = folder
         self.save = ""
         self.lock: FolderLock | None = None
-        self.before: tuple[int, ...] | None = None
 
     def close(self) -> None:
         if self.lock is not None:
@@ -261,7 +250,6 @@ class SafetensorsWriter(StorageWriter):
             raise NotADirectoryError(f"{self.folder} is a file: a checkpoint is a folder") from error
         if is_coordinator:
             self.lock = FolderLock(self.folder)
-            self.before = _stamp(self.folder / INDEX)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -327,12 +315,11 @@ class SafetensorsWriter(StorageWriter):
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
         for name, target in metadata.planner_data["aliases"].items():
             tensors[name] = tensors[target]
-        self._check_alone()
         files = {place["file"] for place in places.values()}
         if absent := sorted(file for file in files if not (self.folder / file).is_file()):
             raise FileNotFoundError(
-                f"{absent[0]}, which another rank wrote, is not in {self.folder} here: the folder must be on a "
-                "filesystem that all ranks share"
+                f"{absent[0]}, which this save wrote, is not in {self.folder} here: the folder must be on a "
+                "filesystem that all ranks share, and no other job may save into it"
             )
         index = {"format": FORMAT, "save": self.save, "values": metadata.planner_data["values"], "tensors": tensors}
         fresh = self.folder / f"{self.save}-{INDEX}"
@@ -341,7 +328,6 @@ class SafetensorsWriter(StorageWriter):
                 json.dump({**index, "digest": _index_digest(index)}, file)
             _sync(fresh)
             _sync(self.folder)  # the data files' names, before the index that speaks of them
-            self._check_alone()
             os.replace(fresh, self.folder / INDEX)
         except BaseException:
             with suppress(OSError):
@@ -349,11 +335,6 @@ class SafetensorsWriter(StorageWriter):
             raise
         _sync(self.folder)
         self._clean(files)
-
-    def _check_alone(self) -> None:
-        """Where the lock does nothing (see FolderLock), the other job's index shows."""
-        if _stamp(self.folder / INDEX) != self.before:
-            raise RuntimeError(f"another job has saved into {self.folder} meanwhile: give each a folder of its own")
 
     def _clean(self, files: set[str]) -> None:
         """Takes away what the index does not name."""
@@ -459,8 +440,6 @@ def _checked_index(index: Any, digest: str) -> Index:
         if _index_digest(index) != index.get("digest"):
             raise ValueError("it is not what was saved: it does not have the digest that it holds")
         save = _field(index, "save", str, "the index")
-        if not _SAVE.fullmatch(save):
-            raise ValueError(f"its save is {reprlib.repr(save)}, which is no number of one")
     values = _field(index, "values", dict, "the index")
     _field(values, "extra", dict, "values")
     if _field(values, "optimizer", object, "values") is not None:
@@ -475,9 +454,7 @@ def _checked_index(index: Any, digest: str) -> Index:
         chunks = []
         for box in _field(entry, "boxes", list, name):
             offsets, sizes = _lengths(box, "offsets", f"a box of {name}"), _lengths(box, "sizes", f"a box of {name}")
-            place = _place(box, name, offsets, sizes, dtype, entries, save)
-            if places.setdefault(MetadataIndex(name, offsets), place) is not place:
-                raise ValueError(f"two boxes of {name} overlap, both at {list(offsets)}")
+            places[MetadataIndex(name, offsets)] = _place(box, name, offsets, sizes, dtype, entries, save)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         check_boxes(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
@@ -495,21 +472,15 @@ def _place(
 ) -> Place:
     what = f"a box of {name}"
     file, key = _field(box, "file", str, what), _field(box, "key", str, what)
-    named = _DATA.fullmatch(file)
-    if named is None or save not in (None, named[1]):
-        of = "" if save is None else f" of save {save}"
-        raise ValueError(f"{name} lies in {reprlib.repr(file)}, which is no name of a data file{of}")
+    if not _DATA.fullmatch(file):
+        raise ValueError(f"{name} lies in {reprlib.repr(file)}, which is no name of a data file")
     owner, at, _ = key.rpartition("@")
     right = bool(at) and box_key(owner, offsets) == key
     if right and owner != name:  # of tied names one is written, and the others have the same boxes
         right = owner.startswith("model.") and name.startswith("model.") and entries.get(owner) == entries[name]
     if not right:
         raise ValueError(f"the box at {list(offsets)} of {name} is said to be {reprlib.repr(key)}, which it cannot be")
-    digest = None
-    if save is not None:
-        digest = _field(box, "digest", str, what)
-        if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"the digest of {what} is {reprlib.repr(digest)}")
+    digest = None if save is None else _field(box, "digest", str, what)
     return Place(file, key, sizes, dtype, digest)
 
 
@@ -563,13 +534,6 @@ class SafetensorsReader(StorageReader):
                     f"{self.folder / place.file}: {error}. This rank's model holds a part of the checkpoint now"
                 ) from error
         return _done(None)
-
-    def check_tensor(self, name: str) -> None:
-        """Raises ValueError where files do not hold the boxes of a tensor; the digests are left to the load."""
-        for index, place in self.index.metadata.storage_data.items():
-            if index.fqn == name:
-                self._open(place.file)
-                self._box(place)
 
     def _open(self, file: str) -> None:
         if file in self.files:

@@ -136,6 +136,13 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
     return {key: spec for key, (_, spec) in found.items()}
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for a tensor of another kind."""
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+        kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
+        raise TypeError(f"{name} is a {kind} tensor: only dense plain ones are supported")
+
+
 def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict, buffers included, with how each tensor is sharded.
 
@@ -148,9 +155,7 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
-        if is_traceable_wrapper_subclass(value) or value.layout != torch.strided:
-            kind = type(value).__name__ if value.layout == torch.strided else str(value.layout)
-            raise TypeError(f"{name} in the model's state dict is a {kind} tensor: only dense plain ones are supported")
+        check_dense(f"{name} in the model's state dict", value)
     held = {id(value) for value in state.values()}
     for name, parameter in model.named_parameters():
         spec = specs[id(parameter)]

@@ -13,7 +13,7 @@ import logging
 import os
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from ..comm.collectives import Group, resolve_group
 from ..comm.liveness import explain
@@ -39,6 +39,7 @@ from .full_optimizer_state import (
 from .full_state import (
     WHOLE,
     Entry,
+    check_dense,
     check_match,
     check_replicas,
     error_of_ranks,
@@ -161,7 +162,7 @@ def load(
         index = read_index(folder)
         reader, metadata = SafetensorsReader(folder, index), index.metadata
         saved = {name: (t.size, t.properties.dtype) for name, t in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
-        values = _checked_values(folder, index)
+        values = index.values
         offered = {name.removeprefix("model."): found for name, found in saved.items() if name.startswith("model.")}
         entries = model_entries(model)
         check_match(entries, offered, strict=True, source=f"checkpoint {folder}")
@@ -173,20 +174,28 @@ def load(
         parameters, specs = dict(model.named_parameters()), tensor_specs(model)
 
         def target(path: tuple, name: str) -> Entry:
+            if name not in saved:
+                raise ValueError(f"there is no tensor {name}")
             shape, dtype = saved[name]
             if path[:2] == ("optimizer", "state"):
                 parameter = parameters[path[2]]
                 return state_target(path[2], path[3], shape, dtype, parameter, specs[id(parameter)])
-            reader.check_tensor(name)  # before memory is taken for what the index says
             return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
 
+        skipped: tuple[str, ...] = ("model.",)
         if optimizer is None:
-            values["optimizer"] = None
+            values["optimizer"], skipped = None, ("model.", "optimizer.")
         elif values["optimizer"] is None:
             raise ValueError(f"the checkpoint {folder} holds no optimizer: load without one")
         else:
             check_optimizer(model, optimizer, values["optimizer"], f"checkpoint {folder}")
-        return reader, tensors, _unpack(values, target, tensors)
+        try:
+            values = _unpack(values, target, tensors)
+            if lost := [name for name in saved if name not in tensors and not name.startswith(skipped)]:
+                raise ValueError(f"it holds tensors that have no place in its values: {', '.join(sorted(lost)[:5])}")
+        except ValueError as error:
+            raise ValueError(f"{folder / INDEX}: {error}") from None
+        return reader, tensors, values
 
     reader, tensors, values = together(ranks, what, describe)
     if len(set(gather_objects(reader.index.digest, ranks))) > 1:
@@ -198,10 +207,10 @@ def load(
             "the checkpoint %s has no digests, as written before: damage to its data would not show", folder
         )
     _run(dcp.load, ranks, what, storage_reader=reader, planner=BoxLoadPlanner(tensors))
+    loaded = tree_map_only(Entry, lambda entry: entry.tensor, values)
     if optimizer is not None:
-        loaded = _loaded(values["optimizer"])
-        install_optimizer_state(model, optimizer, loaded["groups"], loaded["state"])
-    return _loaded(values["extra"])
+        install_optimizer_state(model, optimizer, loaded["optimizer"]["groups"], loaded["optimizer"]["state"])
+    return loaded["extra"]
 
 
 def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) -> None:
@@ -238,9 +247,7 @@ def _check_storable(tensors: Mapping[str, Entry], safetensors: Any) -> None:
         tensor = entry.tensor
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: it has no values to save")
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
-            kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
-            raise TypeError(f"{name} is a {kind} tensor: a checkpoint takes dense plain ones")
+        check_dense(name, tensor)
         if tensor.dtype not in known:
             try:
                 safetensors.torch.save({"tensor": torch.empty(0, dtype=tensor.dtype)})
@@ -260,47 +267,6 @@ def _check_alike(what: str, values: Any, ranks: Group) -> None:
 
 
 # --- nests of values, and tensors in them ---------------------------------------------------------------------------
-
-
-def _checked_values(folder: Path, index: Index) -> dict[str, Any]:
-    """The index's plain values.
-
-    Raises:
-        ValueError: a mark that is none, or stands for another tensor than that of its place; a tensor without a mark.
-    """
-    try:
-        marked = set()
-        for path, name in _marks(index.values):
-            if name != ".".join(map(str, path)) or name not in index.metadata.state_dict_metadata:
-                raise ValueError(f"{'.'.join(map(str, path))} is said to be the tensor {reprlib.repr(name)}")
-            marked.add(name)
-        held = {name for name in index.metadata.state_dict_metadata if not name.startswith("model.")}
-        if lost := sorted(held - marked):
-            raise ValueError(f"it holds tensors that have no place in its values: {', '.join(lost[:5])}")
-    except ValueError as error:
-        raise ValueError(f"{folder / 'index.json'} cannot be read as a checkpoint's index: {error}") from None
-    return index.values
-
-
-def _marks(value: Any, path: tuple = ()) -> Iterable[tuple[tuple, Any]]:
-    """(path, name) of each mark of a tensor in a nest that `_pack` made."""
-    if len(path) > _DEPTH + 1:
-        raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
-    if isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _marks(item, (*path, place))
-    elif isinstance(value, dict):
-        if (_TENSOR in value or _TUPLE in value) and len(value) > 1:
-            raise ValueError(f"{'.'.join(map(str, path))} is a mark with more keys: {reprlib.repr(value)}")
-        if _TENSOR in value:
-            yield path, value[_TENSOR]
-        elif _TUPLE in value:
-            if not isinstance(value[_TUPLE], list):
-                raise ValueError(f"{'.'.join(map(str, path))} is no tuple: {reprlib.repr(value)}")
-            yield from _marks(value[_TUPLE], path)
-        else:
-            for key, item in value.items():
-                yield from _marks(item, (*path, key))
 
 
 def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -337,24 +303,23 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> A
 
 
 def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str, Entry], path: tuple = ()) -> Any:
-    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which goes to `tensors` as well."""
+    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which goes to `tensors` as well.
+
+    Raises:
+        ValueError: values nested too deep; a mark of another form, or one that names another place's tensor.
+    """
+    if len(path) > _DEPTH + 1:
+        raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
     if isinstance(value, list):
         return [_unpack(item, target, tensors, (*path, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if _TENSOR in value:
-        name = value[_TENSOR]
+    name = ".".join(map(str, path))
+    if value == {_TENSOR: name}:
         tensors[name] = target(path, name)
         return tensors[name]
-    if _TUPLE in value:
+    if value.keys() == {_TUPLE} and isinstance(value[_TUPLE], list):
         return tuple(_unpack(value[_TUPLE], target, tensors, path))
+    if _TENSOR in value or _TUPLE in value:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which stands neither for a tuple nor for its own tensor")
     return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}
-
-
-def _loaded(value: Any) -> Any:
-    """A nest with tensors for Entries."""
-    if isinstance(value, Entry):
-        return value.tensor
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_loaded, value))
-    return {key: _loaded(item) for key, item in value.items()} if isinstance(value, dict) else value

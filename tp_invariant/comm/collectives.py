@@ -142,24 +142,27 @@ def side_group(group: Group, device: torch.device) -> Group:
     if side is not None:
         return side
     side = group
-    if _may_have_another(group):
+    if may_have_another(group):
         if is_capturing():
             return group
-        side = same_ranks_again(group, "nccl")
+        side = same_ranks_again(group, "nccl", "weights")
         gather_major(torch.zeros(1, device=device), side)  # connects
     _side_groups[group] = side
     return side
 
 
-def _may_have_another(group: Group) -> bool:
+def may_have_another(group: Group) -> bool:
+    """Whether the group is on NCCL and its ranks alone can make a further communicator."""
     if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
         return False
     world = dist.group.WORLD
     return group.size == dist.get_world_size() or world is None or world.bound_device_id is None
 
 
-def same_ranks_again(group: Group, backend: str) -> Group:
-    """A new process group on `backend` of the ranks of `group`, which alone take part; once for a process group.
+def same_ranks_again(group: Group, backend: str, purpose: str, options: Any = None) -> Group:
+    """A new process group on `backend` of the ranks of `group`, which alone take part; once for each purpose.
+
+    `options`: the backend's, a ProcessGroupNCCL.Options for NCCL.
 
     dist.new_group(.., use_local_synchronization=True) names a group after how many groups the process has: ranks that
     are in different numbers of groups would wait for each other under different names, for ever. So this goes by the
@@ -177,9 +180,10 @@ def same_ranks_again(group: Group, backend: str) -> Group:
         ranks,
         dist.Backend(backend),
         c10d._get_default_store(),
-        c10d.GroupName(f"tp_invariant, once more {parent.group_name}: {'_'.join(map(str, ranks))}"),
+        c10d.GroupName(f"tp_invariant, {purpose} of {parent.group_name}: {'_'.join(map(str, ranks))}"),
+        backend_options=options,
         timeout=c10d._get_default_timeout(dist.Backend(backend)),
-        group_desc="tp_invariant weights",
+        group_desc=f"tp_invariant {purpose}",
     )
     c10d._world.pg_group_ranks[again] = {rank: place for place, rank in enumerate(ranks)}
     return resolve_group(again)

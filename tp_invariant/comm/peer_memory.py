@@ -146,7 +146,10 @@ class CudaMachine:
     """peer_copies.Machine for a group of ranks with a device each."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
+        from ..kernels.launch import bind_context
+
         assert group.process_group is not None
+        self._bind_context = bind_context
         self.rank, self.size, self._device = group.rank, group.size, device
         self._process_group, self._name = weakref.ref(group.process_group), meeting_of(group.process_group)
         self._lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
@@ -162,6 +165,7 @@ class CudaMachine:
     # streams
 
     def current(self) -> torch.cuda.Stream:
+        self._bind_context(self._device.index)  # this comes before any call of the driver
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)
         stream = self._streams.get(raw)  # to make one takes the host longer than a copy
         if stream is None:

@@ -14,7 +14,6 @@ seen on gloo as soon as it moves bytes (comm/call_records.py), elsewhere with TP
 from __future__ import annotations
 
 import ast
-import hashlib
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ from ..comm.wire import gather_objects
 from ..core.compiled import at_run_time, group_name, group_named, plain
 from ..core.layout import fresh_view
 from ..core.mode import is_call_check_enabled
-from .differences import differences, format_values
+from .differences import differences, format_values, mark
 from .environment import environment_facts
 
 _MOST = 4096  # how many different calls are remembered as agreed on
@@ -276,11 +275,6 @@ def refuse(error: Exception, group: Group, device: torch.device, agreed: set[Has
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def _mark(facts: Mapping[str, Any]) -> int:
-    text = repr(sorted(facts.items()))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
 def group_device(group: Group, device: torch.device) -> torch.device:
     """Where a group's small messages travel: a matter of the group, as ranks may have their tensors in other places."""
     if "cpu:" in dist.get_backend_config(group.process_group):
@@ -291,7 +285,7 @@ def group_device(group: Group, device: torch.device) -> torch.device:
 def _compare(
     facts: Mapping[str, Any], group: Group, device: torch.device, agreed: Collection[Hashable] = frozenset()
 ) -> None:
-    own = torch.tensor([_mark(facts)], dtype=torch.int64, device=group_device(group, device))
+    own = torch.tensor([mark(sorted(facts.items()))], dtype=torch.int64, device=group_device(group, device))
     doing.comparing = partial(_news, facts, agreed)
     try:
         everyones = gather_major(own, group).view(-1).tolist()

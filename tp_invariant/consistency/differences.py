@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,11 @@ from ..comm.wire import gather_objects
 
 T = TypeVar("T", bound=Hashable)
 NOTHING = "nothing"  # stands for the value of a rank that does not have the name
+
+
+def mark(value: Any) -> int:
+    """64 bits that differ where repr(value) does."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
 def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:

@@ -19,11 +19,12 @@ from ..version import __version__
 
 
 @cache
-def _installed(package: str) -> str:
+def installed(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "none"
+        return None
 
 
 def architecture(device: torch.device) -> str:
@@ -62,7 +63,7 @@ def environment_facts(device: torch.device) -> dict[str, Any]:
         "the version of tp_invariant": __version__,
         "the source of tp_invariant's kernels": _kernel_sources(),
         "the version of torch": torch.__version__,
-        "the version of triton": _installed("triton"),
+        "the version of triton": installed("triton") or "none",
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         "the device": architecture(device),
         "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0"),

@@ -17,7 +17,6 @@ When the answer is looked at:
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
@@ -31,7 +30,7 @@ from ..comm.collectives import Group, gather_major, is_capturing, ranks_of
 from ..core.mode import is_call_check_enabled
 from ..kernels.select import select
 from .agreement import check_agreement, group_device, introduce
-from .differences import format_ranks, ranks_by_value
+from .differences import format_ranks, mark, ranks_by_value
 
 
 class _Asked(NamedTuple):
@@ -70,9 +69,7 @@ def _name(group: Group) -> str:
     return str(getattr(group.process_group, "group_name", ""))
 
 
-@lru_cache(maxsize=256)
-def _mark(facts: Hashable) -> int:
-    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little", signed=True)
+_mark = lru_cache(maxsize=256)(mark)
 
 
 class Question(NamedTuple):

@@ -43,21 +43,12 @@ def _if_any(states: list[str]) -> str:
     return PART if PART in states else UNKNOWN if UNKNOWN in states else WHOLE
 
 
-def _replicated_linear(node: Any, states: list[str]) -> str | None:
-    return _if_any(states) if node.call.sequence_parallel else None
-
-
-def _norm(node: Any, states: list[str]) -> str | None:
-    completes = node.call.heads_dim is not None or node.call.sharding.world > 1
-    return PART if completes else None
-
-
 _RULES: dict[type, _Rule] = {
     linear.ColumnLinear: lambda node, states: PART,
     linear.RowLinear: lambda node, states: PART if node.call.sequence_parallel else WHOLE,
-    linear.ReplicatedLinear: _replicated_linear,
+    linear.ReplicatedLinear: lambda node, states: _if_any(states) if node.call.sequence_parallel else None,
     linear.ExpandBias: lambda node, states: PART if node.tokens_sharded else _if_any(states),
-    norm.Norm: _norm,
+    norm.Norm: lambda node, states: PART if node.call.heads_dim is not None or node.call.sharding.world > 1 else None,
     regions._GatherSequence: lambda node, states: WHOLE,
     regions._GatherFeatures: lambda node, states: WHOLE,
     regions._ScatterSequence: lambda node, states: PART,
@@ -75,16 +66,6 @@ _OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's 
 _COLLECTIVES = ("c10d", "AllGatherIntoTensor", "ReduceScatterTensor", "AllToAllSingle")
 
 
-def _unknown(node: Any, states: list[str]) -> str:
-    return UNKNOWN
-
-
-def _is_torchs_collective(node: Any, function: type | None) -> bool:
-    """Also what FSDP puts around a module's inputs, several of which it takes through one node."""
-    by_function = function is not None and function.__module__.startswith("torch.distributed.")
-    return by_function or any(name in node.name() for name in _COLLECTIVES)
-
-
 def _is_alone(node: Any) -> bool:
     """Whether a node of this library is of a group of one rank, where nothing is scattered, gathered or completed."""
     holder = getattr(node, "call", node)
@@ -92,21 +73,20 @@ def _is_alone(node: Any) -> bool:
     return group is not None and group.size == 1
 
 
-def _rule_of(node: Any) -> _Rule | None:
+def _by_rule(node: Any, states: list[str]) -> str | None:
+    """The state of a node's output by what is known of its kind; None where the general rule holds."""
     function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
-    rule = _RULES.get(function)  # type: ignore[arg-type]
-    if rule is not None and _is_alone(node):
-        return None
-    if rule is not None:
-        return rule
-    if _is_torchs_collective(node, function):
-        return _unknown
-    if function is None:
-        return None
-    captured = function.__module__ in ("tp_invariant.graphs.capture", "tp_invariant.graphs.graphed_call")
-    if captured or type(node).__name__ in _OPAQUE or getattr(function, "sums_over_ranks", False):
-        return _unknown
-    return None
+    if function in _RULES:
+        return None if _is_alone(node) else _RULES[function](node, states)
+    place = getattr(function, "__module__", "")
+    unknown = (
+        place.startswith("torch.distributed.")  # also what FSDP puts around a module's inputs, several through one node
+        or place in ("tp_invariant.graphs.capture", "tp_invariant.graphs.graphed_call")
+        or type(node).__name__ in _OPAQUE
+        or any(name in node.name() for name in _COLLECTIVES)
+        or getattr(function, "sums_over_ranks", False)
+    )
+    return UNKNOWN if unknown else None
 
 
 def _node_of(x: Tensor) -> Any:
@@ -155,8 +135,7 @@ def incomplete_gradients(
             states[node] = UNKNOWN if known is None else PART if known else WHOLE
             continue
         given = [states[other] for other in before]
-        rule = _rule_of(node)
-        state = None if rule is None else rule(node, given)
+        state = _by_rule(node, given)
         if state is None:
             state = _if_any(given)
             if PART in given and WHOLE in given and UNKNOWN not in given:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..checkpoint.full_state import together
 from ..comm.collectives import Group
@@ -49,9 +50,7 @@ TOKENS = 8  # at least, in a sequence made up for a Hugging Face model
 # --- input ----------------------------------------------------------------------------------------------------------
 
 
-class Example(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position, and by name
 
 
 def example_of(model: nn.Module, given: Any, group: Group) -> Example:
@@ -62,11 +61,11 @@ def example_of(model: nn.Module, given: Any, group: Group) -> Example:
         TypeError: neither a tensor nor a tuple, list or dict.
     """
     if isinstance(given, Tensor):
-        return Example((given,), {})
+        return (given,), {}
     if isinstance(given, Mapping):
-        return Example((), dict(given))
+        return (), dict(given)
     if isinstance(given, (tuple, list)):
-        return Example(tuple(given), {})
+        return tuple(given), {}
     if given is not None:
         raise TypeError(f"example_inputs is a {type(given).__name__}: give a tensor, a tuple, or a dict of arguments")
     config: Any = getattr(model, "config", None)
@@ -80,18 +79,7 @@ def example_of(model: nn.Module, given: Any, group: Group) -> Example:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     length = -(-TOKENS // group.size) * group.size  # sequence parallelism divides it
     ids = torch.randint(size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
-    return Example((), dict(input_ids=ids, use_cache=False))
-
-
-def _map(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """value with fn(tensor) for each tensor in its tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return {key: _map(fn, item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_map(fn, item) for item in value)
-    return value
+    return (), dict(input_ids=ids, use_cache=False)
 
 
 # --- one forward and backward ---------------------------------------------------------------------------------------
@@ -143,7 +131,7 @@ def _forward(model: nn.Module, example: Example, dtype: torch.dtype) -> tuple[li
             inputs.append(x)
         return x
 
-    args, kwargs = _map(own, example.args), _map(own, example.kwargs)
+    args, kwargs = tree_map_only(Tensor, own, example)
     return _floats(model(*args, **kwargs)), inputs
 
 
@@ -375,12 +363,8 @@ def check_plan(model: nn.Module, convert: Callable[[nn.Module], nn.Module], exam
     Raises:
         ValueError: some rank's results differ from the unsharded model's; see `difference_by_plan` for others.
     """
-
-    def verdict() -> str:
-        return difference_by_plan(model, convert, example_inputs, group)
-
-    mine = together(group, "verify=True", verdict)
-    verdicts = gather_objects(mine, group) if group.size > 1 else [mine]
+    mine = together(group, "verify=True", lambda: difference_by_plan(model, convert, example_inputs, group))
+    verdicts = gather_objects(mine, group)
     wrong = [f"rank {rank} of {group.size}: {text}" for rank, text in enumerate(verdicts) if text]
     if wrong:
         what = f"{type(model).__name__} computes something else by this plan than unsharded; nothing was changed"

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,10 @@ def _shapes(
 ) -> dict[str, list[torch.Size]]:
     """{name: the shape of its first tensor argument at each call}."""
     seen: dict[str, list[torch.Size]] = {}
+
+    def record(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.setdefault(name, []).append(next(x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+
     try:
         twin = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
         _use_stock_attention(twin)
@@ -90,14 +94,14 @@ def _shapes(
             linear: Any = twin.get_submodule(name)
             linear.forward = functools.partial(_linear_shapes, name, linear, given, degree)
         for name in names:
-            twin.get_submodule(name).register_forward_pre_hook(_recorder(seen.setdefault(name, [])), with_kwargs=True)
+            twin.get_submodule(name).register_forward_pre_hook(functools.partial(record, name), with_kwargs=True)
         device = next(model.parameters()).device
         with torch.no_grad(), _without_torchs_log(), FakeTensorMode(allow_non_fake_inputs=True):
             twin(input_ids=torch.zeros(_BATCH, length, dtype=torch.long, device=device), use_cache=False)
     except Exception as error:  # a foreign forward may raise anything
         begin = WITH_ALL_FEATURES if degree == 1 else f"its forward as one of {degree} ranks raises"
         raise ProbeError(f"{begin} {type(error).__name__}: {error}") from error
-    return {name: shapes for name, shapes in seen.items() if shapes}
+    return seen
 
 
 @contextlib.contextmanager
@@ -129,10 +133,3 @@ def _linear_shapes(name: str, linear: nn.Linear, options: Mapping[str, Any], deg
     if x.shape[-1] != takes:
         raise ValueError(f"{name} would get {x.shape[-1]} features where the plan has {takes} for it")
     return x.new_zeros((*x.shape[:-1], gives))
-
-
-def _recorder(shapes: list[torch.Size]) -> Callable:
-    def record(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        shapes.append(next(x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
-
-    return record

@@ -426,13 +426,11 @@ class Survey:
         for name, value in vars(self.config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:
                 self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
-        if any(p.style == "colwise" and "att" in type(self._parent(n)).__name__.lower() for n, p in self.parts.items()):
+        colwise = [name for name, part in self.parts.items() if part.style == "colwise"]
+        if any("att" in type(self.modules[name.rpartition(".")[0]]).__name__.lower() for name in colwise):
             for name in ("num_attention_heads", "num_key_value_heads"):
                 for heads in sorted(hugging_face.config_values(self.config, name)):
                     self._divides("config", name, heads, self.group.size)
-
-    def _parent(self, name: str) -> nn.Module:
-        return self.modules[name.rpartition(".")[0]]
 
 
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)

@@ -108,14 +108,11 @@ def _assert_leaf_equal(left: Any, right: Any, name: str) -> None:
     if count == 0:
         return
     first = int(differs.to(torch.uint8).argmax())
-    index, rest = [], first
-    for size in reversed(left.shape):
-        index.append(rest % size)
-        rest //= size
+    index = tuple(int(place) for place in torch.unravel_index(torch.tensor(first, device="cpu"), left.shape))
     values = [t.detach().cpu().contiguous().reshape(-1)[first].item() for t in (left, right)]
     bits = ["0x" + bytes(b[first].tolist()[::-1]).hex() for b in (left_bytes, right_bytes)]
     raise AssertionError(
-        f"{name}: {count} of {left.numel()} elements differ; the first at index {tuple(reversed(index))}: "
+        f"{name}: {count} of {left.numel()} elements differ; the first at index {index}: "
         f"{values[0]!r} ({bits[0]}) against {values[1]!r} ({bits[1]})"
     )
 

@@ -1,4 +1,4 @@
-"""Elementwise functions whose bits do not depend on where an element lies."""
+"""Elementwise functions whose bits do not depend on where an element lies; why, and how: kernels/elementwise.py."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from ..kernels.elementwise import BLOCK, VECTORS
 from .mode import is_tp_invariant_mode_enabled
-
-# torch's CPU kernels take one formula of exp or tanh for whole vectors and another for the elements left over, and cut
-# large tensors into one piece per thread, anywhere. So: pad to whole vectors, and stay below the size that is cut.
-_VECTORS = 64
-_BLOCK = 2**14
 
 
 def in_whole_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """fn(x) for an elementwise fn; on a CPU by blocks of whole vectors, forward and backward, so that bits are x's."""
     if x.device.type != "cpu" or not x.numel():
         return fn(x)
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % _VECTORS))
-    return torch.cat([fn(block) for block in flat.split(_BLOCK)])[: x.numel()].view(x.shape)
+    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
+    return torch.cat([fn(block) for block in flat.split(BLOCK)])[: x.numel()].view(x.shape)
 
 
 class WholeVectors(nn.Module):
@@ -74,24 +70,24 @@ def at_no_position(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Ten
     count = shape.numel()
     if not count:
         return func(*args, **kwargs)
-    size = count + -count % _VECTORS
+    size = count + -count % VECTORS
 
     def padded(value: Any) -> list[Any]:
         """One for each block; a tensor without dims among others stays one, as it counts less for the dtype."""
         if not isinstance(value, Tensor) or (value.dim() == 0 and len(shape)):
-            return [value] * -(-size // _BLOCK)
+            return [value] * -(-size // BLOCK)
         flat = value.new_zeros(size)
         flat[:count].view(shape).copy_(value)
-        return list(flat.split(_BLOCK))
+        return list(flat.split(BLOCK))
 
     out = None if target is None else kwargs[target]
     named: dict[Any, list[Any]] = {name: padded(value) for name, value in kwargs.items() if name != target}
     if target is not None and out is not None:
-        named[target] = list(out.new_empty(size).split(_BLOCK))
+        named[target] = list(out.new_empty(size).split(BLOCK))
     columns = [padded(value) for value in args]
     blocks = [
         func(*(column[i] for column in columns), **{name: column[i] for name, column in named.items()})
-        for i in range(-(-size // _BLOCK))
+        for i in range(-(-size // BLOCK))
     ]
     result = torch.cat(blocks)[:count].view(shape)
     if func._schema.name.endswith("_"):

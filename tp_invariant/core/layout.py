@@ -11,6 +11,7 @@ Legend, for this room and those that import it:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,13 +93,6 @@ def deinterleave(tensor: Tensor, *, dim: int, world: int, stride: Stride) -> Ten
     return flat.movedim(0, dim)
 
 
-def interleave(tensor: Tensor, *, dim: int, world: int, stride: Stride) -> Tensor:
-    """The inverse of `deinterleave`: (stride rank local) -> (rank stride local)."""
-    if not isinstance(stride, int):
-        return torch.cat([shard(tensor, dim=dim, rank=rank, world=world, stride=stride) for rank in range(world)], dim)
-    return deinterleave(tensor, dim=dim, world=stride, stride=world)
-
-
 def shard(full: Tensor, *, dim: int, rank: int, world: int, stride: Stride = 1) -> Tensor:
     """Rank `rank`'s part of `full` along `dim`: its piece of each of the `stride` stacked parts. A new tensor.
 
@@ -137,10 +131,7 @@ class TokenSharding:
 
         `local_shape` is the shape of this rank's activation, features included.
         """
-        run = 1
-        for size in local_shape[self.sequence_dim : -1]:
-            run *= size
-        return run
+        return math.prod(local_shape[self.sequence_dim : -1])
 
     def leaves_fit(self, local_shape: Sequence[int], leaf_rows: int) -> bool:
         """Whether leaves of `leaf_rows` consecutive tokens never cross from one rank's tokens into another's."""
@@ -148,7 +139,5 @@ class TokenSharding:
 
     def order_leaves(self, leaves_major: Tensor, local_shape: Sequence[int]) -> Tensor:
         """Leaves gathered rank-major [P, leaves, H] -> [all leaves, H] in the order of the full activation's tokens."""
-        outer = 1
-        for size in local_shape[: self.sequence_dim]:
-            outer *= size
+        outer = math.prod(local_shape[: self.sequence_dim])
         return rearrange(leaves_major, "rank (outer leaf) h -> (outer rank leaf) h", outer=max(outer, 1))

@@ -1,6 +1,6 @@
 """Gradient sums over data-parallel ranks, in an order that nothing changes."""
 
-from .fixed_order import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook, sum_of_shares
+from .fixed_order import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook
 from .micro_batch_tree import MicroBatchTree
 
 __all__ = [
@@ -9,5 +9,4 @@ __all__ = [
     "TokenCount",
     "fix_reduction_order",
     "fixed_order_hook",
-    "sum_of_shares",
 ]

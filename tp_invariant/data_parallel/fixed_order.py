@@ -36,14 +36,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven
+from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of
 from ..comm.wire import gather_objects
 from ..consistency.agreement import agreed_in, check_agreement, introduce, refuse
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
-from .micro_batch_tree import BinaryTree, MicroBatchTree, compared, resolve_dp_group
-
-__all__ = ["FixedOrderReduceScatter", "MicroBatchTree", "TokenCount", "fix_reduction_order", "fixed_order_hook"]
+from .micro_batch_tree import BinaryTree, compared, resolve_dp_group
 
 _NO_COUNT = -(1 << 63)  # travels in place of a count that is none, so that no rank waits for one that has raised
 
@@ -189,10 +187,6 @@ def fixed_order_hook(
     return future
 
 
-def _ranks_of(group: Group) -> list[int]:
-    return [dist.get_rank()] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-
-
 # --- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +259,7 @@ class FixedOrderReduceScatter:
                 f"op=AVG would divide gradients by the {dp_group.size} ranks besides the TokenCount: call "
                 "fix_reduction_order(model, tokens), which turns that off"
             )
-        if self._tokens is not None and (counted := _ranks_of(self._tokens.group)) != (summed := _ranks_of(dp_group)):
+        if self._tokens is not None and (counted := ranks_of(self._tokens.group)) != (summed := ranks_of(dp_group)):
             raise ValueError(
                 f"the TokenCount counts over ranks {counted}, but FSDP sums over ranks {summed}: build it with the "
                 "group of fully_shard's mesh"

@@ -62,10 +62,6 @@ def compared(who: str, group: Group) -> Iterator[None]:
         ) from error
 
 
-def _add_into(left: Tensor, right: Tensor) -> Tensor:
-    return left.add_(right)
-
-
 class BinaryTree:
     """A sum over `leaves` summands in the tree's order, of nodes that come from left to right.
 
@@ -73,7 +69,7 @@ class BinaryTree:
     that are pushed: a left one is added to in place.
     """
 
-    def __init__(self, leaves: int, add: Callable[[Any, Any], Any] = _add_into) -> None:
+    def __init__(self, leaves: int, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
         self._leaves, self._add = leaves, add
         self.nodes: list[tuple[int, int, Any]] = []
 

@@ -12,7 +12,6 @@ Profiles:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 
 PROFILES = ("repeat", "wire", "vllm")
 
@@ -30,7 +28,7 @@ PROFILES = ("repeat", "wire", "vllm")
 class Setting:
     """One row.
 
-    where      "env", "torch", or "call": torch's default for an argument, which nothing sets but the call itself
+    where      "env" or "torch"
     value      what determinism.enable sets
     accepted   other values that serve as well and are left alone
     default    what torch starts with: anything else that is not accepted is the user's own
@@ -267,18 +265,6 @@ DETERMINISTIC_ALGORITHMS = Setting(
 )
 
 
-def _of_checkpoint(argument: str, value: Any, why: str, cost: str) -> Setting:
-    """What a call of torch.utils.checkpoint gets that does not say; determinism.checkpoint_kwargs says it."""
-
-    def read() -> Any:
-        # checkpoint itself takes one of them from its **kwargs
-        function = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-        return inspect.signature(function).parameters[argument].default
-
-    name = f"torch.utils.checkpoint.checkpoint(.., {argument}=)"
-    return Setting(name, "call", value, why, cost, ("repeat",), read, write=lambda new: None, default=value)
-
-
 _UNTUNED = "slower compiled kernels, flex attention's too"
 _AUTOTUNE = "what is fastest in a measurement is picked, so another kernel, and order, on another day"
 _TF32 = "fp32 products may be rounded to TF32, 10 bits, where a library thinks it pays"
@@ -338,14 +324,6 @@ SETTINGS: tuple[Setting, ...] = (
     *(
         _attribute(f"torch._inductor.config.{name}", False, False, _AUTOTUNE, _UNTUNED, ("repeat",))
         for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-    ),
-    _of_checkpoint(
-        "preserve_rng_state", True, "dropout that is computed again must draw what it drew before",
-        "the generators' states are kept for each region",
-    ),
-    _of_checkpoint(
-        "determinism_check", "default", "tensors that come out otherwise when computed again would go unnoticed",
-        "their shapes, dtypes and devices are kept and compared",
     ),
     _env(
         "NCCL_ALGO", "ring,tree;allreduce:tree",  # from NCCL 2.31 on "allreduce:tree" alone leaves others without any

@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from .digest_log import FORMAT
 
 _SHOWN = 5
-_LONGEST = 300  # characters of a log that an error repeats
 
 
 class LogError(ValueError):
@@ -54,75 +53,43 @@ def read_log(path: str | Path) -> Log:
             break  # the run was killed while it wrote
         try:
             _take(log, json.loads(line))
-        except RecursionError:  # of json's: lists in lists, hundreds deep
-            raise LogError(f"line {number} of {path} is no line of a digest log: it is nested too deeply") from None
-        except ValueError as error:
-            raise LogError(f"line {number} of {path} is no line of a digest log: {_beginning(str(error))}") from error
+        except (ValueError, RecursionError) as error:
+            raise LogError(f"line {number} of {path} is no line of a digest log: {error}") from error
     if not log.steps:
         raise LogError(f"{path} holds no steps: is it a digest log?")
     return log
+
+
+_HEADER: dict[str, Any] = {"parameters": dict, "degree": int, "mode": bool}
+_STEP: dict[str, Any] = {"step": int, "loss": (float, int, type(None)), "tensors": dict, "ranks_differ": dict}
 
 
 def _take(log: Log, record: Any) -> None:
     """Adds a header or a step to the log; ValueError for what DigestLog never writes."""
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
-    if "format" not in record:
+    is_header = "format" in record
+    if is_header and record["format"] != FORMAT:
+        raise ValueError(f"its format is {reprlib.repr(record['format'])}, not {FORMAT!r}")
+    record = {"ranks_differ": {}, **record}
+    for name, kind in (_HEADER if is_header else _STEP).items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"its {name!r} is {reprlib.repr(record.get(name))}")
+    if not is_header:
         if not log.degrees:
             raise ValueError("there is no header before it")
-        step, ranks_differ = _field(record, "step", _is_count), record.get("ranks_differ", {})
-        if not _is_dict_of(_is_ranks)(ranks_differ):
-            raise ValueError(f"its 'ranks_differ' is {_shown(ranks_differ)}")
-        log.steps[step] = {
-            "loss": _field(record, "loss", lambda loss: loss is None or isinstance(loss, (int, float))),
-            "tensors": _field(record, "tensors", _is_dict_of(lambda digest: digest is None or isinstance(digest, str))),
-            "ranks_differ": ranks_differ,
-        }
+        log.steps[record["step"]] = record
         return
-    if record["format"] != FORMAT:
-        raise ValueError(f"its format is {_shown(record['format'])}, not {FORMAT!r}")
-    parameters = _field(record, "parameters", _is_dict_of(lambda shape: isinstance(shape, str)))
-    degree = _field(record, "degree", _is_count)
-    mode = _field(record, "mode", lambda mode: isinstance(mode, bool))
-    if log.degrees and parameters != log.parameters:
-        raise ValueError(f"the model has changed: {_first_difference(log.parameters, parameters)}")
-    log.parameters = parameters
-    log.degrees.append(degree)
-    log.modes.append(mode)
-
-
-def _field(record: dict[str, Any], name: str, is_right: Callable[[Any], bool]) -> Any:
-    if name not in record:
-        raise ValueError(f"it has no {name!r}")
-    if not is_right(record[name]):
-        raise ValueError(f"its {name!r} is {_shown(record[name])}")
-    return record[name]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_ranks(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
-
-
-def _is_dict_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
-
-
-def _shown(value: Any) -> str:
-    """A value of JSON in an error: short, however long and however deep it is."""
-    return reprlib.repr(value)
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}.. ({len(text):,} characters)"
+    if log.degrees and record["parameters"] != log.parameters:
+        raise ValueError(f"the model has changed: {_first_difference(log.parameters, record['parameters'])}")
+    log.parameters = record["parameters"]
+    log.degrees.append(record["degree"])
+    log.modes.append(record["mode"])
 
 
 def _first_difference(a: dict[str, str], b: dict[str, str]) -> str:
     name = next(name for name in (*a, *b) if a.get(name) != b.get(name))
-    return f"{_beginning(name)} is {_beginning(a.get(name, 'not there'))} and {_beginning(b.get(name, 'not there'))}"
+    return f"{name} is {a.get(name, 'not there')} and {b.get(name, 'not there')}"
 
 
 def compare(a: Log, b: Log) -> tuple[str, bool]:
@@ -149,7 +116,7 @@ def compare(a: Log, b: Log) -> tuple[str, bool]:
         names = list(one["tensors"] | other["tensors"])
         different = [name for name in names if one["tensors"].get(name) != other["tensors"].get(name)]
         lines += [
-            f"step {step} of {log.name}: ranks {', '.join(map(str, ranks))} differ from rank 0 in {name}"
+            f"step {step} of {log.name}: ranks {str(ranks).strip('[]')} differ from rank 0 in {name}"
             for log in (a, b)
             for name, ranks in list(log.steps[step]["ranks_differ"].items())[:_SHOWN]
         ]

@@ -29,6 +29,7 @@ from ..layers.parameters import named_shard_specs
 from ..version import __version__
 
 FORMAT = "tp_invariant digest log 1"
+_ABSENT = bytes(16)  # in place of the digest of a gradient that is None
 
 
 def _number(value: Tensor | float) -> float:
@@ -137,17 +138,17 @@ class DigestLog:
             check_agreement(facts, self.group, device, self._agreed)
         hashes = _gathered_hashes(present.values(), self.group)
         mine = {
-            name: bits.digest((str(entry.tensor.dtype), tuple(entry.full_shape), leaves))[:32]
+            name: bytes.fromhex(bits.digest((str(entry.tensor.dtype), tuple(entry.full_shape), leaves))[:32])
             for (name, entry), leaves in zip(present.items(), hashes, strict=True)
         }
-        words = [_words(mine.get(name)) for name in entries]
-        everyone = gather_major(torch.tensor(words, dtype=torch.int64, device=device), self.group).cpu()
+        own = [list(mine.get(name, _ABSENT)) for name in entries]
+        everyone = gather_major(torch.tensor(own, dtype=torch.uint8, device=device), self.group).cpu()
         digests: dict[str, str | None] = {}
         differ: dict[str, list[int]] = {}
         for index, name in enumerate(entries):
-            first, *others = everyone[:, index].tolist()
-            digests[name] = None if first == [0, 0] else "".join(f"{word % 2**64:016x}" for word in first)
-            if ranks := [rank for rank, words in enumerate(others, start=1) if words != first]:
+            first, *others = map(bytes, everyone[:, index].tolist())
+            digests[name] = None if first == _ABSENT else first.hex()
+            if ranks := [rank for rank, theirs in enumerate(others, start=1) if theirs != first]:
                 differ[name] = ranks
         return digests, differ
 
@@ -174,9 +175,3 @@ def _gathered_hashes(entries: Iterable[Entry], group: Group) -> list[Tensor]:
         if entry.spec.padding:
             hashes[i] = hashes[i][: entry.full_shape[entry.spec.dim or 0]]
     return [leaves.cpu() for leaves in hashes]
-
-
-def _words(digest: str | None) -> list[int]:
-    """32 hex digits as two signed 64-bit integers, zeros for None."""
-    halves = ("0", "0") if digest is None else (digest[:16], digest[16:])
-    return [int.from_bytes(int(half, 16).to_bytes(8, "big"), "big", signed=True) for half in halves]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import resolve_group
+from ..consistency.environment import installed
 from ..core import amx
 from ..core.bits import assert_bitwise_equal
 from ..core.layout import TokenSharding
@@ -22,8 +23,9 @@ from ..functional.attention_choice import safe_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..functional.norm import Norm, NormCall
 from ..gemm.gemm_fn import BUNDLED_DTYPES, bundled_gemm_fn
+from ..kernels.dtypes import HALF_DTYPES
 from ..testing.checks import assert_slice_invariant, wide_randn
-from . import doctor_facts
+from . import doctor_facts, fingerprint
 
 HOLDS, FAILS, UNCHECKED = "holds", "does not hold here", "not checked"
 
@@ -178,11 +180,8 @@ def _losses(device: str) -> str:
 
 def _tensor_core() -> str:
     """The GPU's 16-bit GEMM lines of the fingerprint against the model's."""
-    from ..kernels.gemm.tensor_core import DTYPES, matmul
-    from . import fingerprint
-
-    gpu = list(fingerprint.gemm_lines(bundled_gemm_fn(torch.device("cuda")), DTYPES, "cuda"))
-    model = list(fingerprint.gemm_lines(matmul, DTYPES, "cpu"))
+    gpu = list(fingerprint.gemm_lines(bundled_gemm_fn(torch.device("cuda")), HALF_DTYPES, "cuda"))
+    model = fingerprint.tensor_core_fingerprint()
     if differ := [line.key for line, other in zip(gpu, model, strict=True) if line.digest != other.digest]:
         raise AssertionError(f"{len(differ)} of {len(gpu)} products have other bits, the first {differ[0]}")
     return f"all {len(gpu)} products of the fingerprint"
@@ -279,7 +278,7 @@ def _degrees(gpus: int) -> Claim:
 
 
 def _optional(package: str, claim: str, at_least: tuple[int, int] = (0, 0)) -> Claim:
-    found = doctor_facts.installed(package)
+    found = installed(package)
     if found is None:
         return Claim(claim, UNCHECKED, f"{package} is not installed", f"if you need it: pip install {package}")
     if _release(found) < at_least:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from ..comm.collectives import gather_major, resolve_group
 from ..comm.peer_copies import explain_transport
+from ..consistency.environment import installed
 from ..core import mode
 from ..determinism import switches as determinism
 from ..functional.attention_choice import safe_attention
-from ..gemm import owner_maps as owners
+from ..gemm.owner_maps import explain_choice
 from ..testing.checks import run_ranks
 from ..version import __version__
 
@@ -33,13 +33,6 @@ QWEN3_8B = (
     ("qkv, dgrad", 6144, 4096),
     ("MLP gate and up, dgrad", 24576, 4096),
 )
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def gpu_count() -> int:
@@ -176,18 +169,14 @@ def settings() -> list[dict[str, Any]]:
         {
             "setting": row.name,
             "set": row.is_set,
-            "now": _plain(row.current),
-            "wanted": _plain(row.wanted),
+            "now": row.current,
+            "wanted": row.wanted,
             "profiles": list(row.profiles),
             "without it": row.meaning,
             "cost": row.cost,
         }
         for row in determinism.report()
     ]
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 # --- what would run -------------------------------------------------------------------------------------------------
@@ -262,12 +251,7 @@ def owner_maps(shapes: Sequence[tuple[str, int, int]], degrees: Sequence[int], t
     found = []
     for name, k, n in shapes:
         for degree in degrees:
-            why = explain_owner_map(tokens, n, k, degree)
+            why = explain_choice(tokens, n, k, degree, scatter_rows=True)  # ends with `auto: ` and the map
             row = {"layer": name, "K": k, "N": n, "tokens": tokens, "TP": degree}
             found.append(row | {"auto": why.rsplit("auto: ", 1)[1].strip(), "why": why})
     return found
-
-
-def explain_owner_map(rows: int, cols: int, k: int, degree: int) -> str:
-    """The only question that this room asks about owner maps: a text that ends with `auto: ` and the map."""
-    return owners.explain_choice(rows, cols, k, degree, scatter_rows=True)

@@ -11,7 +11,6 @@ everywhere (hashed_inputs.py): equal digests are equal bits, and the bits of two
 from __future__ import annotations
 
 import argparse
-import platform
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import resolve_group
+from ..consistency.environment import architecture, installed
 from ..core.bits import digest
 from ..core.layout import TokenSharding
 from ..core.mode import set_tp_invariant_mode
@@ -29,6 +29,7 @@ from ..functional.attention import attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..functional.norm import Norm, NormCall
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, bundled_gemm_fn
+from ..kernels.dtypes import HALF_DTYPES
 from ..kernels.select import select
 from ..version import __version__
 from .hashed_inputs import hashed, hashed_floats
@@ -179,40 +180,26 @@ def fingerprint(device: str) -> list[Line]:
 
 def tensor_core_fingerprint() -> list[Line]:
     """The lines that the tensor cores of a Hopper GPU decide, as its CPU model computes them: 16-bit GEMMs."""
-    from ..kernels.gemm.tensor_core import DTYPES, matmul
+    from ..kernels.gemm.tensor_core import matmul
 
-    return list(gemm_lines(matmul, DTYPES, "cpu"))
+    return list(gemm_lines(matmul, HALF_DTYPES, "cpu"))
 
 
 def is_predicted(key: str) -> bool:
     """Whether the model has a line of this key; it says nothing about the others."""
-    from ..kernels.gemm.tensor_core import DTYPES
-
     name, dtype, _ = key.split(" ")
-    return name.startswith("gemm.") and dtype in {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+    return name.startswith("gemm.") and f"torch.{dtype}" in map(str, HALF_DTYPES)
 
 
 _MODEL = "the CPU model of Hopper's tensor core"
 
 
 def header(device: str, model: str | None) -> list[str]:
-    if model is not None:
-        where = _MODEL
-    elif device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        where = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
-    else:
-        where = f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    return [f"# tp_invariant {__version__}", f"# torch {torch.__version__}", f"# triton {_triton()}", f"# {where}"]
-
-
-def _triton() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return "none"
+    where = _MODEL if model else architecture(torch.device(device))
+    if device == "cuda":
+        where = f"{torch.cuda.get_device_name()}, {where}"
+    versions = ("tp_invariant", __version__), ("torch", torch.__version__), ("triton", installed("triton") or "none")
+    return [*(f"# {package} {version}" for package, version in versions), f"# {where}"]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -220,6 +207,9 @@ def _triton() -> str:
 
 class FileFormatError(ValueError):
     """A file that is no fingerprint."""
+
+
+_LINE = re.compile(r"(\S{1,80} \w{1,20} [0-9x]{1,80}) ([0-9a-f]{64})")
 
 
 def read_lines(path: str) -> dict[str, str]:
@@ -232,35 +222,19 @@ def read_lines(path: str) -> dict[str, str]:
     for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
         if text.startswith("#") or not text.strip():
             continue
-        key, _, value = text.rpartition(" ")
-        if len(key.split(" ")) != 3 or len(text) > _LONGEST_LINE or not re.fullmatch("[0-9a-f]{64}", value):
+        line = _LINE.fullmatch(text)
+        if line is None:
             raise FileFormatError(
-                f"{path}, line {number}: {_beginning(text)} is no line of a fingerprint, which is: result dtype shape "
-                "digest"
+                f"{path}, line {number}: {text[:80]!r} ({len(text):,} characters) is no line of a fingerprint, which "
+                "is: result dtype shape digest"
             )
+        key, value = line.groups()
         if found.get(key, value) != value:
             raise FileFormatError(f"{path}, line {number}: {key} has another digest above: a file of two machines?")
         found[key] = value
     if not found:
         raise FileFormatError(f"{path} holds no line of a fingerprint, so there is nothing to compare with")
     return found
-
-
-_LONGEST_LINE, _SHOWN = 1000, 80
-
-
-def _beginning(text: str) -> str:
-    """A line as an error shows it: whole where it is short."""
-    if len(text) <= _SHOWN:
-        return repr(text)
-    return f"{text[:_SHOWN]!r}.. ({len(text):,} characters)"
-
-
-def _told_apart(one: str, other: str) -> tuple[str, str]:
-    """The beginnings of two digests that differ: twelve digits of each, or more, up to the first that differs."""
-    first = next(index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-    digits = max(12, first + 1)
-    return one[:digits], other[:digits]
 
 
 def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted: bool = False) -> int:
@@ -276,8 +250,7 @@ def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted:
         [key for key in one if key not in {*other, *left_out}] for one, other in ((ours, theirs), (theirs, ours))
     )
     for key in differ:
-        here_digits, there_digits = _told_apart(ours[key], theirs[key])
-        print(f"differs: {key}: {here_digits} here, {there_digits} in {path}")
+        print(f"differs: {key}: {ours[key][:12]} here, {theirs[key][:12]} in {path}")
     for where, keys in (("here", here), (f"in {path}", there)):
         if keys:
             print(f"only {where}: {', '.join(dict.fromkeys(key.split(' ')[0] for key in keys))}")

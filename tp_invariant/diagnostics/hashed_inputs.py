@@ -5,6 +5,7 @@ No generator of random numbers, whose streams may change with a version, and no 
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import torch
@@ -34,10 +35,7 @@ def hashed_floats(name: str, shape: tuple[int, ...], dtype: torch.dtype, exponen
         torch.float32: (23, 127, torch.int32),
     }[dtype]
     low, high = exponents
-    count = 1
-    for size in shape:
-        count *= size
-    x = hashed(name, count)
+    x = hashed(name, math.prod(shape))
     field = (x >> 23 & high - low - 1) + low + bias  # the fraction has the bits below, the sign the highest
     magnitude = field << digits | x & (1 << digits) - 1
     return (magnitude - (x >> 31 << 8 * dtype.itemsize - 1)).to(bits).view(dtype).view(shape)

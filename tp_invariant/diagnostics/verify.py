@@ -10,17 +10,15 @@ naive way) do not, and its errors against float64 are within bounds of torch's o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,34 +111,13 @@ def _run_child(names: Sequence[str], setup: Setup, folder: Path, *, heading: boo
     ]
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     sys.stdout.flush()
-    # a session of its own, so that Ctrl-C reaches this process alone, which then ends that one; its ranks follow
-    with (
-        _ends_like_an_error(signal.SIGTERM, signal.SIGHUP),
-        subprocess.Popen(command, env=environment, start_new_session=True) as child,
-    ):
+    # a session of its own, so that Ctrl-C reaches this process alone, which then ends that one; its ranks follow. Where
+    # this one is killed that one ends by itself, and the next verify removes the folder
+    with subprocess.Popen(command, env=environment, start_new_session=True) as child:
         try:
             return child.wait()
         finally:
             child.kill()
-
-
-@contextlib.contextmanager
-def _ends_like_an_error(*signals: signal.Signals) -> Iterator[None]:
-    """These signals end the process by SystemExit, so that what it has begun is ended and removed."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    try:
-        before = {number: signal.signal(number, leave) for number in signals}
-    except ValueError:  # not the main thread, which alone may set handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def serve(work: str) -> None:

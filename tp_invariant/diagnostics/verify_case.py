@@ -7,8 +7,8 @@ also says how to be naive, as its control, and what plain torch computes, as its
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -116,11 +116,8 @@ def load_gemm_fn(name: str | None) -> GemmFn | None:
     """
     if name is None:
         return None
-    module, _, attribute = name.partition(":")
     try:
-        found: Any = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as problem:
         raise ValueError(f"{name!r} cannot be loaded: {problem}; give module:name, as in my_kernels:matmul") from None
     if not callable(found):

@@ -60,6 +60,10 @@ class Setup:
             made[1:] = [cases[:1] for cases in made[1:]]
         return list(itertools.chain(*made))
 
+    def check(self, make: Callable[..., Sequence[Case]]) -> Outcome:
+        """check_cases of each_dtype(make)."""
+        return check_cases(self.each_dtype(make), self.degrees, self.gemm_fn)
+
 
 @dataclass(frozen=True)
 class Check:
@@ -132,10 +136,7 @@ def _layer_cases(
 
 
 def check_layers(setup: Setup, parallel_mode: ParallelMode, norms: Sequence[Normalization | None]) -> Outcome:
-    cases = setup.each_dtype(
-        lambda **base: [c for norm in norms for c in _layer_cases(setup, parallel_mode, norm, base)]
-    )
-    return check_cases(cases, setup.degrees, setup.gemm_fn)
+    return setup.check(lambda **base: [c for norm in norms for c in _layer_cases(setup, parallel_mode, norm, base)])
 
 
 def check_norm(setup: Setup) -> Outcome:
@@ -145,7 +146,7 @@ def check_norm(setup: Setup) -> Outcome:
         heads = [NormCase(norm, 40, 64, heads=setup.multiple(16), **base) for norm in ("RMSNorm", "LayerNorm")]
         return [NormCase(norm, tokens, width, **base) for norm in ("RMSNorm", "LayerNorm")] + heads
 
-    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+    return setup.check(cases)
 
 
 def check_vocabulary(setup: Setup) -> Outcome:
@@ -155,13 +156,7 @@ def check_vocabulary(setup: Setup) -> Outcome:
         embeddings = [EmbeddingCase(rows, 24, tokens, sp, **base) for sp in (True, False)]
         return [LossCase(vocabulary, 200, **base), *embeddings, LossCase(setup.multiple(136), 200, 0.0, **base)]
 
-    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
-
-
-def check_clipping(setup: Setup) -> Outcome:
-    return check_cases(
-        setup.each_dtype(lambda **base: [ClipCase(setup.multiple(64), **base)]), setup.degrees, setup.gemm_fn
-    )
+    return setup.check(cases)
 
 
 def check_attention(setup: Setup) -> Outcome:
@@ -172,7 +167,7 @@ def check_attention(setup: Setup) -> Outcome:
         grouped = AttentionCase(2 * unit, unit, sequence, 20 if setup.device == "cpu" else 128, **base)
         return [grouped, AttentionCase(unit, unit, sequence, 64, is_causal=False, **base)]
 
-    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+    return setup.check(cases)
 
 
 def check_data_parallel(setup: Setup) -> Outcome:
@@ -181,7 +176,7 @@ def check_data_parallel(setup: Setup) -> Outcome:
     def cases(**base: Any) -> list[Case]:
         return [DataParallelCase(max(count, *setup.degrees), 64, **base) for count in counts]
 
-    return check_cases(setup.each_dtype(cases), setup.degrees, setup.gemm_fn)
+    return setup.check(cases)
 
 
 def _training(setup: Setup, **base: Any) -> TrainingCase:
@@ -218,7 +213,7 @@ CHECKS = (
     ),
     Check("norm", "ParallelNorm over this rank's tokens, and over its heads", check_norm),
     Check("vocabulary", "VocabParallelEmbedding and vocab_parallel_cross_entropy", check_vocabulary),
-    Check("clipping", "clip_grad_norm_", check_clipping),
+    Check("clipping", "clip_grad_norm_", lambda s: s.check(lambda **base: [ClipCase(s.multiple(64), **base)])),
     Check("attention", "safe_attention over this rank's heads", check_attention),
     Check("training", "steps of a transformer that parallelize sharded: losses, gradients, parameters", check_training),
     Check("state", "full state dicts taken at one degree, loaded at another", lambda s: check_resuming(s, False)),

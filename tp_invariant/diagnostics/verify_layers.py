@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.collectives import gather_dim, resolve_group
-from ..core.layout import shard, unshard
+from ..core.layout import Stride, shard, unshard
 from ..core.mode import set_tp_invariant_mode
 from ..core.options import Normalization, OwnerMap, ParallelMode
 from ..layers.layernorm_linear import LayerNormLinear
@@ -25,6 +25,7 @@ from .verify_case import Case, Results, wide
 class LayerCase(Case):
     """A full layer, its data and its options; `norm` makes it a LayerNormLinear.
 
+    stride: a tuple is partition_sizes.
     late_stride: set weight.partition_stride after construction, as Megatron does.
     """
 
@@ -33,7 +34,7 @@ class LayerCase(Case):
     out_features: int
     tokens: tuple[int, ...]
     bias: bool = True
-    stride: int = 1
+    stride: Stride = 1
     sequence_parallel: bool = False
     sequence_dim: int = 0
     owner_map: OwnerMap = "auto"
@@ -86,7 +87,8 @@ class LayerCase(Case):
             tp_group=tp_group,
             sequence_parallel=self.sequence_parallel,
             sequence_dim=self.sequence_dim,
-            partition_stride=1 if self.late_stride else self.stride,
+            partition_stride=self.stride if isinstance(self.stride, int) and not self.late_stride else 1,
+            partition_sizes=None if isinstance(self.stride, int) else self.stride,
             gather_output=self.gather_output,
             input_is_parallel=self.input_is_parallel,
             return_bias=self.return_bias,

@@ -197,9 +197,9 @@ def uses_bundled(gemm_fn: GemmFn | None) -> bool:
 def _of_nothing(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """`gemm` of empty operands: nothing, or an empty sum, zero."""
     if a.device.type in ("cpu", "cuda") and _as_bundled(gemm_fn, a.device) is not None:
-        from ..kernels.gemm.reference import check_operands
+        from ..kernels.gemm.operands import check_operands
 
-        check_operands(a, b, bias, out_dtype, nothing=True)
+        check_operands(a, b, bias, out_dtype, may_be_empty=True)
     c = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     return c + bias.to(out_dtype) if bias is not None and c.numel() else c
 

@@ -69,7 +69,7 @@ def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
     return tensors, node
 
 
-def fill(node: Node, tensors: Sequence[Any] | dict[int, Any]) -> Any:
+def fill(node: Node, tensors: Sequence[Any]) -> Any:
     """`node` with these tensors in its slots."""
 
     def build(part: Any) -> Any:
@@ -105,7 +105,8 @@ class Call:
     def difference(self, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
         """What another call's arguments do not share with these, "" if nothing. `grad`: whether gradients are on."""
         if tree != self.tree:
-            theirs, ours = (fill(t, _Named()) for t in (tree, self.tree))
+            names = [f"tensor {i}" for i in range(max(len(tensors), len(self.tensors)))]
+            theirs, ours = (fill(t, names) for t in (tree, self.tree))
             return f"the arguments are {theirs}, and were {ours}"
         for i, (x, sample) in enumerate(zip(tensors, self.tensors, strict=True)):
             same = x.shape == sample.shape and x.dtype == sample.dtype and x.device == sample.device
@@ -116,13 +117,6 @@ class Call:
     def facts(self) -> list[tuple]:
         """What ranks have in common of the tensors."""
         return [(str(x.dtype), tuple(x.shape), x.requires_grad) for x in self.tensors]
-
-
-class _Named(dict):
-    """Tensors by their numbers, for messages."""
-
-    def __missing__(self, number: int) -> str:
-        return f"tensor {number}"
 
 
 def said(x: Tensor) -> str:

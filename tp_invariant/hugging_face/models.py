@@ -82,15 +82,9 @@ def _own_attentions(model: nn.Module, file: str) -> list[str]:
         return []
     classes = {cls.__name__ for module in model.modules() if (cls := type(module)).__module__ == file}
     found = sorted(name for name in classes if "Attention" in name)
-    return found if found and not _reaches_for_attention(file) else []
-
-
-@functools.cache
-def _reaches_for_attention(module_name: str) -> bool:
-    source = _source_of(module_name)
-    if source is None:
-        return True
-    return "ALL_ATTENTION_FUNCTIONS" in source or "scaled_dot_product_attention" in source
+    source = _source_of(file) if found else ""
+    reaches = source is None or "ALL_ATTENTION_FUNCTIONS" in source or "scaled_dot_product_attention" in source
+    return [] if reaches else found
 
 
 def _modeling_files(model: nn.Module) -> set[str]:

@@ -5,8 +5,10 @@ On a machine without a GPU its logic runs in Triton's interpreter; bytes are com
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import re
+import threading
 
 import pytest
 import torch
@@ -393,3 +395,68 @@ def test_a_captured_graph_gives_the_same_bytes():
     static_a.copy_(a)
     graph.replay()
     assert_bitwise_equal(c, expected)
+
+
+def in_a_new_thread(function):
+    """What it returns in a thread that has called nothing of CUDA before."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@on_hopper
+@pytest.mark.parametrize("calls", (1, 3), ids=("a known kernel", "a known launch"))
+def test_the_first_call_of_a_thread(calls):
+    """Its tensor maps are encoded before anything else has bound a CUDA context to the thread."""
+    from tp_invariant.kernels.gemm.matmul import matmul
+
+    a, b = operands((256, 192, 2048), (True, False), torch.bfloat16)
+    for _ in range(calls):
+        expected = matmul(a, b)
+    del expected  # its memory serves the thread, whose first call would otherwise be cudaMalloc
+    elsewhere = a.t().clone().t()  # new addresses: new maps
+    torch.cuda.synchronize()
+    assert_bitwise_equal(in_a_new_thread(lambda: matmul(elsewhere, b)), matmul(a, b))
+
+
+@on_hopper
+def test_the_first_call_of_the_thread_of_backward():
+    from tp_invariant.kernels.gemm.matmul import matmul
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return matmul(a, b)
+
+        @staticmethod
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            return matmul(grad, b.t()), matmul(a.t(), grad)
+
+    def run():
+        x, y = (t.clone().requires_grad_() for t in (a, b))
+        grad = torch.ones(256, 192, device="cuda", dtype=torch.bfloat16)
+        torch.autograd.backward([Product.apply(x, y)], [grad])
+        return x.grad, y.grad
+
+    a, b = operands((256, 192, 2048), (False, False), torch.bfloat16)
+    ones = torch.ones(256, 192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):  # every kernel is compiled in this thread
+        expected = matmul(ones, b.t()), matmul(a.t(), ones)
+    for got, wanted in zip(in_a_new_thread(run), expected, strict=True):
+        assert_bitwise_equal(got, wanted)
+
+
+def test_a_context_is_bound_once_in_each_thread(monkeypatch):
+    from tp_invariant.kernels import launch
+
+    bound = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: bound.append((index, threading.get_ident())))
+
+    def twice():
+        for _ in range(2):
+            launch.bind_context(3)
+        return threading.get_ident()
+
+    threads = [in_a_new_thread(twice) for _ in range(2)]
+    assert bound == [(3, thread) for thread in threads]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_cases import Case, assert_cases_invariant, full_data, run
+from layer_cases import Case, assert_cases_invariant, run
 from tensor_core_data import (
     ALTERNATIVES,
     CASES,
@@ -255,9 +255,9 @@ def test_refusals():
     half = torch.ones(2, 3, dtype=torch.float16)
     with pytest.raises(TypeError, match=r"^a is torch.float32: the tensor core model takes torch.bfloat16, torch.flo"):
         matmul(half.float(), half.float().t())
-    with pytest.raises(TypeError, match="they must have one dtype"):
+    with pytest.raises(TypeError, match="allowed: the dtype of a"):
         matmul(half, half.t().bfloat16())
-    with pytest.raises(ValueError, match="disagree on K"):
+    with pytest.raises(ValueError, match="with the K of a"):
         matmul(half, half)
     with pytest.raises(ValueError, match="a is on meta: this gemm_fn is for the CPU"):
         matmul(half.to("meta"), half.t().to("meta"))
@@ -265,7 +265,7 @@ def test_refusals():
 
 # --- in a layer -----------------------------------------------------------------------------------------------------
 
-LAYER = Case("row", 256, 24, (12,), torch.bfloat16, gemm_fn=matmul, micro_batches=1)
+LAYER = Case("row", 256, 24, (12,), dtype=torch.bfloat16, gemm_fn=matmul, micro_batches=1)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,7 @@ def test_a_layer_has_the_same_bits_at_every_degree(pool, degree):
 
 def test_a_layer_runs_on_it(pool):
     """Its forward, dgrad and wgrad; and, the negative control, other bits with the mode off at TP=2."""
-    mine, data = run(None, LAYER), full_data(LAYER)
+    mine, data = run(None, LAYER), LAYER.full_data()
     assert_bitwise_equal(mine["y0"], matmul(data["x0"], data["weight"].t(), bias=data["bias"]))
     assert_bitwise_equal(mine["dx0"], matmul(data["dy0"], data["weight"]))
     assert_bitwise_equal(mine["d_weight"], matmul(data["dy0"].t(), data["x0"]))

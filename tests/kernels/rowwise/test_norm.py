@@ -1,7 +1,7 @@
-"""The Triton norms: right, and each row's or column's bits its own.
+"""The norms, Triton's and the CPU's: right, and each row's or column's bits its own.
 
-Compiled where there is a GPU, in Triton's interpreter elsewhere. The interpreter tests the logic; the order of a row's
-tree of additions exists on a GPU only.
+Triton's are compiled where there is a GPU, in Triton's interpreter elsewhere. The interpreter tests the logic; the
+order of a row's tree of additions exists on a GPU only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import functools
 import itertools
 import re
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,19 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
 from tp_invariant.kernels import launch
-from tp_invariant.kernels.rowwise.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
+from tp_invariant.kernels.rowwise import norm, reference_norm
 from tp_invariant.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 0.25  # large, so that its place in the formula shows, and that dx does not cancel to nothing at H = 1
+KERNELS = [norm] if DEVICE == "cuda" else [norm, reference_norm]
 both_norms = pytest.mark.parametrize("rms", (False, True), ids=("layernorm", "rmsnorm"))
+
+
+@pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+def norms(request) -> ModuleType:
+    return request.param
 
 
 def gpu(test):
@@ -47,11 +54,13 @@ def case(t: int, h: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     return x.to(dtype), rand(h, seed=1, dtype=dtype), rand(h, seed=2, dtype=dtype), rand(t, h, seed=3, dtype=dtype)
 
 
-def everything(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool, zero_centered: bool = False) -> dict:
-    y, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=zero_centered)
-    dx = norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=zero_centered)
-    dw, db = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=b is not None)
-    dw, db = fold_leaves(dw), None if b is None else fold_leaves(db)
+def everything(
+    norms: ModuleType, x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool, zero_centered: bool = False
+) -> dict:
+    y, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=zero_centered)
+    dx = norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=zero_centered)
+    dw, db = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=b is not None)
+    dw, db = norms.fold_leaves(dw), None if b is None else norms.fold_leaves(db)
     return {"y": y, "mean": mean, "rstd": rstd, "dx": dx, "dw": dw, "db": db}
 
 
@@ -67,9 +76,11 @@ def with_autograd(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool,
     return {"y": y, "mean": mean, "rstd": rstd, "dx": x.grad, "dw": w.grad, "db": None if b is None else b.grad}
 
 
-def assert_close(actual: dict, exact: dict, torch32: dict, dtype: torch.dtype) -> None:
+def check_close(norms: ModuleType, *args: Any) -> None:
     """Norm-wise: at most the one rounding to the output's dtype, plus twice torch's own fp32 error, plus two fp32 units
     (torch can be exact by luck, in a single row's rstd say)."""
+    actual, dtype = everything(norms, *args), args[0].dtype
+    exact, torch32 = (with_autograd(*args, precision) for precision in (torch.float64, torch.float32))
     for name, expected in exact.items():
         if expected is None:
             assert actual[name] is None, name
@@ -82,19 +93,19 @@ def assert_close(actual: dict, exact: dict, torch32: dict, dtype: torch.dtype) -
 @both_norms
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t, h", ((1, 1), (4, 7), (2, 300), (1, 1000), (1, 5000)))
-def test_against_float64(t, h, dtype, rms):
+def test_against_float64(norms, t, h, dtype, rms):
     x, w, b, dy = case(t, h, dtype)
     for zero_centered, bias in zip((False, True), (None, b) if t == 1 else (b, None), strict=True):
         args = (x, w, bias, dy, rms, zero_centered)
-        assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), dtype)
+        check_close(norms, *args)
 
 
 @both_norms
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_output_is_rounded_once(dtype, rms):
+def test_output_is_rounded_once(norms, dtype, rms):
     """Whatever the dtypes going in, an output in another dtype is the fp32 output, rounded by torch."""
     x, w, b, _ = case(4, 40, dtype)
-    forward = functools.partial(norm_forward, x, w.float(), b.bfloat16(), eps=EPS, rms=rms, zero_centered=True)
+    forward = functools.partial(norms.norm_forward, x, w.float(), b.bfloat16(), eps=EPS, rms=rms, zero_centered=True)
     y32, mean, rstd = forward(out_dtype=torch.float32)
     assert rstd.dtype == torch.float32 and (mean is None if rms else mean.dtype == torch.float32)
     for out_dtype in DTYPES:
@@ -102,68 +113,81 @@ def test_output_is_rounded_once(dtype, rms):
     assert forward()[0].dtype == dtype
 
 
-def test_variance_is_of_the_centered_row():
+def test_variance_is_of_the_centered_row(norms):
     """mean(x**2) - mean(x)**2 would lose everything here: mean 2**12, deviations of 1."""
     x = torch.tensor([[1.0, -1.0] * 32], device=DEVICE) + 2.0**12
-    _, mean, rstd = norm_forward(x, x[0], None, eps=0.0, rms=False, zero_centered=False)
+    _, mean, rstd = norms.norm_forward(x, x[0], None, eps=0.0, rms=False, zero_centered=False)
     assert mean.item() == 2.0**12 and rstd.item() == 1.0
 
 
 @both_norms
-def test_rows_longer_than_a_chunk(rms):
+def test_rows_longer_than_a_chunk(norms, rms):
     x, w, b, dy = case(1, 17001)
     args = (x, w, b, dy, rms, False)
-    assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), x.dtype)
+    check_close(norms, *args)
 
 
-def check_rows_alone(t: int, h: int, dtype: torch.dtype, rms: bool, slices: tuple[slice, ...]) -> None:
+def check_rows_alone(
+    norms: ModuleType, t: int, h: int, dtype: torch.dtype, rms: bool, slices: tuple[slice, ...]
+) -> None:
     x, w, b, dy = case(t, h, dtype)
-    whole = everything(x, w, b, dy, rms)
+    whole = everything(norms, x, w, b, dy, rms)
     padded = torch.full((t, h + 3), float("nan"), device=DEVICE, dtype=dtype)
     padded[:, 1:-2] = x  # every row at another alignment, neighbours that would be seen
     transposed = dy.t().contiguous().t()
     views = {"strided": (padded[:, 1:-2], dy), "transposed": (x, transposed), "as is": (x, dy)}
     for rows, (name, (x_view, dy_view)) in itertools.product(slices, views.items()):
-        part = everything(x_view[rows], w, b, dy_view[rows], rms)
+        part = everything(norms, x_view[rows], w, b, dy_view[rows], rms)
         for key in ("y", "mean", "rstd", "dx"):
             expected = None if whole[key] is None else whole[key][rows]
             assert_bitwise_equal(part[key], expected, f"{key}, {name}, {rows}")
     shifted = torch.cat((w[:1], w))[1:]  # a parameter inside a flat buffer is not aligned
-    for key, value in everything(x, shifted, b, dy, rms).items():
+    for key, value in everything(norms, x, shifted, b, dy, rms).items():
         assert_bitwise_equal(value, whole[key], f"{key}, shifted weight")
 
 
 @both_norms
 @pytest.mark.parametrize("dtype, h", ((torch.bfloat16, 48), (torch.float32, 7), (torch.float16, 1)))
-def test_rows_have_the_bits_of_the_whole(dtype, h, rms):
-    check_rows_alone(5, h, dtype, rms, (slice(4, 5), slice(1, 3), slice(0, None, 2)))
+def test_rows_have_the_bits_of_the_whole(norms, dtype, h, rms):
+    check_rows_alone(norms, 5, h, dtype, rms, (slice(4, 5), slice(1, 3), slice(0, None, 2)))
 
 
 @both_norms
-def test_views_negated_by_a_bit_are_negated(rms):
+def test_the_number_of_threads_changes_nothing(rms):
+    before = torch.get_num_threads()
+    args = (*(z.cpu() for z in case(40, 300, torch.bfloat16)), rms)
+    try:
+        results = [torch.set_num_threads(count) or everything(reference_norm, *args) for count in (1, 2)]
+    finally:
+        torch.set_num_threads(before)
+    assert_bitwise_equal(*results)
+
+
+@both_norms
+def test_views_negated_by_a_bit_are_negated(norms, rms):
     """As z.conj().imag is, and stays in some other dtypes; of its own bytes, which kernels see, it is the negative."""
 
     def negated(z: Tensor) -> Tensor:
         return torch._neg_view(-z)
 
     x, w, b, dy = case(5, 20)
-    assert_bitwise_equal(everything(*map(negated, (x, w, b, dy)), rms), everything(x, w, b, dy, rms))
-    _, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
+    assert_bitwise_equal(everything(norms, *map(negated, (x, w, b, dy)), rms), everything(norms, x, w, b, dy, rms))
+    _, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
     results = []
     for view in (lambda z: z, negated):
         stats = None if rms else view(mean), view(rstd)
-        dx = norm_backward_input(dy, x, w, *stats, rms=rms, zero_centered=False)
-        results.append((dx, *norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=True)))
+        dx = norms.norm_backward_input(dy, x, w, *stats, rms=rms, zero_centered=False)
+        results.append((dx, *norms.norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=True)))
     assert_bitwise_equal(*results)
-    assert_bitwise_equal(fold_leaves(negated(dy)), fold_leaves(dy))
+    assert_bitwise_equal(norms.fold_leaves(negated(dy)), norms.fold_leaves(dy))
 
 
 @both_norms
-def test_nan_stays_in_its_row(rms):
+def test_nan_stays_in_its_row(norms, rms):
     x, w, b, dy = case(5, 20)
-    clean = everything(x, w, b, dy, rms)
+    clean = everything(norms, x, w, b, dy, rms)
     x[2, 19] = float("nan")
-    dirty = everything(x, w, b, dy, rms)
+    dirty = everything(norms, x, w, b, dy, rms)
     for key in ("y", "dx"):
         assert dirty[key][2].isnan().all()
         assert_bitwise_equal(dirty[key][[0, 1, 3, 4]], clean[key][[0, 1, 3, 4]], key)
@@ -179,49 +203,51 @@ def sequential_leaves(rows: Tensor, leaf_rows: int) -> Tensor:
 
 @both_norms
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("t, h, leaf_rows", ((1, 1, 1), (9, 300, 4), (8, 20, 4), (5, 7, 100)))
-def test_leaves_are_sums_in_row_order(t, h, leaf_rows, dtype, rms):
+@pytest.mark.parametrize("t, h, leaf_rows", ((1, 1, 1), (9, 300, 4), (8, 20, 4), (5, 7, 100), (70, 20, 32)))
+def test_leaves_are_sums_in_row_order(norms, t, h, leaf_rows, dtype, rms):
     """Equal to a loop in torch, bit for bit, on data of wide exponents, where another order would show."""
     x, dy = rand(t, h, dtype=dtype, wide=True), rand(t, h, dtype=dtype, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, seed=2), rand(t, seed=3).abs()
-    dw, db = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=True)
+    dw, db = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=True)
     xhat = (x.float() if rms else x.float() - mean[:, None]) * rstd[:, None]
     assert_bitwise_equal(dw, sequential_leaves(dy.float() * xhat, leaf_rows), "dw")
     assert_bitwise_equal(db, sequential_leaves(dy.float(), leaf_rows), "db")
-    assert_bitwise_equal(fold_leaves(dw), sequential_leaves(dw, len(dw))[0], "fold")
-    without_bias = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+    assert_bitwise_equal(norms.fold_leaves(dw), sequential_leaves(dw, len(dw))[0], "fold")
+    without_bias = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
     assert without_bias[1] is None
     assert_bitwise_equal(without_bias[0], dw)
     for rows in (slice(0, leaf_rows), slice(leaf_rows, None)):  # the leaves that another rank would hold
         leaves = slice(0, 1) if rows.start == 0 else slice(1, None)
         stats = (None if rms else mean[rows], rstd[rows])
-        part, _ = norm_weight_leaves(dy[rows], x[rows], *stats, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+        part, _ = norms.norm_weight_leaves(dy[rows], x[rows], *stats, leaf_rows=leaf_rows, rms=rms, with_bias=False)
         assert_bitwise_equal(part, dw[leaves], f"leaves of {rows}")
     for cols in (slice(0, 1), slice(h // 2, None), slice(0, None, 3)):
-        part, _ = norm_weight_leaves(dy[:, cols], x[:, cols], mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+        part, _ = norms.norm_weight_leaves(
+            dy[:, cols], x[:, cols], mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False
+        )
         assert_bitwise_equal(part, dw[:, cols].clone(memory_format=torch.contiguous_format), f"columns {cols}")
 
 
 @both_norms
-def test_leaves_of_heads_side_by_side(rms):
+def test_leaves_of_heads_side_by_side(norms, rms):
     """Each head's columns are what a norm of that head alone gives; with one rstd for all they would not be."""
     t, heads, size = 9, 3, 20
     x, dy = rand(t, heads * size, wide=True), rand(t, heads * size, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, heads, seed=2), rand(t, heads, seed=3).abs()
-    leaves = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
+    leaves = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
     for head in range(heads):
         cols = slice(head * size, head * size + size)
         stats = (None if rms else mean[:, head], rstd[:, head])
-        alone = norm_weight_leaves(dy[:, cols], x[:, cols], *stats, leaf_rows=4, rms=rms, with_bias=True)
+        alone = norms.norm_weight_leaves(dy[:, cols], x[:, cols], *stats, leaf_rows=4, rms=rms, with_bias=True)
         assert_bitwise_equal([part[:, cols].contiguous() for part in leaves], list(alone), f"head {head}")
     stats = (None if rms else mean[:, 0].contiguous(), rstd[:, 0].contiguous())
-    assert (norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=False)[0] != leaves[0]).any()
+    assert (norms.norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=False)[0] != leaves[0]).any()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-def test_fold_rounds_once(dtype):
+def test_fold_rounds_once(norms, dtype):
     leaves = rand(5, 300, wide=True)
-    assert_bitwise_equal(fold_leaves(leaves, dtype), sequential_leaves(leaves, 5)[0].to(dtype))
+    assert_bitwise_equal(norms.fold_leaves(leaves, dtype), sequential_leaves(leaves, 5)[0].to(dtype))
 
 
 def test_order_of_rows_shows():
@@ -230,70 +256,87 @@ def test_order_of_rows_shows():
     assert (sequential_leaves(rows, 9) != sequential_leaves(rows.flip(0), 9)).any()
 
 
-def test_fold_takes_any_strides():
+def test_fold_takes_any_strides(norms):
     leaves = rand(5, 300, wide=True)
     expected = sequential_leaves(leaves, 5)[0]
-    assert_bitwise_equal(fold_leaves(leaves.t().contiguous().t()), expected)
-    assert_bitwise_equal(fold_leaves(leaves[:, 7:]), expected[7:])
-    assert_bitwise_equal(fold_leaves(leaves[:1] * -0.0), torch.zeros(300, device=DEVICE))
+    assert_bitwise_equal(norms.fold_leaves(leaves.t().contiguous().t()), expected)
+    assert_bitwise_equal(norms.fold_leaves(leaves[:, 7:]), expected[7:])
+
+
+def test_sums_of_rows_start_from_plus_zero(norms):
+    """A sum of nothing but -0.0 is 0.0."""
+    minus, ones = torch.full((3, 4), -0.0, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    for count in (0, 1, 3):
+        assert_bitwise_equal(norms.fold_leaves(minus[:count]), torch.zeros(4, device=DEVICE))
+    leaves = norms.norm_weight_leaves(minus, ones, None, ones[:, 0], leaf_rows=2, rms=True, with_bias=True)
+    assert_bitwise_equal(leaves, [torch.zeros(2, 4, device=DEVICE)] * 2)
 
 
 @both_norms
-def test_no_rows(rms):
+def test_no_rows(norms, rms):
     x, w, b, dy = case(0, 5, torch.bfloat16)
-    y, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
+    y, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
     assert y.shape == (0, 5) and y.dtype == x.dtype and rstd.shape == (0,)
-    assert norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=False).shape == (0, 5)
-    dw, db = norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
+    assert norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=False).shape == (0, 5)
+    dw, db = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
     assert dw.shape == db.shape == (0, 5)
-    assert_bitwise_equal(fold_leaves(dw), torch.zeros(5, device=DEVICE))
+    assert_bitwise_equal(norms.fold_leaves(dw), torch.zeros(5, device=DEVICE))
 
 
 X, W, STAT, R3 = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 3)
 NAMES = "torch.bfloat16, torch.float16, torch.float32"
-forward = functools.partial(norm_forward, eps=EPS, rms=False, zero_centered=False)
-backward = functools.partial(norm_backward_input, rms=False, zero_centered=False)
-to_leaves = functools.partial(norm_weight_leaves, rms=False, with_bias=True, leaf_rows=4)
+OPTIONS = {
+    "norm_forward": dict(eps=EPS, rms=False, zero_centered=False),
+    "norm_backward_input": dict(rms=False, zero_centered=False),
+    "norm_weight_leaves": dict(rms=False, with_bias=True, leaf_rows=4),
+    "fold_leaves": {},
+}
 
 
 @pytest.mark.parametrize(
-    "error, message, call",
+    "error, message, args, options",
     (
-        (TypeError, "norm_forward: x is a list; allowed: a torch.Tensor", lambda: forward([1], W, W)),
-        (TypeError, f"norm_forward: x has dtype torch.int64; allowed: {NAMES}", lambda: forward(X.long(), W, W)),
-        (TypeError, f"norm_forward: bias has dtype torch.float64; allowed: {NAMES}", lambda: forward(X, W, W.double())),
-        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", lambda: forward(X, W, W, out_dtype=torch.int8)),
-        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", lambda: forward(W, W, W)),
-        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", lambda: forward(X[:, :0], W[:0], None)),
-        (ValueError, "norm_forward: weight has shape (4,); allowed: (8,)", lambda: forward(X, STAT, None)),
-        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", lambda: forward(X, W, W[None])),
-        (ValueError, "norm_forward: weight is on meta; allowed: the device", lambda: forward(X, W.to("meta"), None)),
-        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", lambda: forward(X, W, W, eps=-1)),
-        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", lambda: forward(X, W, W, eps=float("nan"))),
-        (ValueError, "norm_backward_input: dy has shape (8,); allowed: (4, 8)", lambda: backward(W, X, W, STAT, STAT)),
-        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", lambda: backward(X, X, W, None, STAT)),
-        (TypeError, "norm_backward_input: rstd has dtype torch.float16", lambda: backward(X, X, W, STAT, STAT.half())),
-        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", lambda: to_leaves(X, X, STAT, W)),
-        (ValueError, "norm_weight_leaves: rstd has shape (4, 3); allowed: (4,)", lambda: to_leaves(X, X, STAT, R3)),
-        (TypeError, "fold_leaves: out_dtype is torch.int8; allowed:", lambda: fold_leaves(X, torch.int8)),
-        (ValueError, "norm_weight_leaves: leaf_rows is 0;", lambda: to_leaves(X, X, STAT, STAT, leaf_rows=0)),
-        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", lambda: fold_leaves(X.half())),
-        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", lambda: fold_leaves(W)),
+        (TypeError, "norm_forward: x is a list; allowed: a torch.Tensor", ([1], W, W), {}),
+        (TypeError, "norm_forward: weight is a list; allowed: a torch.Tensor", (X, [1.0], None), {}),
+        (TypeError, f"norm_forward: x has dtype torch.int64; allowed: {NAMES}", (X.long(), W, W), {}),
+        (TypeError, f"norm_forward: bias has dtype torch.float64; allowed: {NAMES}", (X, W, W.double()), {}),
+        (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", (X, W, W), dict(out_dtype=torch.int8)),
+        (ValueError, "norm_forward: x has shape (8,); allowed: [rows, H] with H at least 1", (W, W, W), {}),
+        (ValueError, "norm_forward: x has shape (4, 0); allowed: [rows, H]", (X[:, :0], W[:0], None), {}),
+        (ValueError, "norm_forward: weight has shape (4,); allowed: (8,)", (X, STAT, None), {}),
+        (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", (X[:0], W, W[None]), {}),
+        (ValueError, "norm_forward: weight is on meta; allowed: the device", (X, W.to("meta"), None), {}),
+        (ValueError, "norm_forward: eps is -1; allowed: 0 or more", (X, W, W), dict(eps=-1)),
+        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", (X, W, W), dict(eps=float("nan"))),
+        (ValueError, "norm_backward_input: dy has shape (8,); allowed: (4, 8)", (W, X, W, STAT, STAT), {}),
+        (ValueError, "norm_backward_input: weight has shape (1,);", (X, X, W[:1], STAT, STAT), {}),
+        (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", (X, X, W, None, STAT), {}),
+        (TypeError, "norm_backward_input: rstd has dtype torch.float16", (X, X, W, STAT, STAT.half()), {}),
+        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", (X, X, STAT, W), {}),
+        (ValueError, "norm_weight_leaves: rstd has shape (4, 3); allowed: (4,)", (X, X, STAT, R3), {}),
+        (ValueError, "norm_weight_leaves: leaf_rows is 0;", (X, X, STAT, STAT), dict(leaf_rows=0)),
+        (TypeError, "fold_leaves: out_dtype is torch.int8; allowed:", (X, torch.int8), {}),
+        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", (X.half(),), {}),
+        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", (W,), {}),
     ),
-)  # fmt: skip
-def test_errors(error, message, call):
+)
+def test_errors(norms, error, message, args, options):
+    operation = message.partition(":")[0]
     with pytest.raises(error, match=re.escape(message)):
-        call()
+        getattr(norms, operation)(*args, **{**OPTIONS[operation], **options})
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
     monkeypatch.setattr(launch, "_INTERPRETED", False)
-    calls = {"norm_forward": lambda: forward(X, W, W), "fold_leaves": lambda: fold_leaves(X)}
-    calls |= {"norm_backward_input": lambda: backward(X, X, W, STAT, STAT)}
-    calls |= {"norm_weight_leaves": lambda: to_leaves(X, X, STAT, STAT)}
-    for operation, call in calls.items():
+    calls = {
+        "norm_forward": (X, W, W),
+        "norm_backward_input": (X, X, W, STAT, STAT),
+        "norm_weight_leaves": (X, X, STAT, STAT),
+        "fold_leaves": (X,),
+    }
+    for operation, args in calls.items():
         with pytest.raises(ValueError, match=f"{operation}: the Triton kernel needs CUDA tensors, got device cpu"):
-            call()
+            getattr(norm, operation)(*args, **OPTIONS[operation])
 
 
 # --- launches: which compiled kernel runs ---------------------------------------------------------------------------
@@ -375,8 +418,8 @@ def test_a_launch_is_of_the_kernel_compiled_for_its_arguments(version, monkeypat
 @both_norms
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t, h", ((515, 128), (259, 300), (259, 4096), (37, 16384), (37, 20000), (19, 65536)))
-def test_large(t, h, dtype, rms):
+def test_large(norms, t, h, dtype, rms):
     x, w, b, dy = case(t, h, dtype)
     args = (x, w, b, dy, rms, True)
-    assert_close(everything(*args), with_autograd(*args, torch.float64), with_autograd(*args, torch.float32), dtype)
-    check_rows_alone(t, h, dtype, rms, (slice(0, 1), slice(1, None), slice(3, 12), slice(0, None, 3)))
+    check_close(norms, *args)
+    check_rows_alone(norms, t, h, dtype, rms, (slice(0, 1), slice(1, None), slice(3, 12), slice(0, None, 3)))

@@ -1,4 +1,5 @@
-"""The Triton matmul: right, and slice-invariant. Compiled where there is a GPU, in Triton's interpreter elsewhere.
+"""The Triton matmul: right, and slice-invariant. Compiled where there is a GPU; elsewhere in Triton's interpreter, and
+what it shares with the CPU's matmul is asked of both.
 
 The interpreter tests the logic (masks, offsets, order of blocks), not the bits of a tensor core: its tl.dot is a BLAS
 call per block of K. So data whose sums are exact in any order carries the tests across block_k there.
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tp_invariant.kernels import launch
+from tp_invariant.kernels.gemm import reference
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, choose_config, fit
 from tp_invariant.kernels.launch import interpreting
@@ -30,6 +32,11 @@ CONFIGS = (
     MatmulConfig(32, 32, 128, num_warps=8, num_stages=2, group_m=3),
 )
 ODD_SHAPES = ((1, 1, 1), (1, 65, 17), (3, 5, 128), (17, 1, 40), (33, 70, 64), (65, 17, 300), (70, 130, 15))
+
+
+# on a CPU also the forms in plain torch, which have the same contract
+ALL = [matmul] if DEVICE == "cuda" else [matmul, reference.matmul, reference.chained_matmul]
+every_matmul = pytest.mark.parametrize("fn", ALL, ids=("triton", "cpu", "chained")[: len(ALL)])
 
 
 def gpu(test):
@@ -84,44 +91,48 @@ def test_exact_at_odd_sizes(m, n, k, dtype):
     assert torch.equal(c.double(), a.double() @ b.double())
 
 
+@every_matmul
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
-def test_output_is_rounded_once(dtype, out_dtype):
+def test_output_is_rounded_once(fn, dtype, out_dtype):
     """The fp32 output is within the bound of a one-accumulator sum; every other output is that, rounded by torch."""
     a, b = rand(33, 300, dtype=dtype), rand(300, 40, dtype=dtype, seed=1)
-    c32 = matmul(a, b, out_dtype=torch.float32)
+    c32 = fn(a, b, out_dtype=torch.float32)
     bound = 300 * 2.0**-23 * (a.double().abs() @ b.double().abs())
     assert ((c32.double() - a.double() @ b.double()).abs() <= bound).all()
-    assert_bitwise_equal(matmul(a, b, out_dtype=out_dtype), c32.to(out_dtype))
-    assert matmul(a, b).dtype == dtype
+    assert_bitwise_equal(fn(a, b, out_dtype=out_dtype), c32.to(out_dtype))
+    assert fn(a, b).dtype == dtype
 
 
+@every_matmul
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bias_is_added_in_fp32_before_the_rounding(dtype, bias_dtype):
+def test_bias_is_added_in_fp32_before_the_rounding(fn, dtype, bias_dtype):
     for k in (1, 40):
         a, b = rand(33, k, dtype=dtype), rand(k, 70, dtype=dtype, seed=1)
         bias = rand(140, dtype=bias_dtype, seed=2)[::2]  # strided
-        expected = matmul(a, b, out_dtype=torch.float32) + bias.float()
-        assert_bitwise_equal(matmul(a, b, bias=bias), expected.to(dtype), f"k={k}")
-        assert_bitwise_equal(matmul(a, b, bias=-torch.zeros(70, device=DEVICE)), matmul(a, b), f"k={k}")
+        expected = fn(a, b, out_dtype=torch.float32) + bias.float()
+        assert_bitwise_equal(fn(a, b, bias=bias), expected.to(dtype), f"k={k}")
+        assert_bitwise_equal(fn(a, b, bias=-torch.zeros(70, device=DEVICE)), fn(a, b), f"k={k}")
 
 
+@every_matmul
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_special_values_survive(dtype):
+def test_special_values_survive(fn, dtype):
     """Subnormals, infinities, the largest numbers and signed zeros reach the product as they are."""
     info = torch.finfo(dtype)
     values = torch.tensor([info.smallest_normal / 2, -info.smallest_normal, info.max, -info.max, float("inf")])
-    c = matmul(values.to(DEVICE, dtype)[:, None], torch.ones(1, 3, device=DEVICE, dtype=dtype))
+    c = fn(values.to(DEVICE, dtype)[:, None], torch.ones(1, 3, device=DEVICE, dtype=dtype))
     assert torch.equal(c, values.to(DEVICE, dtype)[:, None].expand(5, 3))
 
 
+@every_matmul
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_change_no_bit(dtype):
+def test_strides_change_no_bit(fn, dtype):
     m, n, k = 33, 40, 70
     a, b = rand(m, k, dtype=dtype), rand(k, n, dtype=dtype, seed=1)
-    expected = matmul(a, b)
+    expected = fn(a, b)
 
     def sliced(x: Tensor) -> Tensor:
         big = torch.full((x.shape[0] * 2 + 1, x.shape[1] * 3 + 1), float("nan"), device=DEVICE, dtype=dtype)
@@ -130,11 +141,11 @@ def test_strides_change_no_bit(dtype):
 
     layouts = {"contiguous": lambda x: x, "transposed": lambda x: x.t().contiguous().t(), "sliced": sliced}
     for a_layout, b_layout in itertools.product(layouts, layouts):
-        c = matmul(layouts[a_layout](a), layouts[b_layout](b))
+        c = fn(layouts[a_layout](a), layouts[b_layout](b))
         assert_bitwise_equal(c, expected, f"{a_layout}, {b_layout}")
     for dim in (0, 1):
         row, col = a.narrow(dim, 2, 1).expand_as(a), b.narrow(dim, 2, 1).expand_as(b)
-        assert_bitwise_equal(matmul(row, col), matmul(row.contiguous(), col.contiguous()), f"expanded {dim}")
+        assert_bitwise_equal(fn(row, col), fn(row.contiguous(), col.contiguous()), f"expanded {dim}")
 
 
 def test_views_negated_by_a_bit_are_negated():
@@ -159,15 +170,16 @@ def test_neighbours_in_memory_are_not_read(k):
         assert matmul(a_big[:m, :k], b_big[:k, :n], config=config).isfinite().all()
 
 
+@every_matmul
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_inf_stay_in_their_row_and_column(bad, dtype):
+def test_nan_and_inf_stay_in_their_row_and_column(fn, bad, dtype):
     a, b = rand(20, 40, dtype=dtype), rand(40, 70, dtype=dtype, seed=1)
-    clean = matmul(a, b)
+    clean = fn(a, b)
     a[3, 39] = bad
     b[0, 66] = bad
-    c = matmul(a, b)
+    c = fn(a, b)
     assert not c[3].isfinite().any() and not c[:, 66].isfinite().any()
     touched = torch.zeros(20, 70, dtype=torch.bool, device=DEVICE)
     touched[3], touched[:, 66] = True, True
@@ -254,9 +266,10 @@ DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
         (ValueError, "b is on meta; allowed: the device of a, cpu", (A, B.to("meta")), {}),
     ),
 )
-def test_errors(error, message, args, kwargs):
+@every_matmul
+def test_errors(fn, error, message, args, kwargs):
     with pytest.raises(error, match=re.escape("matmul: " + message)):
-        matmul(*args, **kwargs)
+        fn(*args, **kwargs)
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
