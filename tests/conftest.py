@@ -110,6 +110,14 @@ def whole_pool(request):
         yield
 
 
+def pytest_configure(config):
+    """pytest-xdist hands out files as they are ordered below; by itself, those with most tests first.
+
+    The longest files have few tests. Last, they would keep one worker busy while the other has nothing left.
+    """
+    config.option.loadscopereorder = False
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random composed models (tests/test_fuzz.py)")
     group.addoption("--fuzz", type=int, default=None, metavar="N", help="as many models, instead of the fixed few")
@@ -166,8 +174,10 @@ def _is_helper(module):
 def pytest_collection_modifyitems(config, items):
     """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and is not `slow`.
 
-    A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too.
+    A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too. The files at the
+    top of tests/, which are of the whole library, take longest and come first.
     """
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
     known = {}
     for item in items:
         fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values() if found]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SCRIPT = """
@@ -71,6 +72,7 @@ def test_separate_runs(tmp_path):
     """Either variable gives every degree the same; without one they differ."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    one, two = digests(script, 1, "TP_INVARIANT_MODE"), digests(script, 2, "NVTE_TP_INVARIANT_MODE")
+    with ThreadPoolExecutor() as both:
+        one, two = both.map(digests, [script] * 2, (1, 2), ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE"))
     assert one[0] == two[0]
     assert len({one[0], one[1], two[1]}) == 3

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tp_invariant.core.layout import TokenSharding, check_divides, deinterleave, shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
-unhurried = settings(deadline=None)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool)
 

@@ -115,6 +115,7 @@ def matmul(a, b, *, bias=None, out_dtype=None):
 """
 
 
+@pytest.mark.slow
 def test_a_check_that_ends_its_process_is_named_and_leaves_nothing_behind(tmp_path, monkeypatch, capfd):
     (tmp_path / "deadly_gemm.py").write_text(DEADLY)
     folder = tmp_path / "temporary"

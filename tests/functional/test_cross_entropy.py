@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from same_as_alone import assert_as_alone, run_all
 from torch import Tensor
 
 import tp_invariant as tpi
@@ -88,20 +89,6 @@ def run(tp_group: Any, case: Case) -> dict[str, Tensor]:
     return {"loss": loss.detach().cpu(), "dlogits": gather_dim(local.grad, local.dim() - 1, group).cpu()}
 
 
-def run_all(tp_group: Any, cases: list[Case]) -> list[dict[str, Tensor]]:
-    return [run(tp_group, case) for case in cases]
-
-
-def assert_cases_invariant(cases: list[Case], degree: int, device: str = "cpu") -> None:
-    wanted = run_all(None, cases)
-    for rank, results in enumerate(testing.run_ranks(run_all, degree, cases, device=device)):
-        for case, result, want in zip(cases, results, wanted, strict=True):
-            try:
-                assert_bitwise_equal(result, want)
-            except AssertionError as error:
-                raise AssertionError(f"rank {rank} of {degree}, {case}: {error}") from None
-
-
 def torchs(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """torch's own cross-entropy of the logits in `dtype`, without the padding."""
     logits, target, grad = full_data(case)
@@ -149,7 +136,7 @@ def cases(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Case]
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_at_every_degree(dtype, degree):
-    assert_cases_invariant(cases(dtype), degree)
+    assert_as_alone(run, cases(dtype), degree)
 
 
 @pytest.mark.parametrize("name", ["loss", "dlogits"])
@@ -272,7 +259,7 @@ def test_against_float64(dtype, mode):
 @pytest.mark.parametrize("degree", (2, 4))
 def test_mode_off_against_float64_on_ranks(degree):
     some = [case.with_(mode=False) for case in cases() if case.ignored != "all"]
-    for results in run_ranks(run_all, degree, some):
+    for results in run_ranks(run_all, degree, run, some):
         for case, got in zip(some, results, strict=True):
             for name, want in torchs(case, torch.float64).items():
                 torch.testing.assert_close(got[name].double(), want, rtol=1e-5, atol=1e-6, msg=f"{name}, {case}")
@@ -455,7 +442,7 @@ def test_on_gpus(dtype, degree):
         pytest.skip(f"needs {degree} GPUs")
     divisible = [case for case in cases(dtype, "cuda") if case.columns % degree == 0]
     large = Case(columns=152064, vocab_size=151936, tokens=(257,), dtype=dtype, device="cuda")
-    assert_cases_invariant([*divisible, large, large.with_(label_smoothing=0.1, z_loss=1e-4)], degree, "cuda")
+    assert_as_alone(run, [*divisible, large, large.with_(label_smoothing=0.1, z_loss=1e-4)], degree, "cuda")
 
 
 @pytest.mark.gpu

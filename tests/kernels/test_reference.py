@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tp_invariant.kernels.attention import reference as reference_attention
@@ -148,7 +148,7 @@ def sliced_products(draw):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 @given(sliced_products())
 def test_slice_invariance_of_any_shape(case):
     m, n, k, rows, cols, dtype, seed = case

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_as_alone import assert_as_alone, run_all
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -93,18 +94,8 @@ def run(tp_group: Any, case: Case) -> dict[str, Tensor]:
     return results
 
 
-def run_all(tp_group: Any, cases: list[Case]) -> list[dict[str, Tensor]]:
-    return [run(tp_group, case) for case in cases]
-
-
-def assert_cases_invariant(cases: list[Case], degree: int, device: str = "cpu") -> None:
-    wanted = run_all(None, [case.with_(sequence_parallel=False) for case in cases])
-    for rank, results in enumerate(testing.run_ranks(run_all, degree, cases, device=device)):
-        for case, result, want in zip(cases, results, wanted, strict=True):
-            try:
-                assert_bitwise_equal(result, want)
-            except AssertionError as error:
-                raise AssertionError(f"rank {rank} of {degree}, {case}: {error}") from None
+def without_sp(case: Case) -> Case:
+    return case.with_(sequence_parallel=False)
 
 
 def cases(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Case]:
@@ -129,7 +120,7 @@ def cases(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Case]
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bytes_at_every_degree(dtype, degree):
-    assert_cases_invariant(cases(dtype), degree)
+    assert_as_alone(run, cases(dtype), degree, alone=without_sp)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -189,7 +180,7 @@ def test_the_order_written_out(count):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_float64(dtype, degree, mode):
     chosen = [case.with_(mode=mode) for case in cases(dtype)]
-    for case, got in zip(chosen, run_ranks(run_all, degree, chosen)[-1], strict=True):
+    for case, got in zip(chosen, run_ranks(run_all, degree, run, chosen)[-1], strict=True):
         table, all_ids, grads = full_data(case)
         torchs = nn.Embedding.from_pretrained(table.double(), freeze=False, padding_idx=case.padding_idx)
         for step, (ids, dy) in enumerate(zip(all_ids, grads, strict=True)):
@@ -415,7 +406,7 @@ def test_on_gpus(dtype, degree):
         pytest.skip(f"needs {degree} GPUs")
     large = Case(50257, 512, 128, (2048,), dtype, device="cuda")
     large = [large, large.with_(sequence_parallel=True, tokens=(512, 3), padding_idx=11)]
-    assert_cases_invariant([*cases(dtype, "cuda"), *large], degree, "cuda")
+    assert_as_alone(run, [*cases(dtype, "cuda"), *large], degree, "cuda", alone=without_sp)
 
 
 @pytest.mark.gpu

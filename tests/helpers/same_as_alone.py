@@ -1,0 +1,29 @@
+"""Cases whose results must be the same bytes on every rank of a degree, and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tp_invariant import testing
+
+
+def run_all(tp_group: Any, run: Callable[..., Any], cases: Sequence[Any]) -> list[Any]:
+    return [run(tp_group, case) for case in cases]
+
+
+def assert_as_alone(
+    run: Callable[..., Any],
+    cases: Sequence[Any],
+    degree: int,
+    device: str = "cpu",
+    alone: Callable[[Any], Any] = lambda case: case,
+) -> None:
+    """run(tp_group, case) of every case gives on every rank of `degree`, byte for byte, what alone(case) gives here."""
+    wanted = run_all(None, run, list(map(alone, cases)))
+    for rank, results in enumerate(testing.run_ranks(run_all, degree, run, cases, device=device)):
+        for case, result, want in zip(cases, results, wanted, strict=True):
+            try:
+                testing.assert_bitwise_equal(result, want)
+            except AssertionError as error:
+                raise AssertionError(f"rank {rank} of {degree}, {case}: {error}") from None
