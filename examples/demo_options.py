@@ -24,6 +24,7 @@ class TrainConfig:
     batch: int
     learning_rate: float
     seed: int
+    words: int
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,22 +84,18 @@ def make_parser(prog: str | None) -> argparse.ArgumentParser:
         help="tensor-parallel degrees, whole numbers that divide the sizes below; the lowest is the reference",
     )
     add("--mode", choices=("on", "off", "both"), default="both", help="the invariant mode; off is the negative control")
-    add("--steps", type=_positive, default=24, metavar="N", help="training steps at each degree")
-    add("--layers", type=_positive, default=2, metavar="N", help="transformer blocks")
+    add("--steps", type=_positive, default=32, metavar="N", help="training steps at each degree")
+    add("--layers", type=_positive, default=1, metavar="N", help="transformer blocks")
     add("--hidden", type=_positive, default=128, metavar="N", help="width; a multiple of --heads")
     add("--heads", type=_positive, default=8, metavar="N", help="attention heads; a multiple of every degree")
     add("--ffn", type=_positive, default=256, metavar="N", help="width of the MLP; a multiple of every degree")
-    add("--batch", type=_positive, default=2, metavar="N", help="windows of text in a step")
-    add("--sequence", type=_positive, default=128, metavar="N", help="bytes in a window")
-    add("--lr", type=_positive_float, default=3e-3, metavar="X", help="AdamW's learning rate")
+    add("--batch", type=_positive, default=4, metavar="N", help="windows of text in a step")
+    add("--sequence", type=_positive, default=64, metavar="N", help="words in a window")
+    add("--lr", type=_positive_float, default=1e-2, metavar="X", help="AdamW's learning rate")
     add("--seed", type=_seed, default=0, metavar="N", help="for the weights and the batches; from 0 to 2**63 - 1")
+    add("--words", type=_positive, default=48, metavar="N", help="words that each trained model continues a prompt by")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes cuda where there is a GPU")
-    add(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default=argparse.SUPPRESS,
-        help="of weights and activations (default: bfloat16 on cuda, float32 on cpu)",
-    )
+    add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of weights and activations")
     add("--sequence-parallel", action="store_true", help="shard activations along the sequence between the layers")
     add(
         "--picture",
@@ -118,6 +115,7 @@ def check_options(options: argparse.Namespace, error: Callable[[str], NoReturn])
         error("--device cuda: torch finds no CUDA device here; use --device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = DTYPES[options.dtype]
     degrees, gpus = options.degrees, torch.cuda.device_count() if device == "cuda" else 0
     if gpus:
         degrees = [degree for degree in degrees if degree <= gpus]
@@ -129,19 +127,18 @@ def check_options(options: argparse.Namespace, error: Callable[[str], NoReturn])
         error(f"--heads {options.heads} does not divide --hidden {options.hidden}")
     for degree in degrees:
         sizes = {f"--heads {options.heads}": options.heads, f"--ffn {options.ffn}": options.ffn}
-        sizes[f"the vocabulary of {VOCABULARY} bytes"] = VOCABULARY
+        sizes[f"the vocabulary of {VOCABULARY} tokens"] = VOCABULARY
         if options.sequence_parallel:
             sizes[f"--sequence {options.sequence}"] = options.sequence
         for name, size in sizes.items():
             if size % degree:
                 error(f"--degrees: {degree} does not divide {name}")
-        gate = options.batch * options.sequence * options.ffn // degree
-        if device == "cpu" and gate % 32:
+        gate = options.sequence * options.ffn // degree  # of one window, as where the prompt is continued
+        if device == "cpu" and dtype == torch.float32 and gate % 32:
             error(
-                f"--batch x --sequence x --ffn / {degree} = {gate} must be a multiple of 32: torch's silu on a CPU "
+                f"--sequence x --ffn / {degree} = {gate} must be a multiple of 32: torch's silu on a CPU "
                 "takes 32 floats at a time and rounds what is left over in another way"
             )
-    dtype = DTYPES[getattr(options, "dtype", "bfloat16" if device == "cuda" else "float32")]
     model = ModelConfig(
         layers=options.layers,
         hidden=options.hidden,
@@ -152,4 +149,4 @@ def check_options(options: argparse.Namespace, error: Callable[[str], NoReturn])
         dtype=dtype,
         device=device,
     )
-    return degrees, TrainConfig(model, options.steps, options.batch, options.lr, options.seed)
+    return degrees, TrainConfig(model, options.steps, options.batch, options.lr, options.seed, options.words)

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over bytes, built from tensor-parallel layers as a user would.
+"""A small decoder-only transformer, built from tensor-parallel layers as a user would.
 
 Shapes: B batch, S sequence, H hidden, F ffn, h heads, d = H / h; P tensor-parallel ranks. Activations are [B, S, H]
 between blocks, whole on every rank, or with sequence parallelism [B, S/P, H], this rank's tokens.
@@ -19,7 +19,7 @@ import tp_invariant as tpi
 from tp_invariant.functional.attention_choice import HeadwiseMatmul
 from tp_invariant.regions import scatter_sequence
 
-VOCABULARY = 256  # bytes
+VOCABULARY = 256
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Block(nn.Module):
         attended = rearrange(causal_attention(q, k, v), "b h s d -> b s (h d)")
         x = x + self.out(attended)
         gate, up = self.fc1(x).chunk(2, dim=-1)  # [B, S, F/P] each
-        # torch's silu on a CPU takes one formula for whole vectors of 32 floats and another for what is left over, so
+        # torch's silu of float32 on a CPU takes one formula for whole vectors of 32, another for what is left over, so
         # its bits may depend on where an element lies: contiguous, with B * S * F / P a multiple of 32, nothing is left
         return x + self.fc2(F.silu(gate.contiguous()) * up)
 

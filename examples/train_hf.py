@@ -18,8 +18,10 @@ import os
 import resource
 import statistics
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tp_invariant as tpi
-from tp_invariant.examples.train_across_tp import read_text
 from tp_invariant.plans import own_plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -91,6 +92,19 @@ def build_model(options: argparse.Namespace, tp_group: Any, device: torch.device
 def build_optimizer(model: nn.Module, options: argparse.Namespace, device: torch.device) -> torch.optim.Optimizer:
     """AdamW, in the fastest form whose bits do not depend on how a parameter is cut. On a CPU the fused one's do."""
     return torch.optim.AdamW(model.parameters(), lr=options.lr, fused=device.type == "cuda")
+
+
+def read_text(limit: int = 1_000_000) -> bytes:
+    """The sources of Python's own standard library, the first `limit` bytes of them."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    if len(text) < 100_000:
+        raise FileNotFoundError(f"the text is the sources of Python's library, but {folder} holds no .py sources")
+    return bytes(text[:limit])
 
 
 class Batches:

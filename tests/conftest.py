@@ -133,7 +133,7 @@ def pytest_addoption(parser):
 # --- tiers: what a test needs is read off what it calls ---------------------------------------------------------------
 
 NEEDS = {"ranks": {"run_ranks", "shared_pool", "RankPool"}, "subprocess": {"subprocess", "Popen", "torchrun"}}
-FAST_LIMIT = 60  # seconds, on a machine that does other things beside
+FAST_LIMIT = 120  # seconds, on a machine that does other things beside
 
 
 def _called(function, known):

@@ -7,13 +7,30 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tp_invariant.examples import demo_report
-from tp_invariant.examples.demo_report import Step, differences, loss_differences, print_table, save_picture, verdict
+from tp_invariant.examples.demo_report import (
+    Record,
+    Step,
+    differences,
+    loss_differences,
+    parting,
+    print_table,
+    print_texts,
+    save_picture,
+    share_of_parameters,
+    texts,
+    verdict,
+)
+from tp_invariant.examples.small_transformer import VOCABULARY
 from tp_invariant.examples.train_across_tp import machine, main
+from tp_invariant.examples.words import PROMPT, TEXT, WORDS, decode, encode, join
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_across_tp.py"
-SMALL = "--degrees 1,2 --steps 3 --layers 1 --hidden 64 --heads 2 --ffn 64 --batch 2 --sequence 64 --device cpu"
+SMALL = (
+    "--degrees 1,2 --steps 3 --layers 1 --hidden 64 --heads 2 --ffn 64 --batch 2 --sequence 64 --words 6 --device cpu"
+)
 
 
 def small(*extra: str) -> list[str]:
@@ -40,8 +57,13 @@ def test_demo_agrees_with_the_mode_on_and_parts_with_it_off(capsys, tmp_path):
     assert off[0] != off[1]
     assert "identical for all 3 steps, 2 ranks" in output
     verdict_line = output.splitlines()[-1]
-    assert verdict_line.startswith("Verdict: mode on: TP=1, 2 bit for bit the same on every rank for all 3 steps; ")
-    assert "mode off: TP=2 left TP=1 at step 1, by up to " in verdict_line
+    assert verdict_line.startswith(
+        "Verdict: mode on: TP=1, 2 bit for bit the same on every rank for all 3 steps, and in all 6 words; "
+    )
+    assert re.search(
+        r"mode off: TP=2 left TP=1 at step \d, by up to \S+ in the loss and in \S+% of the para", verdict_line
+    )
+    assert output.count("  mode on, TP=1, 2:\n") == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(picture) in output
 
@@ -55,9 +77,9 @@ def test_sequence_parallelism_changes_no_bit(capsys):
     assert len(set(printed[0][0])) == 1
 
 
-def test_bfloat16(capsys):
-    assert main(small("--dtype", "bfloat16", "--no-picture")) == 0
-    assert "bfloat16 on cpu" in capsys.readouterr().out
+def test_float32(capsys):
+    assert main(small("--dtype", "float32", "--no-picture")) == 0
+    assert "float32 on cpu" in capsys.readouterr().out
 
 
 def test_one_degree_is_nothing_to_compare(capsys):
@@ -75,22 +97,29 @@ def shown_output() -> str:
     return block
 
 
+def text_with_the_mode_on(output: str) -> str:
+    (text,) = re.findall(r"^  mode on, TP=[\d, ]+:\n((?:    .*\n)+)", output, flags=re.MULTILINE)
+    return text
+
+
 def shape_of(output: str) -> list[str]:
-    """The kinds of lines, in order: digits, digests, rules of tables and what names a machine count for nothing."""
-    lines = (re.sub(r"[0-9a-f]{12}|\d[\d.,e+-]*|[^\x00-\x7f]+", "#", line) for line in output.splitlines())
-    lines = (re.sub(r"Python #.*|Picture: .*|Verdict: .*", lambda m: m[0].split()[0], line) for line in lines)
-    kinds = [re.sub(r"\s+|#", "", line) for line in lines]
+    """The kinds of lines, in order: digits, digests, rules of tables, texts and a machine's name count for nothing."""
+    lines = (line for line in output.splitlines() if not line.startswith("    "))
+    lines = (re.sub(r"[0-9a-f]{12}|\d[\d.,e+-]*|[^\x00-\x7f]+", "#", line) for line in lines)
+    # a first word is enough where the rest depends on the machine, or on how many degrees there are
+    first = r"(torch|Picture:|Verdict:|The trained model|  mode o[nf]+,) .*"
+    kinds = [re.sub(r"\s+|[#%|]", "", re.sub(first, r"\1", line)) for line in lines]
     return [kind for i, kind in enumerate(kinds) if kind and kind not in kinds[:i]]
 
 
 def test_the_page_shows_what_the_demo_prints(capsys):
-    """Everywhere its form; its numbers on the kind of machine that it names, which alone gives those bits."""
+    """Everywhere its form; its numbers and text on the kind of machine that it names, which alone gives those bits."""
     shown = shown_output()
     on, off = table_digests(shown)
     assert len(set(on)) == 1 and len(set(off)) == len(off) == len(on) == 4
     own = machine("cpu")
     comparable = f"\n{own}.\n" in shown
-    steps = [] if comparable else ["--steps", "2"]  # enough for the form
+    steps = [] if comparable else ["--steps", "2", "--words", "2"]  # enough for the form
     assert main(["--degrees", "1", "--mode", "on", "--no-picture", "--device", "cpu", *steps]) == 0
     printed = capsys.readouterr().out
     missing = [kind for kind in shape_of(printed) if kind not in shape_of(shown) and "onedegreealone" not in kind]
@@ -98,11 +127,28 @@ def test_the_page_shows_what_the_demo_prints(capsys):
     if not comparable:
         pytest.skip(f"the page's digest is another machine's; this one is {own}")
     assert table_digests(printed)[0] == on[:1], f"{_UPDATE}: the digest with the mode on is {table_digests(printed)[0]}"
+    assert text_with_the_mode_on(printed) == text_with_the_mode_on(shown), _UPDATE
 
 
-def test_the_readme_shows_the_verdict_of_that_output():
-    (verdict_line,) = re.findall(r"```text\n(Verdict: .*\n)```", README.read_text())
-    assert shown_output().endswith(verdict_line)
+def test_the_readme_shows_the_end_of_that_output():
+    """Texts and the verdict: of the page's output, each line in its order."""
+    (block,) = re.findall(r"```text\n(The trained model .*?Verdict: .*?\n)```", README.read_text(), flags=re.DOTALL)
+    lines = iter(shown_output().splitlines())
+    strangers = [line for line in block.splitlines() if line not in lines]  # `in` goes on behind the line it found
+    assert not strangers, "the README shows lines that docs/verification.md does not have, or not in this order"
+    assert text_with_the_mode_on(block) == text_with_the_mode_on(shown_output())
+
+
+def test_the_texts_that_the_page_shows_part_where_it_says():
+    shown = shown_output()
+    (reference,) = re.findall(r"^  mode off, TP=1[\d, ]*:\n((?:    .*\n)+)", shown, flags=re.MULTILINE)
+    expected = encode(reference)
+    found = re.findall(r"^  mode off, .* parts from TP=1 at word (\d+):\n((?:    .*\n)+)", shown, flags=re.MULTILINE)
+    assert found, "no text parts: the README must not say that one does"
+    for word, text in found:
+        same, other = map(encode, text.split(demo_report.PARTS))
+        assert len(same) == len(encode(PROMPT)) + int(word) - 1
+        assert same == expected[: len(same)] and other[0] != expected[len(same)]
 
 
 # --- options --------------------------------------------------------------------------------------------------------
@@ -134,9 +180,11 @@ def test_wrong_option_of_the_script():
         ("--heads 6 --degrees 1,2", "--heads 6 does not divide --hidden 128"),
         ("--ffn 66 --degrees 4", "--degrees: 4 does not divide --ffn 66"),
         ("--degrees 8 --sequence 36 --sequence-parallel", "--degrees: 8 does not divide --sequence 36"),
-        ("--ffn 8 --batch 1 --sequence 12", "--batch x --sequence x --ffn / 2 = 48 must be a multiple of 32"),
+        ("--ffn 8 --sequence 12 --dtype float32", "--sequence x --ffn / 2 = 48 must be a multiple of 32"),
         ("--device tpu", "argument --device: invalid choice: 'tpu'"),
         ("--dtype float64", "argument --dtype: invalid choice: 'float64'"),
+        ("--sequence 600", "--sequence 600 is too long for a text of 527 words"),
+        ("--words 0", "argument --words: '0' is not a positive whole number"),
         ("--lr nan", "argument --lr: 'nan' is not a positive number"),
         ("--seed -1", "argument --seed: '-1' is not a whole number from 0 to 2**63 - 1"),
         ("--picture a.txt", "argument --picture: 'a.txt' must end in .png, .pdf or .svg"),
@@ -174,8 +222,9 @@ def test_interrupt_exits_with_130(capsys, monkeypatch):
 # --- the verdict, on made-up records ---------------------------------------------------------------------------------
 
 
-def made_up(degrees=(1, 2, 4), steps=5, changed=None):
-    """Equal records; `changed` maps (degree, rank, step from 1) to (tensor, its digest, loss)."""
+def made_up(degrees=(1, 2, 4), steps=5, changed=None, texts=None, parameters=None):
+    """Equal records. `changed` maps (degree, rank, step from 1) to (tensor, its digest, loss), `texts` (degree, rank)
+    to its words, and `parameters` a degree to its trained values."""
     runs = {}
     for degree in degrees:
         runs[degree] = []
@@ -187,7 +236,9 @@ def made_up(degrees=(1, 2, 4), steps=5, changed=None):
                 if (degree, rank, step) in (changed or {}):
                     name, tensors[name], loss = changed[degree, rank, step]
                 record.append(Step.record(loss, 1.0, tensors))
-            runs[degree].append(record)
+            words = (texts or {}).get((degree, rank), "is the same model .").split()
+            weights = {"w": torch.tensor((parameters or {}).get(degree, [0.0, 1, 2, 3]))} if rank == 0 else {}
+            runs[degree].append(Record(record, words, weights))
     return runs
 
 
@@ -196,9 +247,60 @@ def test_verdict_on_equal_records():
     line, good = verdict(on, off)
     assert good
     assert line == (
-        "Verdict: mode on: TP=1, 2, 4 bit for bit the same on every rank for all 5 steps; "
-        "mode off: TP=4 left TP=1 at step 3, by up to 5.0e-01 in the loss."
+        "Verdict: mode on: TP=1, 2, 4 bit for bit the same on every rank for all 5 steps, and in all 5 words; "
+        "mode off: TP=4 left TP=1 at step 3, by up to 0.5 in the loss and in 0 of the parameters, and wrote "
+        "the same text."
     )
+
+
+def other_texts():
+    """Runs with the mode off whose texts and parameters part."""
+    changed = {(4, rank, 2): ("loss", "x", 3.5) for rank in range(4)}
+    written = {(4, rank): "is the other model ." for rank in range(4)}
+    return made_up(changed=changed, texts=written, parameters={4: [-0.0, 1, 2, 4]})
+
+
+def test_verdict_says_where_texts_and_parameters_part():
+    line, good = verdict(None, other_texts())
+    assert good
+    assert line.endswith("by up to 0.5 in the loss and in 50.0% of the parameters, and TP=4 in the text at word 3.")
+    assert share_of_parameters(other_texts(), 2) == 0
+
+
+def test_verdict_finds_a_rank_that_writes_another_text(capsys):
+    on = made_up(texts={(4, 2): "is the same"})
+    assert str(differences(on)[4]) == "differs from TP=1 from step 5 on: word 4 of the text (rank 2)"
+    assert not verdict(on, None)[1]
+    assert [found[0] for found in texts(on, None)] == [
+        "mode on, TP=1, 2, 4",
+        "mode on, TP=4, parts from TP=1 at word 4",
+    ]
+
+
+def test_parting_counts_from_one():
+    assert parting(["a", "b"], ["a", "b"]) is None
+    assert [parting(words.split(), ["a", "b"]) for words in ("x b", "a x", "a", "a b c")] == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_texts_are_printed_once_and_marked(capsys, monkeypatch, rich):
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_texts(PROMPT, made_up(), other_texts())
+    assert capsys.readouterr().out == (
+        '\nThe trained model continues "The model" by its likeliest words; | marks where a text parts from TP=1\'s\n'
+        "  mode on, TP=1, 2, 4:\n    The model is the same model.\n"
+        "  mode off, TP=1, 2:\n    The model is the same model.\n"
+        "  mode off, TP=4, parts from TP=1 at word 3:\n    The model is the | other model.\n"
+    )
+
+
+def test_words_are_tokens():
+    assert " ".join(TEXT.split()) == join(decode(encode(TEXT)))
+    assert len(WORDS) < VOCABULARY
+    assert decode([len(WORDS)]) == [f"<{len(WORDS)}>"]
 
 
 def test_verdict_finds_one_rank_at_a_later_step(capsys):
@@ -221,7 +323,7 @@ def test_verdict_finds_a_rank_of_the_reference_itself():
 
 def test_verdict_finds_a_missing_step():
     on = made_up()
-    on[2][1].pop()
+    on[2][1].steps.pop()
     assert "the number of steps" in str(differences(on)[2])
     assert not verdict(on, None)[1]
 
@@ -242,7 +344,7 @@ def test_plain_table_without_rich(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     print_table("mode on", made_up())
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0] == "mode on" and lines[1].startswith("TP  first loss")
+    assert lines[0] == "mode on" and lines[1].startswith("TP  last loss")
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4"]
 
 

@@ -130,20 +130,23 @@ def test_a_rank_dies_on_nccl(tmp_path, blocking_wait, check):
 
 
 # Rank 1 does not come to the first call of a group, while it lives; then, in another group, it ends before the call.
-# The groups' time-out, which passes, is short, and set once they are made: that takes longer on a busy machine.
+# The groups' time-out, which passes, is short; what takes longer on a busy machine is done before it counts.
 BEFORE_THE_FIRST = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 import tp_invariant as tpi
+from tp_invariant.consistency.environment import environment_facts
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 patience = timedelta(seconds=300)
 store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=patience)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=patience)
 groups = {what: dist.new_group([0, 1, 2]) for what in ("stays away", "ends")}
+tpi.Linear(12, 12)(torch.ones(4, 12))
+environment_facts(torch.device("cpu"))
 for what, group in groups.items():
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6), group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10), group)
     dist.barrier()
     if rank == 1 and what == "ends":
         sys.exit(3)
