@@ -25,7 +25,7 @@ from tp_invariant.comm import peer_copies
 from tp_invariant.comm.collectives import Group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional.attention_choice import safe_attention
-from tp_invariant.gemm import owner_maps, token_gathers
+from tp_invariant.gemm.scheduler import scheduler
 
 CONTENDERS = ("stock", "gather_all", "tp_invariant")
 PARTS = ("projections", "mlp", "layer")
@@ -170,11 +170,10 @@ class Stack(nn.Module):
 @contextlib.contextmanager
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
-    cache, shared = owner_maps.weight_cache, token_gathers.token_gathers
-    before = cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse
+    before = scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens
     transport = peer_copies.transport()
-    cache.keep = keep if contender == "tp_invariant" else 0
-    cache.ahead = cache.ahead_in_graphs = shared.reuse = contender == "tp_invariant"
+    scheduler.keep = keep if contender == "tp_invariant" else 0
+    scheduler.ahead = scheduler.ahead_in_graphs = scheduler.share_tokens = contender == "tp_invariant"
     try:
         with tpi.set_tp_invariant_mode(contender != "stock"):
             if contender != "tp_invariant":
@@ -182,4 +181,4 @@ def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
             yield
     finally:
         os.environ[peer_copies.TRANSPORT_VARIABLE] = transport
-        cache.keep, cache.ahead, cache.ahead_in_graphs, shared.reuse = before
+        scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens = before

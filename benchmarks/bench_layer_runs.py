@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_invariant import graphs
 from tp_invariant.comm import peer_copies, small_gathers, wire
 from tp_invariant.comm.collectives import Group
-from tp_invariant.gemm import owner_maps, token_gathers
+from tp_invariant.gemm.scheduler import scheduler
 
 Call = Callable[[], Any]
 
@@ -223,6 +223,5 @@ def forget() -> None:
     """Drops what the library keeps between calls, and graphs: NCCL's communicators end after those that hold them."""
     while _graphed:
         _graphed.pop().remove()
-    owner_maps.weight_cache.clear()
-    token_gathers.token_gathers.clear()
+    scheduler.clear()
     gc.collect()

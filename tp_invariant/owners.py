@@ -4,14 +4,14 @@ from .gemm.owner_maps import (
     OWNER_MAPS,
     Product,
     ShardedWeight,
-    WeightLayout,
     check_owner_map,
     explain_choice,
     resolve_owner_map,
     sharded_product,
     start_product,
 )
-from .gemm.weight_cache import weight_cache
+from .gemm.scheduler import WeightLayout
+from .gemm.scheduler import scheduler as weight_cache
 
 __all__ = [
     "OWNER_MAPS",

@@ -25,8 +25,8 @@ from tp_invariant.comm.collectives import (
 )
 from tp_invariant.comm.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
 from tp_invariant.comm.peer_copies import copies_of, transport
-from tp_invariant.gemm import owner_maps, token_gathers
-from tp_invariant.gemm.weight_cache import WeightCache
+from tp_invariant.gemm import scheduler as scheduling
+from tp_invariant.gemm.scheduler import Scheduler, WeightLayout, scheduler
 from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
 
 # --- simulated ranks ------------------------------------------------------------------------------------------------
@@ -283,8 +283,7 @@ def on_lent(tp_group):
                 with mock.patch.multiple(peer_copies, **LENDING):
                     got = two_steps(tp_group, sp, owner_map)
                     most = Lent.open
-                    owner_maps.weight_cache.clear()
-                    token_gathers.token_gathers.clear()
+                    scheduler.clear()
                 found.append((digest(got) == digest(want), bool(torch.stack([t.isnan().any() for t in got]).any())))
                 found[-1] += (Lent.started, most, Lent.open)
     return found
@@ -308,23 +307,24 @@ def test_nothing_reads_a_buffer_that_was_released():
     assert all(run_ranks(too_early, 3, device="cpu")), "this test does not see a buffer that is released too early"
 
 
-def test_what_is_kept_is_not_lent():
+def test_what_is_kept_is_not_lent(monkeypatch):
     """`keep` set after a gather was started: that one is let go, as a CUDA graph may read what is kept."""
     started = []
 
-    def start(weight, *, early):
-        started.append(Lent(Pending(weight, None)) if cache.keep == 0 else Pending(weight, None))
+    def start(weight, layout, *, lend, **options):
+        started.append(Lent(Pending(weight, None)) if lend else Pending(weight, None))
         return started[-1]
 
-    cache, weight, layout = WeightCache(), torch.ones(3), mock.Mock(group=Group(None, 0, 1), start=start)
+    monkeypatch.setattr(scheduling, "start_weight", start)
+    cache, weight, layout = Scheduler(), torch.ones(3), WeightLayout("whole", 0, Group(None, 0, 1))
     Lent.open = 0
-    cache.prefetch(weight, layout)
+    cache.prefetch_weight(weight, layout)
     assert Lent.open == 1
     cache.keep = 1
-    assert not cache.holds(weight, layout)
-    assert cache.take(weight, layout) is started[1]
+    assert not cache.holds_weight(weight, layout)
+    assert cache.take_weight(weight, layout) is started[1]
     assert Lent.open == 0
-    assert cache.take(weight, layout) is started[1]
+    assert cache.take_weight(weight, layout) is started[1]
 
 
 # --- what is chosen -------------------------------------------------------------------------------------------------

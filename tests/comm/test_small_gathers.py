@@ -12,7 +12,7 @@ import torch
 import tp_invariant as tpi
 from tp_invariant.comm import small_gathers
 from tp_invariant.comm.collectives import gather_dim, gather_major, resolve_group
-from tp_invariant.gemm import owner_maps
+from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
 
 GPUS = gpu_ranks()
@@ -70,7 +70,7 @@ def through_owners(tp_group, owner_map, rows):
     x = wide_randn(rows, 48, generator=torch.Generator().manual_seed(1)).chunk(group.size, 1)[group.rank]
     with tpi.set_tp_invariant_mode(True), torch.no_grad():
         want = layer(x)
-        with mock.patch.object(owner_maps.small_gathers, "start_gather", start):
+        with mock.patch.object(small_gathers, "start_gather", start):
             got = layer(x)
     return want, got, calls
 
@@ -175,7 +175,7 @@ def layer(tp_group, rows, choice):
     before = 0
     with (
         mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice),
-        mock.patch.object(owner_maps.weight_cache, "keep", 1),  # so that activations alone travel in the graph
+        mock.patch.object(scheduler, "keep", 1),  # so that activations alone travel in the graph
         tpi.set_tp_invariant_mode(True),
         torch.no_grad(),
     ):
@@ -191,7 +191,7 @@ def layer(tp_group, rows, choice):
         captured.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        owner_maps.weight_cache.clear()
+        scheduler.clear()
     count = 0
     if choice == "auto" and group.size > 1:
         count = channels.eager.gathers + channels.captured.gathers - before

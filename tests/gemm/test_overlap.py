@@ -15,8 +15,9 @@ from tp_invariant import testing
 from tp_invariant.comm import wire
 from tp_invariant.comm.collectives import Group, Pending, resolve_group
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
-from tp_invariant.gemm import gemm, owner_maps, token_gathers
-from tp_invariant.gemm.token_gathers import TokenGathers
+from tp_invariant.gemm import gemm
+from tp_invariant.gemm import scheduler as scheduling
+from tp_invariant.gemm.scheduler import Scheduler, TokenUse, scheduler
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -51,8 +52,8 @@ def train(tp_group, *, sp=True, mode=True, on=True, keep=0, checkpointed=False, 
     tokens, hidden, ffn = sizes
     device = options.get("device", "cpu")
     group = resolve_group(tp_group)
-    owner_maps.weight_cache.ahead = token_gathers.token_gathers.reuse = on
-    owner_maps.weight_cache.keep = keep
+    scheduler.ahead = scheduler.share_tokens = on
+    scheduler.keep = keep
     torch.manual_seed(0)
     results = {}
     with tpi.set_tp_invariant_mode(mode):
@@ -126,7 +127,7 @@ def trace(tp_group, **options):
             local = (scatter_sequence(x, group) if options.get("sequence_parallel") else x).requires_grad_()
             y = row(F.relu(column(local)))
             events.append("backward")
-            token_gathers.token_gathers.clear()  # where more layers follow it is gone by now
+            scheduler.forget_tokens()  # where more layers follow it is gone by now
             y.sum().backward()
         return events
 
@@ -150,30 +151,30 @@ def test_what_travels_starts_before_what_hides_it(sp):
 def count_gathers(tp_group, sp, checkpointed, on):
     """How many gathers of tokens, and weights gathered ahead, one block's training starts in the last of four steps."""
     group = resolve_group(tp_group)
-    owner_maps.weight_cache.ahead = token_gathers.token_gathers.reuse = on
+    scheduler.ahead = scheduler.share_tokens = on
     counts = {"tokens": 0, "ahead": 0}
-    run_ahead, gather = owner_maps.weight_cache.run_ahead, token_gathers.start_gather_tokens
+    start_next, gather = scheduler.start_next_weight, scheduling.start_gather_dim
 
-    def start_gather_tokens(*args, **options):
+    def start_gather_dim(*args, **options):
         counts["tokens"] += 1
         return gather(*args, **options)
 
-    def counted_run_ahead(of):
-        before = owner_maps.weight_cache._early.get((of, False))
-        run_ahead(of)
-        counts["ahead"] += owner_maps.weight_cache._early.get((of, False)) is not before
+    def counted_start_next(of):
+        before = scheduler._early.get((of, False))
+        start_next(of)
+        counts["ahead"] += scheduler._early.get((of, False)) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
-        patch.setattr(token_gathers, "start_gather_tokens", start_gather_tokens)
-        patch.setattr(owner_maps.weight_cache, "run_ahead", counted_run_ahead)
+        patch.setattr(scheduling, "start_gather_dim", start_gather_dim)
+        patch.setattr(scheduler, "start_next_weight", counted_start_next)
         block = Block(tp_group, sp)
         for _ in range(4):
             counts["tokens"] = counts["ahead"] = 0
             x = torch.randn(8 // group.size, 32).requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
             y.sum().backward()
-        held = token_gathers.token_gathers._held
-        return counts["tokens"], counts["ahead"], held is None
+        held = scheduler._shared
+        return counts["tokens"], counts["ahead"], held is None or held.pending is None
 
 
 def test_shared_inputs_are_gathered_once():
@@ -185,6 +186,32 @@ def test_shared_inputs_are_gathered_once():
     # 2 row-parallel forwards and 5 column-parallel dgrads, of which the first is not foreseen
     assert both[0] == [(3, 6, True)] * 2
     assert both[1] == [(10, 0, True)] * 2
+
+
+def gathered_inputs(tp_group):
+    """Which micro-batch's input is gathered each time: two forwards, then their backwards, the first one first."""
+    seen, gather = [], scheduling.start_gather_dim
+
+    def start_gather_dim(x, dim, group):
+        seen.append(x.flatten()[0].item())
+        return gather(x, dim, group)
+
+    options = dict(bias=False, tp_group=tp_group, sequence_parallel=True)
+    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
+        patch.setattr(scheduling, "start_gather_dim", start_gather_dim)
+        column = tpi.Linear(16, 32, parallel_mode="column", **options)
+        row = tpi.Linear(32, 16, parallel_mode="row", **options)
+        inputs = [torch.full((4, 16), float(i), requires_grad=True) for i in range(2)]
+        for y in [row(F.relu(column(x))) for x in inputs]:
+            seen.append("backward")
+            y.sum().backward()
+    return seen
+
+
+def test_micro_batches_in_flight_are_told_apart():
+    """A row-parallel layer's backward starts the gather for the call that came before its own, and for no other."""
+    for seen in run_ranks(gathered_inputs, 2):
+        assert seen == [0.0, 1.0, "backward", 0.0, "backward", 1.0]
 
 
 def test_weights_are_foreseen_under_checkpointing():
@@ -208,7 +235,7 @@ def starts(monkeypatch):
         seen.append(x.detach().clone())
         return Pending(torch.cat([x.detach()] * group.size, dim), None)
 
-    monkeypatch.setattr(token_gathers, "start_gather_tokens", start)
+    monkeypatch.setattr(scheduling, "start_gather_dim", start)
     return seen
 
 
@@ -217,18 +244,18 @@ def users(count):
 
 
 def take(gathers, x, user, dim=0):
-    result = gathers.take(x, dim, TWO, user).wait()
+    result = gathers.take_tokens(x, dim, TWO, user).wait()
     assert_bitwise_equal(result, torch.cat([x.detach()] * 2, dim))
     return result
 
 
 def test_layers_share_a_gather_and_the_last_lets_it_go(starts):
-    gathers, (q, k, v, up) = TokenGathers(), users(4)
+    gathers, (q, k, v, up) = Scheduler(), users(4)
     for step in range(4):
         x, other = torch.randn(2, 3), torch.randn(2, 3)
         for user in (q, k, v):
             take(gathers, x, user)
-        assert (gathers._held is None) == (step > 0), "from the second time on it is known that v is the last"
+        assert (gathers._shared is None) == (step > 0), "from the second time on it is known that v is the last"
         take(gathers, other, up)
         assert len(starts) == 2 * (step + 1)
     x = torch.randn(2, 3)
@@ -244,7 +271,7 @@ def test_layers_share_a_gather_and_the_last_lets_it_go(starts):
 @pytest.mark.parametrize("alive", [True, False])
 def test_who_was_followed_once_is_not_taken_for_the_last(starts, alive):
     """As in an evaluation amid training: whether its x is dead already, which ranks need not share, changes nothing."""
-    gathers, (q, k) = TokenGathers(), users(2)
+    gathers, (q, k) = Scheduler(), users(2)
     x = torch.randn(2, 3)
     for user in (q, k):
         take(gathers, x, user)
@@ -258,9 +285,33 @@ def test_who_was_followed_once_is_not_taken_for_the_last(starts, alive):
     del keep
 
 
+def test_what_is_learnt_does_not_depend_on_when_an_input_dies(starts):
+    """As when checkpointing runs a layer again in backward: k is the last to ask, then the first of others.
+
+    Garbage in cycles lives longer on one rank than on another, and a rank that gathers alone waits for ever.
+    """
+    counts = []
+    for alive in (True, False):
+        gathers, (q, k) = Scheduler(), users(2)
+        starts.clear()
+        x = torch.randn(2, 3)
+        for user in (q, k):
+            take(gathers, x, user)
+        keep = x if alive else None
+        del x
+        assert (gathers._shared.pending is not None) == alive, "the control"
+        for _ in range(3):
+            x = torch.randn(2, 3)
+            for user in (k, q):
+                take(gathers, x, user)
+        counts.append(len(starts))
+        del keep
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[0].zero_()], ids=["whole", "view"])
 def test_an_input_changed_in_place_is_gathered_again(starts, change):
-    gathers, (q, k) = TokenGathers(), users(2)
+    gathers, (q, k) = Scheduler(), users(2)
     x = torch.randn(2, 3)
     take(gathers, x, q)
     change(x)
@@ -271,7 +322,7 @@ def test_an_input_changed_in_place_is_gathered_again(starts, change):
 
 def test_a_layer_gets_a_gather_once(starts):
     """A buffer may hold other values at the next call, written by what raises no version."""
-    gathers, (q, k) = TokenGathers(), users(2)
+    gathers, (q, k) = Scheduler(), users(2)
     x = torch.randn(2, 3)
     for _ in range(3):
         take(gathers, x, q)
@@ -281,29 +332,32 @@ def test_a_layer_gets_a_gather_once(starts):
 
 
 def test_what_is_never_shared(starts):
-    gathers, (q, k) = TokenGathers(), users(2)
+    gathers, (q, k) = Scheduler(), users(2)
     with torch.inference_mode():
         x = torch.randn(2, 3)
         for user in (q, k):
             take(gathers, x, user)
-    assert (len(starts), gathers._held) == (2, None)
-    gathers.reuse = False
+    assert (len(starts), gathers._shared) == (2, None)
+    gathers.share_tokens = False
     x = torch.randn(2, 3)
     for user in (q, k):
         take(gathers, x, user)
-    assert (len(starts), gathers._held) == (4, None)
+    assert (len(starts), gathers._shared) == (4, None)
 
 
 def test_one_gather_is_held_and_none_of_a_dead_input(starts):
-    gathers, (q, *_) = TokenGathers(), users(1)
+    gathers, (q, *_) = Scheduler(), users(1)
     held = []
     for _ in range(3):
         x = torch.randn(2, 3)
         held.append(torch.utils.weak.TensorWeakRef(take(gathers, x, q, dim=len(held) % 2)))
         assert sum(ref() is not None for ref in held) <= 1
+    gathers, x = Scheduler(), torch.randn(2, 3)
+    take(gathers, x, q)
+    assert gathers._shared.pending is not None, "the control"
     del x
     gc.collect()
-    assert gathers._held is None
+    assert gathers._shared.pending is None
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -312,26 +366,45 @@ def test_what_is_not_shared_ends_what_is_held(monkeypatch, starts, reuse):
     released = []
     monkeypatch.setattr(Pending, "release", lambda self: released.append(self))
     for alive in (True, False):
-        gathers, (q, k) = TokenGathers(), users(2)
+        gathers, (q, k) = Scheduler(), users(2)
         x = torch.randn(2, 3)
         take(gathers, x, q)
         keep = x if alive else None
         del x
         gc.collect()
-        assert (gathers._held is not None, released) == (alive, []), "the control"
-        gathers.reuse = reuse
+        assert (gathers._shared.pending is not None, released) == (alive, []), "the control"
+        gathers.share_tokens = reuse
         with torch.inference_mode(reuse):
             take(gathers, torch.randn(2, 3), k)
-        assert (gathers._held, len(released), gathers._last_users) == (None, 1, set())
+        assert (gathers._shared, len(released), list(gathers._last_user.values())) == (None, 1, [True])
         released.clear()
         del keep
 
 
+def test_what_a_row_parallel_layer_starts(starts):
+    """Nothing for a call whose backward is over, whose input is not held, of another group, or outside of a graph."""
+    gathers, x = Scheduler(), torch.randn(2, 3)
+    use = gathers.called_with(x, 0, TWO)
+    assert gathers.tokens_before(TWO) is use
+    assert gathers.tokens_before(Group(None, 0, 3)) is None
+    gathers.start_tokens(gathers.tokens_before(TWO))
+    assert len(starts) == 1
+    gathers.forget_tokens()
+    use.x = None
+    gathers.start_tokens(use)
+    gathers.start_tokens(gathers.called_with(None, 0, TWO))
+    gathers.called_with(x, 0, TWO)
+    gathers.enter("a graph")
+    gathers.start_tokens(gathers.tokens_before(TWO))
+    assert len(starts) == 1
+
+
 def test_one_started_early_is_taken(starts):
-    gathers, (q, k) = TokenGathers(), users(2)
+    gathers, (q, k) = Scheduler(), users(2)
     x = torch.randn(2, 3)
-    gathers.start(x, 0, TWO, in_graphs=False)
-    gathers.start(x, 0, TWO, in_graphs=False)
+    use = gathers.called_with(x, 0, TWO)
+    gathers.start_tokens(use)
+    gathers.start_tokens(use)
     take(gathers, x, q)
     take(gathers, x, k)
     assert len(starts) == 1
@@ -355,23 +428,25 @@ def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
         started.append(Counted(torch.cat([x, x]), None))
         return started[-1]
 
-    monkeypatch.setattr(token_gathers, "start_gather_tokens", start)
-    monkeypatch.setattr(token_gathers, "is_capturing", lambda: True)
-    gathers, (user,) = TokenGathers(), users(1)
-    monkeypatch.setattr(gathers, "_key", lambda x, dim, group: None)  # as in a capture
+    monkeypatch.setattr(scheduling, "start_gather_dim", start)
+    monkeypatch.setattr(scheduling, "is_capturing", lambda: True)
+    gathers, (user,) = Scheduler(), users(1)
+    monkeypatch.setattr(gathers, "_tokens_key", lambda x, dim, group: None)  # as in a capture
     x, other = torch.randn(2, 3), torch.randn(2, 3)
-    gathers.start(x, 0, TWO, in_graphs=False)
+    use, of_other = TokenUse(x, 0, TWO), TokenUse(other, 0, TWO)
+    gathers.start_tokens(use)
     assert not started
-    gathers.start(x, 0, TWO, in_graphs=True)
-    assert gathers.take(x, 0, TWO, user) is started[0]
+    gathers.ahead_in_graphs = True
+    gathers.start_tokens(use)
+    assert gathers.take_tokens(x, 0, TWO, user) is started[0]
     assert started[0].for_taker and (started[0].waits, started[0].releases) == (0, 0), "whoever took it does that"
-    gathers.start(x, 0, TWO, in_graphs=True)
-    assert gathers.take(other, 0, TWO, user) is started[2]
-    gathers.start(x, 0, TWO, in_graphs=True)
-    gathers.start(other, 0, TWO, in_graphs=True)
+    gathers.start_tokens(use)
+    assert gathers.take_tokens(other, 0, TWO, user) is started[2]
+    gathers.start_tokens(use)
+    gathers.start_tokens(of_other)
     assert [(p.waits, p.releases) for p in started] == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
-    monkeypatch.setattr(token_gathers, "is_capturing", lambda: False)  # that capture is over, or has failed
-    assert gathers.take(other, 0, TWO, user) is started[5]
+    monkeypatch.setattr(scheduling, "is_capturing", lambda: False)  # that capture is over, or has failed
+    assert gathers.take_tokens(other, 0, TWO, user) is started[5]
     assert (started[4].waits, started[4].releases) == (0, 0)
 
 
@@ -411,7 +486,7 @@ def test_same_bits_on_gpus(degree, sp):
 
 def decode_in_a_graph(tp_group, keep):
     """A block's forward of four tokens, eagerly and replayed, before and after a change of the weights."""
-    owner_maps.weight_cache.keep = keep
+    scheduler.keep = keep
     torch.manual_seed(0)
     results = []
     with tpi.set_tp_invariant_mode(True), torch.no_grad():
@@ -447,7 +522,7 @@ def test_cuda_graphs(keep):
 
 def train_in_a_graph(tp_group, ahead):
     """A block's training step, eagerly and replayed, before and after a change of the weights."""
-    owner_maps.weight_cache.ahead_in_graphs = ahead
+    scheduler.ahead_in_graphs = ahead
     torch.manual_seed(0)
     results = []
     try:
@@ -481,7 +556,7 @@ def train_in_a_graph(tp_group, ahead):
                 assert_bitwise_equal([result.cpu() for result in captured], eager)
                 results.append(eager[0])
     finally:
-        owner_maps.weight_cache.ahead_in_graphs = False
+        scheduler.ahead_in_graphs = False
     return results
 
 

@@ -16,10 +16,11 @@ from simulated_ranks import ON_GPUS
 
 import tp_invariant as tpi
 from tp_invariant.comm import peer_copies
-from tp_invariant.comm.collectives import Group, resolve_group
+from tp_invariant.comm.collectives import Group, resolve_group, start_gather_major
 from tp_invariant.comm.peer_copies import copies_of
 from tp_invariant.functional import attention_choice
-from tp_invariant.gemm import owner_maps
+from tp_invariant.gemm import scheduler as scheduling
+from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.graphs import capture as graphs
 from tp_invariant.graphs import checks as graph_checks
 from tp_invariant.graphs.graphed_call import GraphedForward
@@ -42,15 +43,15 @@ class Captured:
     @classmethod
     @contextlib.contextmanager
     def one(cls):
-        start, cls.passes = owner_maps.WeightLayout.start, [*cls.passes, []]
+        start, cls.passes = scheduling.start_weight, [*cls.passes, []]
 
-        def noting(layout, weight, *, early):
+        def noting(weight, layout, *, early, **options):
             cls.passes[-1].append("ahead" if early else "when needed")
-            return start(layout, weight, early=early)
+            return start(weight, layout, early=early, **options)
 
-        with mock.patch.object(owner_maps.WeightLayout, "start", noting):
+        with mock.patch.object(scheduling, "start_weight", noting):
             yield
-        cls.left_over += len(owner_maps.weight_cache._early)
+        cls.left_over += len(scheduler._early)
 
 
 def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False):
@@ -173,7 +174,7 @@ def through(model, x, **options):
 
 
 def _whole(t, group):
-    return owner_maps.start_gather_major(t, group).wait().flatten(0, 1) if group.size > 1 else t
+    return start_gather_major(t, group).wait().flatten(0, 1) if group.size > 1 else t
 
 
 def train(tp_group, graphed, device, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
@@ -212,7 +213,7 @@ def trained(tp_group, graphed, mode=True, device="cpu", transport="auto", **size
         if device == "cuda" and tp_group.size() > 1 and transport == "auto" and graphed:
             captured = copies_of(resolve_group(tp_group), torch.device(device, torch.cuda.current_device())).captured
             copies = 0 if captured is None else captured.started
-        owner_maps.weight_cache.clear()
+        scheduler.clear()
     return digest(results), results[0], copies
 
 
@@ -285,7 +286,7 @@ def hf_steps(tp_group, graphed, device, sizes):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach().cpu())
-        owner_maps.weight_cache.clear()
+        scheduler.clear()
         return digest([losses, tpi.testing.full_parameters(model)])
 
 
@@ -307,7 +308,7 @@ def captured():
         scale = torch.ones(HIDDEN, device=x_of(alone).device)
         graphs.graph_layers(model, lambda: through(model, x_of(alone), scale=scale, mix={"by": (0.5, None)}))
         yield model, x_of(alone), dict(scale=scale, mix={"by": (0.5, None)})
-        owner_maps.weight_cache.clear()
+        scheduler.clear()
 
 
 def test_arguments_by_position_and_name_and_results_in_their_places(captured):

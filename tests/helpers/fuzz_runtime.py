@@ -499,7 +499,7 @@ def settings(keep=0, ahead=True, check=False):
     """weight_cache's switches and TP_INVARIANT_CHECK, as they were again afterwards."""
     import os
 
-    from tp_invariant.gemm.weight_cache import weight_cache
+    from tp_invariant.owners import weight_cache
 
     before = weight_cache.keep, weight_cache.ahead, os.environ.get("TP_INVARIANT_CHECK")
     weight_cache.keep, weight_cache.ahead = keep, ahead

@@ -19,8 +19,10 @@ from tp_invariant import testing
 from tp_invariant.consistency import agreement
 from tp_invariant.consistency.agreement import Agreed
 from tp_invariant.gemm import set_default_gemm_fn
+from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.kernels.gemm.reference import matmul
-from tp_invariant.layers import linear_checks, parallel_norm
+from tp_invariant.layers import linear as layers_linear
+from tp_invariant.layers import parallel_norm
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -55,7 +57,7 @@ def default_gemm():
 @contextmanager
 def other_costs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_checks, "_costs_text", lambda device: "other costs")
+        patch.setattr(layers_linear, "_costs_text", lambda device: "other costs")
         yield
 
 
@@ -93,12 +95,11 @@ OF_BOTH = [
 
 @contextmanager
 def keeps():
-    cache = linear_checks.weight_cache
-    before, cache.keep = cache.keep, 3
+    before, scheduler.keep = scheduler.keep, 3
     try:
         yield
     finally:
-        cache.keep = before
+        scheduler.keep = before
 
 
 OF_LINEAR = [
@@ -167,7 +168,7 @@ def part_company(tp_group, make):
     """For each change of one rank's: what it raises, beside one with more tokens; and all facts' names."""
     rank, found, names, check = tp_group.rank(), [], set(), agreement.check_agreement
     with pytest.MonkeyPatch.context() as patch:
-        for room in (linear_checks, parallel_norm):
+        for room in (layers_linear, parallel_norm):
             patch.setattr(room, "check_agreement", lambda facts, *args: names.update(facts) or check(facts, *args))
         for _, change in CASES[make]:
             with ExitStack() as stack:
@@ -254,7 +255,7 @@ def test_one_rank_asks_for_no_names(monkeypatch, enabled):
     """They would import Triton, ask for a GPU, or read through all that a gemm_fn encloses."""
     asked = []
     for name in ("gemm_fn_name", "_costs_text"):
-        monkeypatch.setattr(linear_checks, name, lambda *args: asked.append(1) or "")
+        monkeypatch.setattr(layers_linear, name, lambda *args: asked.append(1) or "")
     with tpi.set_tp_invariant_mode(enabled):
         for gemm_fn in (None, other_gemm, Unhashable()):
             layer = tpi.Linear(8, 8, gemm_fn=gemm_fn)

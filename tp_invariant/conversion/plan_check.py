@@ -33,7 +33,7 @@ from ..comm.collectives import Group
 from ..comm.wire import gather_objects
 from ..core.bits import digest, leaves
 from ..core.layout import shard
-from ..gemm.weight_cache import weight_cache
+from ..gemm.scheduler import scheduler
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule, named_shard_specs
@@ -301,7 +301,7 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         for kind in {p.device.type for p in model.parameters()} | {"cpu"}:
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(weight_cache.clear)  # of what it learnt of the copies
+        stack.callback(scheduler.clear)  # of what it learnt of the copies
         yield
 
 

@@ -188,7 +188,6 @@ class _Context:
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
-    next_functions: tuple = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -198,7 +197,7 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     """Another object for the same bytes, except for parameters.
 
     Compiled code writes new values into the memory, and even the tensor object, of one that it needs no more, and does
-    not raise its version: by neither would gemm/weight_cache.py and gemm/token_gathers.py see that it is another.
+    not raise its version: by neither would gemm/scheduler.py see that it is another.
     """
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 

@@ -7,17 +7,16 @@ Sums over tokens (wgrad, bias gradient) walk the tokens in the order of the full
 operands are gathered along sequence_dim first. Products over a sharded K go to gemm/owner_maps.py, where the order of
 the rows is free: there the sequence comes first, so that a rank's rows are consecutive.
 
-What travels is started before it is needed, and the same on every rank:
+Communication is started ahead of its use, in the same order on every rank:
     column backward   x's tokens, then dy's rows to their owners; wgrad runs while dy travels, dgrad comes last
-    row backward      dy's tokens; then those of the x of the column-parallel layer before it (`_column_before`), whose
+    row backward      dy's tokens; then those of the x of the column-parallel layer that was called before it, whose
                       backward is next: they travel beside this layer's dgrad and wgrad
-    weights           see gemm/weight_cache.py
+    weights           one use ahead; gemm/scheduler.py knows the order
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..comm import moves
 from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
 from ..core.compiled import opaque, setting
 from ..core.layout import Stride, fresh_view, own_shape
 from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
 from ..gemm.owner_maps import ShardedWeight, start_product
-from ..gemm.token_gathers import start_gather_tokens, token_gathers
-from ..gemm.weight_cache import weight_cache
+from ..gemm.scheduler import scheduler
 from .main_grad import MainGrad
 
 
@@ -60,7 +59,7 @@ class LinearCall:
             return Pending(x, None)
         if user is None:
             return start_gather_dim(x, self.sequence_dim, self.group)
-        return token_gathers.take(x, self.sequence_dim, self.group, user)
+        return scheduler.take_tokens(x, self.sequence_dim, self.group, user)
 
     def start_product(self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None) -> Callable[[], Tensor]:
         """a [.., K/P], all tokens -> [.., N], all tokens or this rank's; weight sharded along its `k_dim`.
@@ -144,7 +143,7 @@ class _Linear(torch.autograd.Function):
     def keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        ctx.weight = weakref.ref(weight)
+        ctx.weight, ctx.tokens = weakref.ref(weight), None
 
     @staticmethod
     def kept(ctx: Any) -> tuple[Tensor, Tensor]:
@@ -169,9 +168,10 @@ class ColumnLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.keep(ctx, x, weight, bias, call)
-        # for _column_before. Under hooks on saved tensors x may be meant to be freed (checkpointing): not then
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ctx.early_x = x if call.sequence_parallel and ctx.needs_input_grad[1] and not hooked else None
+        if call.sequence_parallel and call.grad and ctx.needs_input_grad[1]:
+            # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
+            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            ctx.tokens = scheduler.called_with(None if hooked else x, call.sequence_dim, call.group)
         gathered = call.start_gather_tokens(x, weight)
         try:
             return _local(call, gathered.wait(), weight.t(), bias)
@@ -184,7 +184,8 @@ class ColumnLinear(_Linear):
         x, weight = _Linear.kept(ctx)
         call: LinearCall = ctx.call
         need_x, need_w, *_ = ctx.needs_input_grad
-        ctx.early_x = None
+        if ctx.tokens is not None:
+            ctx.tokens.x = None
         x_full = call.start_gather_tokens(x, weight) if need_w else None
         dgrad = call.start_product(dy, weight, 0) if need_x else None
         try:
@@ -205,6 +206,8 @@ class RowLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.keep(ctx, x, weight, bias, call)
+        if call.sequence_parallel and call.grad:
+            ctx.tokens = scheduler.tokens_before(call.group)
         return call.start_product(x, weight, 1, bias)()
 
     @staticmethod
@@ -214,38 +217,15 @@ class RowLinear(_Linear):
         call: LinearCall = ctx.call
         gathered = Pending(dy, None)
         if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share it
-            gathered = start_gather_tokens(dy, call.sequence_dim, call.group)
+            gathered = moves.start_gather_dim(dy, call.sequence_dim, call.group)
         dy_full = gathered.wait()
-        if call.sequence_parallel and (column := _column_before(ctx)) is not None:
-            of = column.call
-            token_gathers.start(column.early_x, of.sequence_dim, of.group, in_graphs=weight_cache.ahead_in_graphs)
+        scheduler.start_tokens(ctx.tokens)
+        ctx.tokens = None
         try:
             dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None
             return dx, *_weight_grads(ctx, weight, lambda: dy_full, lambda: x), None
         finally:
             gathered.release()
-
-
-_FAR = 64  # how many nodes of the graph stand between two layers at most: attention has about twenty
-
-
-def _column_before(node: Any) -> Any:
-    """The node of the column-parallel layer whose output this row-parallel one's input was made of, None if none.
-
-    Found along the graph of this backward, which all ranks share, so that all start its gather or none.
-    """
-    queue, seen = deque([node]), {node}
-    while queue:
-        for after, _ in getattr(queue.popleft(), "next_functions", ()):  # in a compiled graph (an op) there are none
-            if after is None or after in seen or isinstance(after, RowLinear._backward_cls):
-                continue
-            if getattr(after, "early_x", None) is not None:
-                return after
-            seen.add(after)
-            if len(seen) > _FAR:
-                return None
-            queue.append(after)
-    return None
 
 
 class ReplicatedLinear(_Linear):
@@ -304,7 +284,7 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
 
     def restore(ctx: Any, dtypes: Sequence[torch.dtype | None], call: LinearCall) -> None:
         ctx.call, ctx.bias_dtype = call, dtypes[2]
-        ctx.weight, ctx.early_x = weakref.ref(ctx.saved_tensors[1]), None
+        ctx.weight, ctx.tokens = weakref.ref(ctx.saved_tensors[1]), None
 
     return opaque(function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore)
 

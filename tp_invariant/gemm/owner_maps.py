@@ -21,21 +21,13 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..comm import peer_copies, small_gathers
-from ..comm.collectives import (
-    Group,
-    Pending,
-    exchange_cols_for_rows,
-    gather_uneven,
-    side_group,
-    start_exchange_rows,
-    start_gather_major,
-)
-from ..core.layout import Stride, fresh_view, split_sizes
+from ..comm.collectives import Group, Pending, exchange_cols_for_rows
+from ..comm.moves import gather_uneven, start_exchange_rows, start_gather_major
+from ..core.layout import Stride, split_sizes
 from ..core.options import OwnerMap
 from .cost_model import Problem, choose, costs_of, explain
 from .gemm_fn import GemmFn, RankMajor, gemm, gemm_rank_major
-from .weight_cache import weight_cache
+from .scheduler import WeightLayout, scheduler
 
 OWNER_MAPS = get_args(OwnerMap)
 
@@ -46,58 +38,7 @@ def check_owner_map(owner_map: OwnerMap) -> OwnerMap:
     return owner_map
 
 
-# --- what travels ---------------------------------------------------------------------------------------------------
-
-
-def _start(x: Tensor, sizes: list[int] | None, group: Group, *, early: bool = False, kept: bool = False) -> Pending:
-    """x of all ranks, rank-major; with `sizes`, of its rows those of this rank. To be released once it is read."""
-    pending = None
-    if sizes is None and not early:
-        pending = small_gathers.start_gather(x, group)
-        if pending is not None:
-            return pending
-    if weight_cache.ahead_in_graphs:  # in a capture neither could be made
-        peer_copies.prepare_for_graphs(group, x.device)
-        if early:
-            side_group(group, x.device)
-    if not kept:
-        if sizes is None:
-            pending = peer_copies.start_gather(x, group, early=early)
-        else:
-            pending = peer_copies.start_exchange_rows(x, sizes, group, early=early)
-    if pending is not None:
-        return pending
-    group = side_group(group, x.device) if early else group
-    return start_gather_major(x, group) if sizes is None else start_exchange_rows(x, sizes, group)
-
-
-def _gather(c: Tensor, dim: int, size: int, group: Group) -> Tensor:
-    """All `size` rows (dim 0) or columns of C, from this rank's."""
-    if c.shape[dim] * group.size == size:
-        pending = small_gathers.start_gather(c, group, dim)
-        if pending is not None:
-            return fresh_view(pending.wait(), (size, c.shape[1]) if dim == 0 else (c.shape[0], size))
-    return gather_uneven(c, dim, size, group)
-
-
-# --- the weight operand ---------------------------------------------------------------------------------------------
-
-
-class WeightLayout(NamedTuple):
-    """What a map wants of a weight that is sharded along `k_dim`: "whole", or all of K of this rank's "cols"."""
-
-    part: str
-    k_dim: int
-    group: Group
-
-    def start(self, weight: Tensor, *, early: bool) -> Pending:
-        """[P, ...weight's shape], or [P, N/P, K/P]. `early`: on the side, so that activations go past it."""
-        local, sizes = weight.detach(), None
-        if self.part == "cols":
-            local = local if self.k_dim == 1 else local.t()
-            sizes = split_sizes(local.shape[0], self.group.size)
-        # what is kept would keep a buffer from others
-        return _start(local, sizes, self.group, early=early and weight.is_cuda, kept=weight_cache.keep > 0)
+# --- the operands ---------------------------------------------------------------------------------------------------
 
 
 class ShardedWeight(NamedTuple):
@@ -125,21 +66,21 @@ class ShardedWeight(NamedTuple):
 
     def prefetch(self, owner_map: str) -> None:
         """Starts gathering what `owner_map` will need of this weight."""
-        weight_cache.prefetch(self.local, self.layout(owner_map))
+        scheduler.prefetch_weight(self.local, self.layout(owner_map))
 
     def is_cached(self, owner_map: str) -> bool:
-        return weight_cache.holds(self.local, self.layout(owner_map))
+        return scheduler.holds_weight(self.local, self.layout(owner_map))
 
     def start(self, owner_map: str) -> Pending:
         """All of B, or for `cols` all of K of this rank's share of its columns; `wait` below gives it."""
-        return weight_cache.take(self.local, self.layout(owner_map), grad=self.grad)
+        return scheduler.take_weight(self.local, self.layout(owner_map), grad=self.grad)
 
     def wait(self, pending: Pending, owner_map: str) -> RankMajor:
         """B when it is needed; what is expected to be needed next starts here."""
         buffer = pending.wait()
         if buffer.is_cuda:  # its gather may have been started on another stream
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        weight_cache.run_ahead(self.group)
+        scheduler.start_next_weight(self.group)
         return RankMajor(buffer, 1 if owner_map == "cols" else self.k_dim, self.stride)
 
 
@@ -163,10 +104,19 @@ class Product(NamedTuple):
     def row_sizes(self) -> list[int]:
         return split_sizes(self.a_shard.shape[0], self.group.size)
 
+    def start_whole_a(self) -> Pending:
+        """All of A, rank-major: [P, T, K/P]."""
+        return start_gather_major(self.a_shard, self.group, for_graphs=scheduler.ahead_in_graphs)
+
+    def start_rows_of_a(self) -> Pending:
+        """This rank's rows of A, rank-major: [P, T/P, K/P]."""
+        return start_exchange_rows(self.a_shard, self.row_sizes, self.group, for_graphs=scheduler.ahead_in_graphs)
+
     def gemm(self, a: Pending, weight: Pending, owner_map: str, bias: Tensor | None) -> Tensor:
+        """The product of what this rank holds of A and B by now."""
         try:
             a_major = RankMajor(a.wait(), 1, self.weight.stride)
-            # the weight last: what it starts ahead then waits for nothing that this product waits for
+            # The weight last, so that the gather that starts then does not queue behind this product's operands.
             return gemm_rank_major(self.gemm_fn, a_major, self.weight.wait(weight, owner_map), bias=bias)
         finally:
             a.release()
@@ -174,7 +124,7 @@ class Product(NamedTuple):
 
 
 def _replicate(p: Product) -> Callable[[], Tensor]:
-    a, weight = _start(p.a_shard, None, p.group), p.weight.start("replicate")
+    a, weight = p.start_whole_a(), p.weight.start("replicate")
 
     def finish() -> Tensor:
         c = p.gemm(a, weight, "replicate", p.bias)
@@ -184,24 +134,24 @@ def _replicate(p: Product) -> Callable[[], Tensor]:
 
 
 def _rows(p: Product) -> Callable[[], Tensor]:
-    a, weight = _start(p.a_shard, p.row_sizes, p.group), p.weight.start("rows")
+    a, weight = p.start_rows_of_a(), p.weight.start("rows")
 
     def finish() -> Tensor:
         c = p.gemm(a, weight, "rows", p.bias)
-        return c if p.scatter_rows else _gather(c, 0, p.a_shard.shape[0], p.group)
+        return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group)
 
     return finish
 
 
 def _cols(p: Product) -> Callable[[], Tensor]:
-    a, weight, n = _start(p.a_shard, None, p.group), p.weight.start("cols"), p.weight.cols
+    a, weight, n = p.start_whole_a(), p.weight.start("cols"), p.weight.cols
     col_sizes = split_sizes(n, p.group.size)
 
     def finish() -> Tensor:
         c = p.gemm(a, weight, "cols", None if p.bias is None else p.bias.split(col_sizes)[p.group.rank])
         if p.scatter_rows:
             return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
-        return _gather(c, 1, n, p.group)
+        return gather_uneven(c, 1, n, p.group)
 
     return finish
 
@@ -222,8 +172,8 @@ def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, sc
         a_shard.element_size(),
         weight.is_cached("rows"),
         weight.is_cached("cols"),
-        weight_cache.ahead,
-        weight_cache.keep > 0 and not weight.grad,
+        scheduler.ahead,
+        scheduler.keep > 0 and not weight.grad,
     )
     return _choose(problem, costs_of(a_shard.device))
 
@@ -248,7 +198,7 @@ def explain_choice(
         device: a torch.device, or a name as torch.cuda.get_device_name gives it; None is the current device.
         facts: others of cost_model.Problem's fields: itemsize, rows_cached, cols_cached, ahead, kept.
     """
-    problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": weight_cache.ahead, **facts})
+    problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": scheduler.ahead, **facts})
     return explain(problem, costs_of(device))
 
 

@@ -4,7 +4,7 @@ A layer of a few thousand tokens takes Python longer than the GPU. `graph_layers
 backward by torch.cuda.make_graphed_callables, for which torch and Transformer Engine have the same use, and adds:
 
     arguments   any of tensors, numbers, strings and None, by position or name, as one forward of the model passes them
-    weights     a gather that a layer's graph starts ahead ends in it: `weight_cache.enter` says where a graph begins
+    weights     a gather that a layer's graph starts ahead ends in it: `scheduler.enter` says where a graph begins
     refusals    a graph repeats what was captured, to the same addresses. So what it would get wrong silently is an
                 error, here or in graphed_call.py
     copies      what is returned, and all gradients, are copies, which no later replay overwrites
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..gemm.token_gathers import token_gathers
-from ..gemm.weight_cache import weight_cache
+from ..gemm.scheduler import scheduler
 from .arguments import Call, fill, flatten, reached_leaves
 from .checks import agree, groups_of, on_gpu, problem_with, same
 from .graphed_call import Captured, GraphedForward, Turns, conditions, cpu_randomness, other_conditions
@@ -164,7 +163,7 @@ class _Step:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = fill(self.call.tree, tensors[: len(self.call.tensors)])
-        weight_cache.enter((id(self), "forward"))
+        scheduler.enter((id(self), "forward"))
         with ExitStack() as modes:
             active = list(map(id, _get_current_function_mode_stack()))
             for mode in self._modes:
@@ -215,7 +214,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight_cache.enter((ctx.step, "backward"))
+        scheduler.enter((ctx.step, "backward"))
         return None, *grads
 
 
@@ -248,15 +247,14 @@ def _record(
 @contextmanager
 def _ahead_in_graphs() -> Iterator[None]:
     """Weights are gathered inside the graphs: a kept one would stay what it was when it was captured."""
-    before = weight_cache.keep, weight_cache.ahead_in_graphs
-    weight_cache.clear()
-    token_gathers.clear()
-    weight_cache.keep, weight_cache.ahead_in_graphs = 0, weight_cache.ahead
+    before = scheduler.keep, scheduler.ahead_in_graphs
+    scheduler.clear()
+    scheduler.keep, scheduler.ahead_in_graphs = 0, scheduler.ahead
     try:
         yield
     finally:
-        weight_cache.clear()
-        weight_cache.keep, weight_cache.ahead_in_graphs = before
+        scheduler.clear()
+        scheduler.keep, scheduler.ahead_in_graphs = before
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from ..consistency import agreement
 from ..core import mode
 from ..core.processes import end_with_parent
 from ..gemm.gemm_fn import set_default_gemm_fn
-from ..gemm.token_gathers import token_gathers
-from ..gemm.weight_cache import weight_cache
+from ..gemm.scheduler import scheduler
 from .rank_pool import Outcome, dumps
 
 
@@ -73,8 +72,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
             os.environ[name] = value
     agreement.forget_layers()  # a case that failed may have made more of them on one rank than on another
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    kept, ahead, reuse = weight_cache.keep, weight_cache.ahead, token_gathers.reuse
-    in_graphs = weight_cache.ahead_in_graphs
+    ahead = scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens
     try:
         with mode.set_tp_invariant_mode(state["override"]):
             yield fn, args
@@ -82,10 +80,8 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         set_default_gemm_fn(None)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        weight_cache.keep, weight_cache.ahead, token_gathers.reuse = kept, ahead, reuse
-        weight_cache.ahead_in_graphs = in_graphs
-        weight_cache.clear()
-        token_gathers.clear()
+        scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens = ahead
+        scheduler.clear()
 
 
 def _dump_outcome(outcome: Outcome) -> bytes:

@@ -1,4 +1,4 @@
-"""The cache of gathered weights: what it may serve, what it starts ahead, and what it holds; on one process."""
+"""The scheduler of gathered weights: what it may serve, what it starts ahead, and what it holds; on one process."""
 
 import gc
 import weakref
@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tp_invariant.comm.collectives import Group, Pending
-from tp_invariant.gemm import weight_cache
-from tp_invariant.gemm.weight_cache import WeightCache
-from tp_invariant.gemm.weight_schedule import LIMIT, Phase, Schedule
+from tp_invariant.gemm import scheduler as scheduling
+from tp_invariant.gemm.scheduler import LIMIT, Phase, Schedule, Scheduler
 from tp_invariant.testing import assert_bitwise_equal
 
 GROUP = Group(None, 0, 2)
@@ -30,14 +29,23 @@ class Layout:
         return sum(w is weight and early in (None, e) for w, e in self.started)
 
 
+@pytest.fixture(autouse=True)
+def gathers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            scheduling, "start_weight", lambda weight, layout, *, early, **_: layout.start(weight, early=early)
+        )
+        yield
+
+
 def weight_of(value):
     return torch.nn.Parameter(torch.full((2, 3), float(value)))
 
 
-def take(cache, weight, layout, grad=True):
+def take(scheduler, weight, layout, grad=True):
     """As gemm/owner_maps.py does: what is wanted, then what comes next."""
-    result = cache.take(weight, layout, grad=grad).wait()
-    cache.run_ahead(layout.group)
+    result = scheduler.take_weight(weight, layout, grad=grad).wait()
+    scheduler.start_next_weight(layout.group)
     return result
 
 
@@ -58,13 +66,13 @@ class _Take(torch.autograd.Function):
 
 def test_clearing_forgets_everything():
     group = Group(None, 0, 2)
-    cache, weight, layout, alive = WeightCache(keep=1), weight_of(1), Layout(group), weakref.ref(group)
-    take(cache, weight, layout)
-    cache.prefetch(weight, Layout(group))
+    scheduler, weight, layout, alive = Scheduler(keep=1), weight_of(1), Layout(group), weakref.ref(group)
+    take(scheduler, weight, layout)
+    scheduler.prefetch_weight(weight, Layout(group))
     del layout, group
     gc.collect()
     assert alive() is not None, "the control"
-    cache.clear()
+    scheduler.clear()
     gc.collect()
     assert alive() is None, "nor does it keep a group, and so a process group, for a weight that lives on"
 
@@ -73,21 +81,21 @@ def test_clearing_forgets_everything():
 
 
 def test_a_prefetched_weight_is_used_once():
-    cache, weight, layout = WeightCache(), weight_of(1), Layout()
-    cache.prefetch(weight, layout)
-    assert (layout.count(weight), cache.holds(weight, layout)) == (1, True)
-    cache.prefetch(weight, layout)
+    scheduler, weight, layout = Scheduler(), weight_of(1), Layout()
+    scheduler.prefetch_weight(weight, layout)
+    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (1, True)
+    scheduler.prefetch_weight(weight, layout)
     assert layout.count(weight) == 1, "already on its way"
-    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
-    assert (layout.count(weight), cache.holds(weight, layout)) == (1, False)
-    take(cache, weight, layout)
+    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
+    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (1, False)
+    take(scheduler, weight, layout)
     assert layout.count(weight) == 2, "keep=0 keeps nothing"
 
 
 def test_a_kept_weight_is_gathered_once():
-    cache, weight, layout = WeightCache(keep=1), weight_of(1), Layout()
+    scheduler, weight, layout = Scheduler(keep=1), weight_of(1), Layout()
     for _ in range(3):
-        assert_bitwise_equal(take(cache, weight, layout), weight.detach())
+        assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
     assert layout.count(weight) == 1
 
 
@@ -103,68 +111,68 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("how", ["prefetched", "kept", "ahead"])
 def test_a_change_invalidates(change, how):
-    cache, first, weight, layout = WeightCache(2 if how == "kept" else 0), weight_of(0), weight_of(1), Layout()
+    scheduler, first, weight, layout = Scheduler(2 if how == "kept" else 0), weight_of(0), weight_of(1), Layout()
     if how == "prefetched":
-        cache.prefetch(weight, layout)
+        scheduler.prefetch_weight(weight, layout)
     elif how == "kept":
-        take(cache, weight, layout)
+        take(scheduler, weight, layout)
     else:
         for used in (first, weight, first):  # weight came after first, so it is started
-            take(cache, used, layout)
+            take(scheduler, used, layout)
         assert layout.count(weight, early=True) == 1
-    assert cache.holds(weight, layout)
+    assert scheduler.holds_weight(weight, layout)
     before = layout.count(weight)
     with torch.no_grad():
         change(weight)
-    assert not cache.holds(weight, layout)
-    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
+    assert not scheduler.holds_weight(weight, layout)
+    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
     assert layout.count(weight, early=False) >= 1
     assert layout.count(weight) == before + 1
 
 
 def test_an_optimizer_step_invalidates():
-    cache, weight, layout = WeightCache(keep=2), weight_of(1), Layout()
-    before = take(cache, weight, layout)
+    scheduler, weight, layout = Scheduler(keep=2), weight_of(1), Layout()
+    before = take(scheduler, weight, layout)
     weight.grad = torch.ones(2, 3)
     torch.optim.SGD([weight], lr=0.5).step()
-    assert_bitwise_equal(take(cache, weight, layout), before - 0.5)
+    assert_bitwise_equal(take(scheduler, weight, layout), before - 0.5)
     assert layout.count(weight) == 2
 
 
 def test_prefetching_again_after_a_change_replaces_the_stale_entry():
-    cache, weight, layout = WeightCache(), weight_of(1), Layout()
-    cache.prefetch(weight, layout)
+    scheduler, weight, layout = Scheduler(), weight_of(1), Layout()
+    scheduler.prefetch_weight(weight, layout)
     with torch.no_grad():
         weight.add_(1)
-    cache.prefetch(weight, layout)
+    scheduler.prefetch_weight(weight, layout)
     assert layout.count(weight) == 2
-    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
+    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
     assert layout.count(weight) == 2
 
 
 def test_the_least_recently_used_goes_first():
-    cache, layout = WeightCache(keep=2, ahead=False), Layout()
+    scheduler, layout = Scheduler(keep=2, ahead=False), Layout()
     weights = [weight_of(i) for i in range(3)]
     for i in (0, 1, 0, 2):  # 1 is the one not used for longest when 2 comes
-        take(cache, weights[i], layout)
-    assert [cache.holds(w, layout) for w in weights] == [True, False, True]
+        take(scheduler, weights[i], layout)
+    assert [scheduler.holds_weight(w, layout) for w in weights] == [True, False, True]
     assert [layout.count(w) for w in weights] == [1, 1, 1]
 
 
 def test_layouts_are_kept_apart():
-    cache, weight, layouts = WeightCache(keep=4), weight_of(1), [Layout() for _ in range(4)]
+    scheduler, weight, layouts = Scheduler(keep=4), weight_of(1), [Layout() for _ in range(4)]
     for layout in layouts:
-        assert not cache.holds(weight, layout)
-        take(cache, weight, layout)
+        assert not scheduler.holds_weight(weight, layout)
+        take(scheduler, weight, layout)
     assert [layout.count(weight) for layout in layouts] == [1] * 4
 
 
 def test_clear_forgets_everything():
-    cache, weight, layout = WeightCache(keep=2), weight_of(1), Layout()
-    take(cache, weight, layout)
-    cache.clear()
-    assert not cache.holds(weight, layout)
-    take(cache, weight, layout)
+    scheduler, weight, layout = Scheduler(keep=2), weight_of(1), Layout()
+    take(scheduler, weight, layout)
+    scheduler.clear()
+    assert not scheduler.holds_weight(weight, layout)
+    take(scheduler, weight, layout)
     assert layout.count(weight) == 2
 
 
@@ -172,19 +180,19 @@ def test_inference_tensors_are_never_kept():
     """They have no version that would tell when they change."""
     with torch.inference_mode():
         weight = torch.ones(2, 3)
-    cache, layout = WeightCache(keep=2), Layout()
-    cache.prefetch(weight, layout)
-    assert (layout.count(weight), cache.holds(weight, layout)) == (0, False)
+    scheduler, layout = Scheduler(keep=2), Layout()
+    scheduler.prefetch_weight(weight, layout)
+    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (0, False)
     for _ in range(2):
-        take(cache, weight, layout)
-    assert (layout.count(weight), cache.holds(weight, layout)) == (2, False)
+        take(scheduler, weight, layout)
+    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (2, False)
 
 
 def test_another_tensor_at_the_same_id_is_not_confused():
-    cache, layout = WeightCache(keep=8), Layout()
+    scheduler, layout = Scheduler(keep=8), Layout()
     storage = torch.ones(2, 3)
     weight = storage.detach()
-    take(cache, weight, layout)
+    take(scheduler, weight, layout)
     address = id(weight)
     layout.started.clear()
     del weight
@@ -197,8 +205,8 @@ def test_another_tensor_at_the_same_id_is_not_confused():
         others.append(again)
     else:
         pytest.fail("no tensor came to the same id")
-    assert not cache.holds(again, layout)
-    take(cache, again, layout)
+    assert not scheduler.holds_weight(again, layout)
+    take(scheduler, again, layout)
     assert layout.count(again) == 1
 
 
@@ -209,7 +217,7 @@ class Model:
     """Layers' weights used as in training: forward in order, backward from the last; `recompute` repeats forwards."""
 
     def __init__(self, layers=3, recompute=False, **options):
-        self.cache, self.recompute = WeightCache(**options), recompute
+        self.scheduler, self.recompute = Scheduler(**options), recompute
         self.row, self.column = Layout(), Layout()
         self.weights = [(weight_of(2 * i), weight_of(2 * i + 1)) for i in range(layers)]
 
@@ -222,12 +230,12 @@ class Model:
         for row, column in self.weights:
 
             def forward(row=row):
-                assert_bitwise_equal(take(self.cache, row, self.row), row.detach())
+                assert_bitwise_equal(take(self.scheduler, row, self.row), row.detach())
 
             def backward(row=row, column=column):
                 if self.recompute:
-                    assert_bitwise_equal(take(self.cache, row, self.row), row.detach())
-                assert_bitwise_equal(take(self.cache, column, self.column), column.detach())
+                    assert_bitwise_equal(take(self.scheduler, row, self.row), row.detach())
+                assert_bitwise_equal(take(self.scheduler, column, self.column), column.detach())
 
             y = _Take.apply(y, forward, backward)
         y.backward()
@@ -255,17 +263,17 @@ def test_all_but_the_first_are_started_ahead(recompute, through_data):
             assert (needed, ahead) == (1, uses - 1)
         else:
             assert uses <= needed + ahead <= uses + 1
-        assert not model.cache._early, "nothing is on its way when a step is over"
+        assert not model.scheduler._early, "nothing is on its way when a step is over"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
     model = Model()
-    model.cache.ahead_in_graphs = ahead
+    model.scheduler.ahead_in_graphs = ahead
     model.step()
-    monkeypatch.setattr(weight_cache, "_capturing", lambda weight: True)
+    monkeypatch.setattr(scheduling, "_capturing", lambda weight: True)
     assert [model.step() for _ in range(2)] == [(1, 5) if ahead else (6, 0)] * 2
-    assert not model.cache._early, "all that was started in the graph has been taken in it"
+    assert not model.scheduler._early, "all that was started in the graph has been taken in it"
     monkeypatch.undo()
     assert model.step() == (1, 5)
 
@@ -273,20 +281,20 @@ def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_gather_does_not_pass_the_border_of_a_graph(monkeypatch, inside):
     """Neither one that eager work has started into the graph, nor one of a capture that failed out of it."""
-    cache, first, second, layout = WeightCache(ahead_in_graphs=True), weight_of(1), weight_of(2), Layout()
+    scheduler, first, second, layout = Scheduler(ahead_in_graphs=True), weight_of(1), weight_of(2), Layout()
     for weight in (first, second) * 2:
-        take(cache, weight, layout)
+        take(scheduler, weight, layout)
     started = layout.count(second)
-    monkeypatch.setattr(weight_cache, "_capturing", lambda weight: inside)
-    take(cache, first, layout)
+    monkeypatch.setattr(scheduling, "_capturing", lambda weight: inside)
+    take(scheduler, first, layout)
     assert layout.count(second, early=True) and layout.count(second) == started + 1
-    (early,) = cache._early.values()
-    monkeypatch.setattr(weight_cache, "_capturing", lambda weight: not inside)
-    assert not cache.holds(second, layout)
-    assert_bitwise_equal(take(cache, second, layout), second.detach())
+    (early,) = scheduler._early.values()
+    monkeypatch.setattr(scheduling, "_capturing", lambda weight: not inside)
+    assert not scheduler.holds_weight(second, layout)
+    assert_bitwise_equal(take(scheduler, second, layout), second.detach())
     assert layout.count(second) == started + 2
-    cache.clear()
-    assert early.pending.waited != inside and not cache._early, "of a failed capture there is nothing to wait for"
+    scheduler.clear()
+    assert early.pending.waited != inside and not scheduler._early, "of a failed capture there is nothing to wait for"
 
 
 def test_ahead_off_starts_nothing():
@@ -304,12 +312,12 @@ def test_an_optimizer_drops_what_is_on_its_way():
                     p.data.sub_(1)
 
     def run(step):
-        cache, layout, a, b = WeightCache(), Layout(), weight_of(1), weight_of(2)
+        scheduler, layout, a, b = Scheduler(), Layout(), weight_of(1), weight_of(2)
         for used in (a, b, a):
-            take(cache, used, layout)
-        assert cache.holds(b, layout)
+            take(scheduler, used, layout)
+        assert scheduler.holds_weight(b, layout)
         step(b)
-        return take(cache, b, layout), b.detach()
+        return take(scheduler, b, layout), b.detach()
 
     got, want = run(lambda b: ThroughData([b], lr=1.0).step())
     assert_bitwise_equal(got, want)
@@ -318,15 +326,15 @@ def test_an_optimizer_drops_what_is_on_its_way():
 
 
 def test_a_deviation_costs_a_gather_and_no_more():
-    cache, layout = WeightCache(), Layout()
+    scheduler, layout = Scheduler(), Layout()
     a, b, c, other = (weight_of(i) for i in range(4))
     for used in (a, b, c, a, b):
-        take(cache, used, layout)
-    assert cache.holds(c, layout)
-    assert_bitwise_equal(take(cache, other, layout), other.detach())
-    assert not cache.holds(c, layout), "what is not used next is dropped"
+        take(scheduler, used, layout)
+    assert scheduler.holds_weight(c, layout)
+    assert_bitwise_equal(take(scheduler, other, layout), other.detach())
+    assert not scheduler.holds_weight(c, layout), "what is not used next is dropped"
     for used in (a, b, c) * 3:
-        assert_bitwise_equal(take(cache, used, layout), used.detach())
+        assert_bitwise_equal(take(scheduler, used, layout), used.detach())
     assert layout.started[-1][0] is c
     assert layout.started[-1][1], "back in step"
 

@@ -1,0 +1,519 @@
+"""What is gathered ahead of its use, or kept after it: weights, and the tokens of activations.
+
+The owner maps and the layers' formulas ask `scheduler` for what they need next, and it asks nothing of them. What will
+be needed it knows from the calls before.
+
+    weights   A step uses the same weights in the same order again and again. The scheduler writes that order down, and
+              while one weight is used the gather of the next one runs, beside the GEMM of the first. At most two
+              gathered weights are alive then: the one in use and the one on its way.
+    tokens    Under sequence parallelism a column-parallel layer gathers its input's tokens, and again in backward for
+              its weight's gradient, rather than keep them. Layers that read one activation (q, k and v; gate and up)
+              share its gather. The last activation that was gathered is held until another one is, it dies, or the
+              layer is through that was the last to ask for it the time before. In forward each row-parallel layer
+              learns which column-parallel layer was called before it (`tokens_before`); in backward it starts that
+              one's gather, which then runs beside its own products.
+
+That is a matter of speed alone, and safe:
+
+    bits      What was gathered early serves only while the tensor is the same at the same autograd version. A weight
+              serves only the very next use; `Schedule` says over which stretches of a program none is foreseen, and an
+              optimizer's step drops what is on its way. A layer gets one gather of an activation once: if it asks
+              again, the tensor may be a buffer that holds another step's values, written by something that raises no
+              version (a receive, a kernel of the user's). Inference tensors have no version: they are neither held nor
+              gathered early.
+    hangs     Whether a gather starts is a function of the calls before it, which all ranks of a group share, and of
+              versions, which ranks of one program share. It is started where all ranks pass in the same order. When an
+              activation dies ranks need not share, where it waits for the garbage collector: so its death frees memory
+              and changes nothing that decides, and a layer's input that a later backward may gather is held by a strong
+              reference.
+    memory    A result is allocated on the stream that starts its gather and is used on the stream that waits for it;
+              the collective itself starts after what that first stream has queued. What is dropped is waited for first,
+              so its memory is not given away while bytes still arrive. A shared gather may lie in a lent buffer
+              (comm/peer_copies.py). A layer launches all that reads it before another asks, so it is released when the
+              next one does: at a place of the program that ranks share, which the death of a tensor need not be.
+    graphs    While a CUDA graph is captured nothing that is under way outside it is used: weights and tokens are
+              gathered inside the graph, or weights are kept ones. A kept one stays alive as long as the process, for
+              replays read it; when its weight changes, capture again. Inside it a gather starts early only with
+              `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use is captured too
+              only the caller knows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdRef
+
+from ..comm.collectives import Group, Pending, is_capturing
+from ..comm.moves import start_exchange_rows, start_gather_dim, start_gather_major
+from ..core.layout import split_sizes
+
+# --- the order of uses ----------------------------------------------------------------------------------------------
+
+# Forgets everything after so many uses and learns again: a hundred steps of a large model. Some megabytes at most where
+# each use is of a new tensor (under autocast, say).
+LIMIT = 16384
+
+
+class Phase(Enum):
+    """Where in a program a weight is used."""
+
+    INFERENCE = 0  # outside backward, gradients off
+    FORWARD = 1  # outside backward, gradients on
+    BACKWARD = 2
+
+
+class Schedule:
+    """The order in which gathered weights are used. `note` each use; `expected` says what comes next.
+
+    Writes down every use and looks up where it has seen the last two before: what came next then is expected now. A
+    first step is all new; from the second on each use is foreseen, also where activation checkpointing uses a forward's
+    weights again in the middle of backward, and after a deviation (another branch, an evaluation) the place is found
+    again after two rounds at most.
+
+    What it answers depends on the uses alone. They come in the same order on every rank of a group, since each of them
+    is a collective of that group, so all ranks expect the same.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        self._round: set[Hashable] = set()
+        self._phase: tuple[Phase, int] | None = None
+
+    def _forget(self) -> None:
+        self._seen: list[tuple[Hashable, Phase]] = []
+        self._next_place: dict[tuple, int] = {}  # (use,) and (use before, use) -> where what followed them stands
+        self._place: int | None = None  # of what is expected next
+
+    def note(self, use: Hashable, phase: Phase, task: int = -1) -> None:
+        """`use` happens now; `task` tells one backward from another."""
+        if (phase, task) != self._phase or use in self._round:
+            self._round.clear()
+        self._phase = phase, task
+        self._round.add(use)
+        if len(self._seen) >= LIMIT:
+            self._forget()
+        pair = self._seen[-1][0] if self._seen else None, use
+        if self._place is not None and self._place < len(self._seen) and self._seen[self._place][0] == use:
+            self._place += 1
+        else:
+            self._place = self._next_place.get(pair, self._next_place.get((use,)))
+        self._seen.append((use, phase))
+        self._next_place[pair] = self._next_place[(use,)] = len(self._seen)
+
+    def expected(self) -> Hashable | None:
+        """What is used next, None where that is unknown or must not be read yet.
+
+        Optimizers and weight loading may write weights between one pass over a model and the next, through `.data`
+        too, which raises no version. So what is expected must belong to the same pass: not after the end of a backward,
+        not what this pass has used already (then the next pass begins), and gradients on or off as now. From a forward
+        into its backward is fine: autograd needs the weights unchanged in between anyway.
+        """
+        if self._place is None or self._place >= len(self._seen) or self._phase is None:
+            return None
+        use, phase = self._seen[self._place]
+        now = self._phase[0]
+        same_pass = use not in self._round if phase == now else (now, phase) == (Phase.FORWARD, Phase.BACKWARD)
+        return use if same_pass else None
+
+
+# Which backward this thread is inside of, -1 outside.
+_backward_task = torch._C._current_graph_task_id
+
+
+def _phase_of(task: int, grad: bool) -> Phase:
+    return Phase.BACKWARD if task != -1 else Phase.FORWARD if grad else Phase.INFERENCE
+
+
+# --- what is wanted -------------------------------------------------------------------------------------------------
+
+
+class WeightLayout(NamedTuple):
+    """What is wanted of a weight that is sharded along `k_dim`: "whole", or all of K of this rank's "cols"."""
+
+    part: str
+    k_dim: int
+    group: Group
+
+
+def start_weight(weight: Tensor, layout: WeightLayout, *, early: bool, lend: bool, for_graphs: bool) -> Pending:
+    """Starts moving [P, ...weight's shape], or [P, N/P, K/P]; the options are those of comm/moves.py."""
+    local, group = weight.detach(), layout.group
+    early = early and weight.is_cuda
+    if layout.part == "whole":
+        return start_gather_major(local, group, early=early, lend=lend, for_graphs=for_graphs)
+    local = local if layout.k_dim == 1 else local.t()
+    sizes = split_sizes(local.shape[0], group.size)
+    return start_exchange_rows(local, sizes, group, early=early, lend=lend, for_graphs=for_graphs)
+
+
+class _Use:
+    """One layout of one weight: the same object as long as the weight lives, so that it is compared at no cost."""
+
+    __slots__ = ("layout", "weight")
+
+    def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
+        self.weight, self.layout = WeakIdRef(weight), layout
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A gathered weight, or one on its way."""
+
+    use: _Use
+    state: tuple
+    task: int
+    pending: Pending
+    captured: bool = False  # started inside a CUDA graph that was being captured, to be used there
+
+
+@dataclass(slots=True)
+class TokenUse:
+    """The input of one call of a column-parallel layer whose backward will gather x's tokens: None once it has."""
+
+    x: Tensor | None
+    dim: int
+    group: Group
+
+
+@dataclass(slots=True)
+class _SharedTokens:
+    """A gather of an activation's tokens, for all layers that read it. Its users are known on when the tensor dies."""
+
+    key: tuple
+    pending: Pending | None  # None once the activation is dead
+    users: list[tuple] = field(default_factory=list)  # who took it, in order
+
+
+def _state(weight: Tensor) -> tuple:
+    return weight._version, weight.data_ptr(), weight.shape, weight.dtype
+
+
+def _name(x: Tensor, dim: int, group: Group) -> tuple:
+    return WeakIdRef(x), x._version, dim, group
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _end(pending: Pending) -> None:
+    """For what is dropped: its memory is free once nothing writes to it."""
+    pending.wait()
+    pending.release()
+
+
+class Scheduler:
+    """See the module. Its public name is `tp_invariant.owners.weight_cache`.
+
+    A gathered weight is used only while the weight is the same tensor at the same autograd version: optimizers, `copy_`
+    and other in-place operations raise the version. Writes through `.data` do not: after them call `clear()` where
+    weights are kept, or where they come between two layers of one pass over a model. All ranks must agree on what is
+    kept, which they do when they run the same program.
+
+        keep    how many gathered weights stay after use; the least recently used goes first
+        ahead   whether the next weight's gather starts by itself while one is used
+        ahead_in_graphs     so too while a CUDA graph is captured. For graphs that hold whole passes over a model: a
+                forward, or a forward and its backward. In one that ends between two layers a gather would be left
+                over, and CUDA refuses the capture as having unjoined work: call `clear()` after a capture that failed.
+        share_tokens        whether layers that read the same activation share one gather of its tokens
+    """
+
+    def __init__(
+        self, keep: int = 0, ahead: bool = True, ahead_in_graphs: bool = False, share_tokens: bool = True
+    ) -> None:
+        self.keep, self.ahead, self.ahead_in_graphs, self.share_tokens = keep, ahead, ahead_in_graphs, share_tokens
+        # weights
+        self._uses: dict[tuple[int, WeightLayout], _Use] = {}  # by the weight's id
+        self._entries: OrderedDict[_Use, _Entry] = OrderedDict()  # kept ones, and those that were prefetched
+        # what was started without being asked for: one for a group, and for whether a CUDA graph is being captured
+        self._early: dict[tuple[Group, bool], _Entry] = {}
+        self._schedules: dict[Group, Schedule] = {}
+        self._captured: list[Tensor] = []
+        self._watching = False
+        # tokens
+        self._shared: _SharedTokens | None = None
+        self._let_go: tuple | None = None  # key and user of what its last user let go
+        self._last_user: dict[tuple, bool] = {}  # whether a user is the last to ask: never again if once followed
+        self._spent: list[Pending] = []  # let go and not yet released
+        self._captured_tokens: tuple[tuple, Pending] | None = None  # started in a capture, for the next to take
+        self._called: dict[Group, TokenUse | None] = {}  # the last column-parallel call that may have a backward
+
+    def __reduce__(self) -> str:  # the process's only one, by name: a function sent to another process finds that one's
+        return "scheduler"
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def holds_weight(self, weight: Tensor, layout: WeightLayout) -> bool:
+        """Whether `layout` of `weight` as it is now is here or on its way."""
+        if weight.is_inference():  # has no version to go by
+            return False
+        use, early = self._use(weight, layout), self._early.get((layout.group, _capturing(weight)))
+        return self._serves(early, use, weight) or self._serves(self._entries.get(use), use, weight)
+
+    def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
+        """Starts gathering `layout` of `weight` unless it is already here or on its way."""
+        for use in [use for use in self._entries if use.weight() is None]:  # of weights that are gone
+            self._drop(use)
+        if weight.is_inference() or self.holds_weight(weight, layout) or _capturing(weight):
+            return
+        use = self._use(weight, layout)
+        self._drop(use)
+        self._entries[use] = _Entry(use, _state(weight), -1, self._start(weight, layout, early=True))
+
+    def take_weight(self, weight: Tensor, layout: WeightLayout, *, grad: bool = False) -> Pending:
+        """`layout` of `weight`: the gather that is kept or on its way where it is current; else one starts now.
+
+        `grad`: whether gradients are on (inside an autograd function torch says that they are off).
+        """
+        if weight.is_inference():
+            return self._start(weight, layout, early=False)
+        use = self._use(weight, layout)
+        kept, capturing = self._entries.get(use), _capturing(weight)
+        if capturing:
+            if kept is not None and self._serves(kept, use, weight):
+                self._captured.append(kept.pending.result)
+                return _there(kept.pending.result)
+            if not self.ahead_in_graphs:
+                return self._start(weight, layout, early=False)
+        task = _backward_task()
+        schedule = self._schedules.get(layout.group)
+        if schedule is None:
+            schedule = self._schedules[layout.group] = Schedule()
+        schedule.note(use, _phase_of(task, grad), task)
+        entry = self._early.get((layout.group, capturing))
+        if self._serves(entry, use, weight):
+            del self._early[layout.group, capturing]
+        else:
+            self._drop_early(layout.group, capturing)
+            entry = None
+        if capturing:
+            return self._start(weight, layout, early=False) if entry is None else entry.pending
+        if entry is None and self._serves(kept, use, weight):
+            entry = kept
+        if entry is not kept or not self.keep:
+            self._drop(use, unless=entry)
+        if entry is None:
+            entry = _Entry(use, _state(weight), -1, self._start(weight, layout, early=False))
+        if self.keep:
+            entry.task, entry.pending.for_all_streams = -1, True
+            self._entries[use] = entry
+            self._entries.move_to_end(use)
+            while len(self._entries) > self.keep:
+                self._drop(next(iter(self._entries)))
+        return entry.pending
+
+    def start_next_weight(self, group: Group) -> None:
+        """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
+        schedule = self._schedules.get(group)
+        use: Any = schedule.expected() if schedule is not None and self.ahead else None
+        if not isinstance(use, _Use):  # unknown, or where a graph begins
+            return
+        weight, layout = use.weight(), use.layout
+        # FSDP frees the storage of what is not in use
+        if weight is None or weight.untyped_storage().nbytes() == 0:
+            return
+        capturing = _capturing(weight)
+        if (capturing and not self.ahead_in_graphs) or self.holds_weight(weight, layout):
+            return
+        if not self._watching:  # optimizers of others write through .data
+            self._watching = True
+            register_optimizer_step_pre_hook(lambda *_: self._drop_all_early())
+        self._drop_early(group, capturing)
+        pending = self._start(weight, layout, early=True)
+        self._early[group, capturing] = _Entry(use, _state(weight), _backward_task(), pending, capturing)
+
+    def _start(self, weight: Tensor, layout: WeightLayout, *, early: bool) -> Pending:
+        # a kept weight would hold a lent buffer for good
+        return start_weight(weight, layout, early=early, lend=not self.keep, for_graphs=self.ahead_in_graphs)
+
+    def _use(self, weight: Tensor, layout: WeightLayout) -> _Use:
+        key = id(weight), layout
+        use = self._uses.get(key)
+        if use is None or use.weight() is not weight:  # a weight that is gone may have had this id
+            if len(self._uses) >= LIMIT:
+                self._uses = {key: use for key, use in self._uses.items() if use.weight() is not None}
+            use = self._uses[key] = _Use(weight, layout)
+        return use
+
+    def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
+        if entry is None or entry.use is not use or entry.state != _state(weight):
+            return False
+        if self.keep and entry.pending.lent:  # started before `keep` was set
+            return False
+        if entry.task not in (-1, _backward_task()):  # started by itself inside another backward
+            return False
+        return entry.pending.waited or entry.captured == _capturing(weight)
+
+    def _drop(self, use: _Use, unless: _Entry | None = None) -> None:
+        entry = self._entries.pop(use, None)
+        if entry is not None and entry is not unless:
+            _end(entry.pending)
+
+    def _drop_early(self, group: Group, capturing: bool) -> None:
+        entry = self._early.pop((group, capturing), None)
+        if entry is not None:
+            _end(entry.pending)
+
+    def _drop_all_early(self) -> None:
+        """All that can be waited for here; what was left over in a capture that failed is nothing to wait for."""
+        capturing = is_capturing()
+        for group, inside in list(self._early):
+            if inside == capturing:
+                self._drop_early(group, inside)
+            elif inside:
+                del self._early[group, inside]
+
+    # --- tokens -----------------------------------------------------------------------------------------------------
+
+    def take_tokens(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
+        """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of.
+
+        To be released by it once it is read if `for_taker`; otherwise it is shared.
+        """
+        self._release_spent()
+        key = self._tokens_key(x, dim, group)
+        if group.size == 1 or not self.share_tokens or key is None or user.is_inference():
+            return self._take_alone(x, dim, group)
+        shared, asks = self._shared, (WeakIdRef(user), _backward_task() != -1)
+        if shared is None or shared.pending is None or shared.key != key or asks in shared.users:
+            self._drop_tokens()
+            pending = start_gather_dim(x, dim, group)
+            shared = _SharedTokens(key, pending)
+        else:
+            pending = shared.pending
+        before = shared.users[-1] if shared.users else None
+        if self._let_go is not None and self._let_go[0] == key:
+            before = self._let_go[1]
+        if before not in (None, asks):
+            self._last_user[before] = False
+        shared.users.append(asks)
+        self._shared, self._let_go = shared, None
+        if self._last_user.get(asks):
+            self._shared, self._let_go = None, (key, asks)
+            self._spent.append(pending)
+        return pending
+
+    def called_with(self, x: Tensor | None, dim: int, group: Group) -> TokenUse | None:
+        """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held.
+
+        The layer's backward sets `x` of the result to None, so that nobody starts the gather after it. Held here until
+        the group's next call: a weak reference could be alive on one rank and dead on another.
+        """
+        use = self._called[group] = None if x is None else TokenUse(x, dim, group)
+        return use
+
+    def tokens_before(self, group: Group) -> TokenUse | None:
+        """For a row-parallel layer in forward: whose backward comes after its own, as far as the calls tell."""
+        return self._called.get(group)
+
+    def start_tokens(self, use: TokenUse | None) -> None:
+        """Starts the gather that the `take_tokens` of the backward of that call will ask for."""
+        if use is None or use.x is None:
+            return
+        x, dim, group = use.x, use.dim, use.group
+        self._release_spent()
+        if is_capturing():
+            if self.ahead_in_graphs and self.share_tokens and not x.is_inference():
+                self._drop_captured_tokens()
+                self._captured_tokens = _name(x, dim, group), start_gather_dim(x, dim, group)
+            return
+        key = self._tokens_key(x, dim, group)
+        if self.share_tokens and key is not None and (self._shared is None or self._shared.key != key):
+            self._drop_tokens()
+            self._shared = _SharedTokens(key, start_gather_dim(x, dim, group))
+
+    def forget_tokens(self) -> None:
+        """Drops what is shared, and forgets which layers asked for it."""
+        self._release_spent()
+        self._drop_tokens()
+        self._drop_captured_tokens()
+        self._last_user.clear()
+        self._let_go = None
+        self._called.clear()
+
+    def _take_alone(self, x: Tensor, dim: int, group: Group) -> Pending:
+        if not is_capturing():
+            self._drop_tokens()
+        if self._captured_tokens is not None and is_capturing() and self._captured_tokens[0] == _name(x, dim, group):
+            pending, self._captured_tokens = self._captured_tokens[1], None
+        else:
+            self._drop_captured_tokens()
+            pending = start_gather_dim(x, dim, group)
+        pending.for_taker = True
+        return pending
+
+    def _tokens_key(self, x: Tensor, dim: int, group: Group) -> tuple | None:
+        # a captured CUDA graph gathers by itself: what it reads must change when x does
+        if x.is_inference() or _capturing(x):
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+        return WeakIdRef(x, self._forget), x._version, dim, group, stream
+
+    def _forget(self, dead: Any) -> None:
+        shared = self._shared
+        if shared is not None and shared.key[0] is dead and shared.pending is not None:
+            shared.pending.wait()
+            self._spent.append(shared.pending)
+            shared.pending = None
+
+    def _drop_tokens(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        if shared.pending is not None:
+            _end(shared.pending)
+        if shared.users and self._last_user.setdefault(shared.users[-1], True):
+            self._last_user = {user: last for user, last in self._last_user.items() if user[0]() is not None}
+
+    def _drop_captured_tokens(self) -> None:
+        """What nobody took ends within its graph, whose replays would wait for its buffer; of a dead one, nothing."""
+        captured, self._captured_tokens = self._captured_tokens, None
+        if captured is not None and is_capturing():
+            _end(captured[1])
+
+    def _release_spent(self) -> None:
+        if self._spent and is_capturing():
+            return  # a release is no part of the graph
+        for pending in self._spent:
+            pending.release()
+        self._spent.clear()
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def enter(self, place: Hashable) -> None:
+        """Where a CUDA graph of one layer begins, in forward or backward: what comes before is not in it.
+
+        `place` stands among the uses of weights from here on, so that nothing is started ahead past it; what came after
+        it the time before starts now.
+        """
+        task = _backward_task()
+        for group, schedule in self._schedules.items():
+            schedule.note(place, _phase_of(task, torch.is_grad_enabled()), task)
+            self.start_next_weight(group)
+        self._called.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, also what was learnt of the order of calls."""
+        self._drop_all_early()
+        for use in list(self._entries):
+            self._drop(use)
+        self._schedules.clear()
+        self._uses.clear()
+        self.forget_tokens()
+
+
+def _there(result: Tensor) -> Pending:
+    pending = Pending(result, None)
+    pending.wait()
+    return pending
+
+
+scheduler = Scheduler()
