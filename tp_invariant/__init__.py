@@ -21,6 +21,7 @@ from .layers.grad_norm import clip_grad_norm_
 from .layers.layernorm_linear import LayerNormLinear
 from .layers.linear import Linear
 from .layers.parallel_norm import ParallelNorm
+from .layers.replicate import replicate_
 from .layers.vocab_embedding import VocabParallelEmbedding
 from .version import __version__
 
@@ -47,6 +48,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "parallelize",
+    "replicate_",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",
     "testing",

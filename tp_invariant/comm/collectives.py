@@ -25,6 +25,9 @@ from . import wire
 class Group:
     """A tensor-parallel group as the layers see it: who I am in it and how many we are. size 1 needs no process group.
 
+    mesh: the 1-D DeviceMesh that it was given as. Parameters over it are DTensors on that mesh. The ranks are the same
+    with it or without, so groups that differ in nothing else are equal.
+
     Copying a module or a parameter copies its Group by reference: process groups cannot be copied. A pickled Group
     holds the name and the ranks, and becomes the process group of that name and these ranks where it is unpickled; one
     that is not there gives a Group that says so as soon as it is used. torch.load(.., weights_only=True) takes it too.
@@ -33,6 +36,7 @@ class Group:
     process_group: dist.ProcessGroup | None = field(repr=False)
     rank: int
     size: int
+    mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
     def __hash__(self) -> int:  # what dataclass would make takes all fields, and layers ask at every call
         return hash(self.process_group)
@@ -100,7 +104,8 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
             )
         if tp_group.get_coordinate() is None:
             raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
-        tp_group = tp_group.get_group()
+        group = tp_group.get_group()
+        return Group(group, dist.get_rank(group), dist.get_world_size(group), tp_group)
     # torch hands ranks outside a new group a placeholder that is no ProcessGroup
     if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))

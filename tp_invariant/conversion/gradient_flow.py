@@ -94,6 +94,7 @@ def _is_alone(node: Any) -> bool:
 
 def _rule_of(node: Any) -> _Rule | None:
     function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
+    function = getattr(function, "of_plain", function)
     rule = _RULES.get(function)  # type: ignore[arg-type]
     if rule is not None and _is_alone(node):
         return None

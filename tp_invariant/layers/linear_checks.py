@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..consistency.agreement import Agreed, check_agreement, refuse
 from ..core.compiled import constant
+from ..core.dtensors import is_dtensor, local_of
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import OwnerMap, ParallelMode
@@ -106,6 +107,11 @@ class CheckedCalls(ShardedModule, nn.Linear):
         return f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})"
 
     def _main_grad(self) -> MainGrad:
+        if is_dtensor(self.weight):
+            raise ValueError(
+                f"fuse_wgrad_accumulation=True of {self._name} on rank {self.group.rank} needs a weight that is a plain "
+                "tensor: give tp_group as a ProcessGroup (mesh.get_group())"
+            )
         return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
 
     def _check_call(self, x: Tensor, weight_dtype: torch.dtype, more: Callable[[], None] | None = None) -> bool:
@@ -124,7 +130,7 @@ class CheckedCalls(ShardedModule, nn.Linear):
             raise
 
     def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
-        features = self.weight.shape[1] if self.input_is_parallel else self.in_features
+        features = local_of(self.weight).shape[1] if self.input_is_parallel else self.in_features
         if x.dim() < 2 or x.shape[-1] != features:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least "

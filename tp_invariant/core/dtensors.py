@@ -1,0 +1,130 @@
+"""Parameters that are DTensors: read without dispatch, and given gradients that are DTensors too.
+
+A DTensor carries its local tensor as an attribute, which costs nothing to read; `to_local` and `from_local` cost a
+hundred times as much and make another tensor at every call, under which nobody would recognise the weight. So an
+autograd function is given the DTensor itself, which autograd knows, computes with its local tensor, and wraps the local
+gradient with the DTensor's own spec. `with_dtensors` makes such a function of one that knows plain tensors alone.
+
+torch counts the writes to a DTensor (`_version`), and not those to its local tensor that come through the DTensor: an
+optimizer's step, `copy_`. What goes by the version of a weight (gemm/weight_cache.py) has the local tensor. So
+`local_of` passes the count on, and after an optimizer's step so is that of all its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_is_known: dict[type, bool] = {Tensor: False, nn.Parameter: False, type(None): False}
+
+
+def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
+    kind = type(x)
+    known = _is_known.get(kind)
+    return _is_of_dtensors(kind) if known is None else known
+
+
+def _is_of_dtensors(kind: type) -> bool:
+    from torch.distributed.tensor import DTensor  # slow to import, and here already if x is one
+
+    found = issubclass(kind, DTensor)
+    if not torch.compiler.is_compiling():
+        _is_known[kind] = found
+    return found
+
+
+def local_of(x: Any) -> Any:
+    """The local tensor of a DTensor, always the same object and outside of autograd; anything else as it is."""
+    if not is_dtensor(x):
+        return x
+    local = x._local_tensor
+    if torch.compiler.is_compiling() or x.is_inference() or local.is_inference():
+        return local
+    version = x._version
+    if version != getattr(local, "_version_of_dtensor", 0):
+        local._version_of_dtensor = version  # type: ignore[attr-defined]
+        increment_version(local)
+    return local
+
+
+def as_local(x: Any) -> Any:
+    """The local tensor of a DTensor for torch's own operators: a new view of it, whose gradient becomes x's."""
+    if not is_dtensor(x):
+        return x
+    if torch.compiler.is_compiling():
+        return x.to_local()
+    return _Local.apply(x) if x.requires_grad and torch.is_grad_enabled() else local_of(x)
+
+
+def _wrapped(grad: Tensor, like: Any) -> DTensor:
+    """A local gradient as that of `like`, by the constructor that torch's own operators use."""
+    return type(like)(grad, like._spec, requires_grad=False)
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.x = x
+        local = local_of(x)
+        return local.view_as(local)  # autograd writes into what is returned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return _wrapped(grad.contiguous(), ctx.x)
+
+
+def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """`function` for arguments some of which are DTensors: it sees their local tensors, and gives local gradients.
+
+    A node of the graph is one of `function` too (`_backward_cls`), and `of_plain` says which.
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        dtensors, plain = [], list(args)
+        for place, x in enumerate(args):
+            if is_dtensor(x):
+                plain[place] = local_of(x)
+                dtensors.append((place, x, 0 if x.is_inference() else x._version))
+        ctx.dtensors = dtensors
+        return function.forward(ctx, *plain)
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        for place, x, version in ctx.dtensors:
+            if not x.is_inference() and x._version != version:
+                raise RuntimeError(
+                    f"argument {place} of {function.__name__}, a DTensor of shape {tuple(x.shape)}, has been written to "
+                    f"between forward and backward (it is at version {x._version}, and was at {version}): its gradient "
+                    "would be wrong. Step the optimizer after the backward"
+                )
+        found = list(function.backward(ctx, *grads))
+        for place, x, _ in ctx.dtensors:
+            if found[place] is not None:
+                found[place] = _wrapped(found[place], x)
+        return tuple(found)
+
+    name = function.__name__
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    other: Any = type(name, (function,), {**methods, "of_plain": function})
+    parts = {"_forward_cls": other, "_autograd_function_id": other._backward_cls._autograd_function_id}
+    other._backward_cls = type(f"{name}Backward", (function._backward_cls,), parts)  # type: ignore[attr-defined]
+    return other
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a layer's call a weight may be gathered ahead, which goes by the version as well."""
+    if not torch.compiler.is_compiling():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                local_of(p)
+
+
+register_optimizer_step_post_hook(_after_step)
