@@ -7,7 +7,7 @@ Activations are [..., features] or [rows, features]; see core/layout.py for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,9 +51,10 @@ class Group:
         group = self.process_group
         if group is None:
             return Group, (None, self.rank, self.size)
+        mesh = () if self.mesh is None else (self.mesh,)
         if isinstance(group, _Elsewhere):
-            return _unpickled_group, (group.name, group.ranks, self.rank)
-        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank)
+            return _unpickled_group, (group.name, group.ranks, self.rank, *mesh)
+        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank, *mesh)
 
 
 class _Elsewhere:
@@ -71,13 +72,13 @@ class _Elsewhere:
         )
 
 
-def _unpickled_group(name: str, ranks: list[int], rank: int) -> Group:
+def _unpickled_group(name: str, ranks: list[int], rank: int, mesh: DeviceMesh | None = None) -> Group:
     if dist.is_available() and dist.is_initialized():
         for process_group in c10d._world.pg_map:
             if str(process_group.group_name) == name and dist.get_process_group_ranks(process_group) == ranks:
-                return resolve_group(process_group)
+                return replace(resolve_group(process_group), mesh=mesh)
     missing: Any = _Elsewhere(name, ranks)
-    return Group(missing, rank, len(ranks))
+    return Group(missing, rank, len(ranks), mesh)
 
 
 torch.serialization.add_safe_globals([Group, _unpickled_group])

@@ -88,6 +88,9 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
     A node of the graph is one of `function` too (`_backward_cls`), and `of_plain` says which.
     """
 
+    # without its own once_differentiable, which is around it all
+    local_backward = getattr(function.backward, "__wrapped__", function.backward)
+
     def forward(ctx: Any, *args: Any) -> Any:
         dtensors, plain = [], list(args)
         for place, x in enumerate(args):
@@ -101,11 +104,11 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         for place, x, version in ctx.dtensors:
             if not x.is_inference() and x._version != version:
                 raise RuntimeError(
-                    f"argument {place} of {function.__name__}, a DTensor of shape {tuple(x.shape)}, has been written to "
-                    f"between forward and backward (it is at version {x._version}, and was at {version}): its gradient "
-                    "would be wrong. Step the optimizer after the backward"
+                    f"argument {place} of {function.__name__}, a DTensor of shape {tuple(x.shape)}, has been written "
+                    f"to between forward and backward (version {x._version} is not {version}): its gradient would be "
+                    "wrong. Step the optimizer after the backward"
                 )
-        found = list(function.backward(ctx, *grads))
+        found = list(local_backward(ctx, *grads))
         for place, x, _ in ctx.dtensors:
             if found[place] is not None:
                 found[place] = _wrapped(found[place], x)
@@ -115,7 +118,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
     other: Any = type(name, (function,), {**methods, "of_plain": function})
     parts = {"_forward_cls": other, "_autograd_function_id": other._backward_cls._autograd_function_id}
-    other._backward_cls = type(f"{name}Backward", (function._backward_cls,), parts)  # type: ignore[attr-defined]
+    other._backward_cls = type(f"{name}Backward", (function._backward_cls,), parts)
     return other
 
 

@@ -221,7 +221,9 @@ class Linear(CheckedCalls):
         if self.parallel_mode is not None and stride > 1 and weight is not None:
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
-            check_divides(local_of(weight).shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
+            check_divides(
+                local_of(weight).shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride"
+            )
         if stride > 1 and self.partition_sizes is not None:
             raise ValueError(f"weight.partition_stride={stride} and partition_sizes={self.partition_sizes}: leave one")
         return stride

@@ -109,8 +109,8 @@ class CheckedCalls(ShardedModule, nn.Linear):
     def _main_grad(self) -> MainGrad:
         if is_dtensor(self.weight):
             raise ValueError(
-                f"fuse_wgrad_accumulation=True of {self._name} on rank {self.group.rank} needs a weight that is a plain "
-                "tensor: give tp_group as a ProcessGroup (mesh.get_group())"
+                f"fuse_wgrad_accumulation=True of {self._name} on rank {self.group.rank} needs a weight that is a "
+                "plain tensor: give tp_group as a ProcessGroup (mesh.get_group())"
             )
         return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
 

@@ -4,8 +4,7 @@ Of a layer whose tp_group is a ProcessGroup they are plain tensors with Megatron
 a DeviceMesh they are DTensors on that mesh, whose placements say it:
 
     Shard(dim)                  one piece
-    _StridedShard(dim, S)       partition_stride S: torch's name for a dim that is first cut into S pieces, each of which
-                                is then sharded, which is what a gated layer is
+    _StridedShard(dim, S)       partition_stride S: a dim that is first cut into S pieces, each of which is sharded
     Replicate()                 whole on every rank
 """
 

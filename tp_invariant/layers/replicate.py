@@ -57,8 +57,8 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             plain[name] = parameter
         elif parameter.device_mesh != mesh:
             raise ValueError(
-                f"{name} on rank {group.rank} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}: all parameters "
-                "must be on one"
+                f"{name} on rank {group.rank} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}: all "
+                "parameters must be on one"
             )
     check_same_model(module, group, {}, plain)
     place_whole(module, mesh)
