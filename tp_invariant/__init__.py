@@ -17,6 +17,7 @@ from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
 from .gemm.gemm_fn import set_default_gemm_fn
+from .layers.fsdp import fsdp_placement
 from .layers.grad_norm import clip_grad_norm_
 from .layers.layernorm_linear import LayerNormLinear
 from .layers.linear import Linear
@@ -40,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "data_parallel",
     "determinism",
+    "fsdp_placement",
     "full_optimizer_state_dict",
     "full_state_dict",
     "graphs",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -18,11 +18,11 @@ def mesh_or_group(tp_group, kind):
 
 
 class Model(nn.Module):
-    def __init__(self, tp, seed: int) -> None:
+    def __init__(self, tp, seed: int, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = tpi.VocabParallelEmbedding(30, 16, pad_vocab_to_multiple_of=8, tp_group=tp)
-        self.fc1 = tpi.LayerNormLinear(16, 64, parallel_mode="column", partition_stride=2, tp_group=tp)
+        self.fc1 = tpi.LayerNormLinear(16, 64, bias=bias, parallel_mode="column", partition_stride=2, tp_group=tp)
         self.fc2 = tpi.Linear(32, 16, parallel_mode="row", tp_group=tp)
         self.head = tpi.Linear(16, 32, parallel_mode="column", gather_output=True, bias=False, tp_group=tp)
         self.head.weight = self.embed.weight
@@ -136,11 +136,15 @@ def torchs_state(tp_group, kind, folder):
     states = get_state_dict(model, optimizer)
     text = ""
     try:
-        dcp.save({"model": states[0]}, checkpoint_id=f"{folder}/refused")
+        dcp.save({"model": states[0]}, checkpoint_id=f"{folder}/refused", process_group=tp_group)
     except dcp.CheckpointException as error:
         text = str(error)
     assert (tp_group.size() == 1) != bool(text)
-    dcp.save(tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}), checkpoint_id=f"{folder}/dcp")
+    dcp.save(
+        tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
+        checkpoint_id=f"{folder}/dcp",
+        process_group=tp_group,
+    )
     path = f"{folder}/{tp_group.rank()}.pt"
     torch.save((model.state_dict(), optimizer.state_dict()), path)
     for assign in (False, True):
@@ -172,7 +176,11 @@ def from_dcp(tp_group, kind, folder):
 
     model, optimizer = make(mesh_or_group(tp_group, kind), seed=1, steps=1)
     states = get_state_dict(model, optimizer)
-    dcp.load(tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}), checkpoint_id=f"{folder}/dcp")
+    dcp.load(
+        tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
+        checkpoint_id=f"{folder}/dcp",
+        process_group=tp_group,
+    )
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
     return everything(model, optimizer)
 
@@ -219,3 +227,98 @@ def test_optimizers():
     for size in (1, 2):
         plain = run_ranks(optimized, size, "group")
         testing.assert_bitwise_equal(run_ranks(optimized, size, "mesh"), plain)
+
+
+# --- fully_shard over data parallel ranks -----------------------------------------------------------------------------
+
+
+def refused(kind, call) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def fully_sharded(tp_group, sizes, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    start = testing.full_parameters(Model(mesh["tp"], 0, bias=False))
+    default = Model(mesh["tp"], 0, bias=False)
+    fully_shard(default, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(default.parameters(), lr=1e-2)
+    default(torch.arange(12)).square().sum().backward()
+    calls = [
+        lambda: tpi.clip_grad_norm_(default.parameters(), 1.0),
+        optimizer.step,
+        lambda: tpi.full_state_dict(default),
+        lambda: tpi.checkpoint.as_boxes(default.state_dict()),
+        lambda: testing.full_parameters(default),
+    ]
+    for call in calls:
+        assert "shard_placement_fn=tp_invariant.fsdp_placement" in refused(ValueError, call)
+    biased = Model(mesh["tp"], 0)
+    text = refused(ValueError, lambda: fully_shard(biased, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement))
+    assert "a parameter of shape (64,) is placed as (_StridedShard(dim=0, sf=2),)" in text
+
+    model = Model(mesh["tp"], 0, bias=False)
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+    assert model.fc1.weight.placements[0] == Shard(1)
+    testing.assert_bitwise_equal(testing.full_parameters(model), start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for i in range(2):  # the same tokens on all data parallel ranks: their mean is exact
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        model(torch.randint(30, (12,))).square().sum().backward()
+        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    results.append(testing.full_parameters(model))
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, tensor in found.items():
+        full = results[-1].get(name)
+        if full is not None:
+            testing.assert_bitwise_equal(tensor[: len(full)], full)
+    states = get_state_dict(model, optimizer)
+    dcp.save(tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}), checkpoint_id=folder)
+    return results
+
+
+def alone(tp_group, folder):
+    """The same on one rank without data parallelism; and what fully_sharded wrote."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    tp = mesh_or_group(tp_group, "mesh")
+    model = Model(tp, 0, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for i in range(2):
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        model(torch.randint(30, (12,))).square().sum().backward()
+        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    results.append(testing.full_parameters(model))
+    if folder is not None:
+        other = Model(tp, 1, bias=False)
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        step(other, other_optimizer, 5)
+        states = get_state_dict(other, other_optimizer)
+        dcp.load(
+            tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
+            checkpoint_id=folder,
+            process_group=tp_group,
+        )
+        set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        testing.assert_bitwise_equal(everything(other, other_optimizer), everything(model, optimizer))
+    return results
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_fully_shard(tmp_path, sizes):
+    expected = run_ranks(alone, 1, None)[0]
+    for result in run_ranks(fully_sharded, 8, sizes, str(tmp_path / "dcp")):
+        testing.assert_bitwise_equal(result, expected)
+    run_ranks(alone, 2, str(tmp_path / "dcp"))

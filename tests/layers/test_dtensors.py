@@ -304,10 +304,10 @@ def foreign(tp_group, kind):
         names = list(model.state_dict())
         assert tpi.replicate_(model, tp) is model and list(model.state_dict()) == names
         assert all(type(p) is DTensor for p in model.parameters())
-        assert isinstance(model[2], Foreign) and type(model[2].scale) is torch.Tensor
+        assert isinstance(model[2], Foreign) and type(model[2].scale) is DTensor
         assert dict(model.named_parameters())["2.parts.1"] is model[2].inner._parameters["bias"]  # a tie
         model = copy.deepcopy(model)
-        assert isinstance(model[2], Foreign) and type(model[2].inner.weight) is torch.Tensor
+        assert isinstance(model[2], Foreign) and type(model[2].inner.weight) is DTensor
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     results = []
     for _ in range(2):
@@ -340,8 +340,8 @@ def not_replicated(tp_group):
     torch.manual_seed(0)
     linear = tpi.replicate_(nn.Linear(2, 2), tp)
     again = pickle.loads(pickle.dumps(nn.Sequential(nn.ReLU(), linear.to(torch.bfloat16))))
-    assert isinstance(again[1], nn.Linear) and type(again[1].weight) is torch.Tensor
-    assert again[1]._parameters["weight"].placements == (Replicate(),)
+    assert isinstance(again[1], nn.Linear) and again[1].weight.placements == (Replicate(),)
+    assert type(again(torch.ones(1, 2, dtype=torch.bfloat16))) is torch.Tensor
 
 
 def test_what_cannot_be_replicated():

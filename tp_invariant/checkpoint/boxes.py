@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Size, Tensor
 
-from ..core.dtensors import is_dtensor
+from ..core.dtensors import check_placements, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,14 +37,23 @@ def as_boxes(state_dict: Any) -> Any:
         state_dict: a nest of dicts, lists and tuples.
 
     Raises:
-        ValueError: a DTensor whose pieces are cut again by another mesh dim (fully_shard's default placement).
+        ValueError: a DTensor whose pieces are cut again by another mesh dim (fully_shard's default placement, see
+            `fsdp_placement`), or are not of one size.
     """
     if isinstance(state_dict, Mapping):
         return {key: as_boxes(value) for key, value in state_dict.items()}
     if isinstance(state_dict, (list, tuple)):
         return type(state_dict)(map(as_boxes, state_dict))
     if is_dtensor(state_dict):
-        strides = [getattr(placement, "split_factor", 1) for placement in state_dict.placements]
+        check_placements(state_dict)
+        placements = state_dict.placements
+        dims = [getattr(placement, "dim", None) for placement in placements]
+        # FSDP2's own stride, of a dim that several mesh dims cut, stands for one box
+        alone = [dims.count(dim) == 1 for dim in dims]
+        strides = [
+            getattr(placement, "split_factor", 1) if one else 1
+            for placement, one in zip(placements, alone, strict=True)
+        ]
         return _in_boxes(state_dict, strides) if max(strides) > 1 else state_dict
     return state_dict
 
@@ -81,10 +90,10 @@ def _pieces(tensor: DTensor, strides: list[int]) -> list[tuple[Size, Tensor]]:
     dim, ranks = placement.dim, mesh.size(axis)  # type: ignore[attr-defined]
     others = list(tensor.placements)
     others[axis] = Replicate()
-    if tensor.shape[dim] % (stride * ranks) or any(getattr(other, "dim", None) == dim for other in others):
+    if tensor.shape[dim] % (stride * ranks):
         raise ValueError(
-            f"a DTensor of shape {tuple(tensor.shape)} is placed as {tensor.placements} on {mesh}: its dim {dim}, of "
-            f"which each rank has {stride} pieces, must be cut by one mesh dim alone, into pieces of one size"
+            f"a DTensor of shape {tuple(tensor.shape)} is placed as {tensor.placements} on {mesh}: its dim {dim} must "
+            f"divide into {stride} pieces for each of {ranks} ranks"
         )
     # where the rest of it lies, by the placements without the one of several pieces
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, others)

@@ -25,7 +25,7 @@ from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
 from ..consistency.same_weights import tensor_hash
 from ..core.bits import raw_bytes
-from ..core.dtensors import is_dtensor, local_of
+from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
 
@@ -152,6 +152,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
+        if is_dtensor(value):
+            check_placements(value)
         if is_dtensor(value) and _says_the_same(value, specs.get(id(value), WHOLE)):
             continue
         if is_traceable_wrapper_subclass(value) or value.layout != torch.strided:

@@ -12,13 +12,15 @@ optimizer's step, `copy_`. What goes by the version of a weight (gemm/weight_cac
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -122,6 +124,45 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
     return other
 
 
+# --- what other tools place ------------------------------------------------------------------------------------------
+
+
+def check_placements(x: DTensor) -> None:
+    """Whether torch can put this DTensor's parts together again.
+
+    Raises:
+        ValueError: a dim of which each rank has several pieces (partition_stride) is cut by another mesh dim too, as
+            fully_shard does unless it is told otherwise. The placements then say another order than the parts have, and
+            `full_tensor()` and all that goes by placements give other values, silently.
+    """
+    if x.device_mesh.ndim > 1 and not _are_clear(x.placements, tuple(x.device_mesh.shape)):
+        raise ValueError(
+            f"a parameter of shape {tuple(x.shape)} is placed as {x.placements} on {x.device_mesh}: each rank has "
+            "several pieces of a dim (partition_stride) that fully_shard has cut again, so that torch would put it "
+            "together in another order. Shard another dim over the data parallel ranks: fully_shard(.., "
+            "shard_placement_fn=tp_invariant.fsdp_placement)"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_clear(placements: tuple[Any, ...], sizes: tuple[int, ...]) -> bool:
+    for axis, placement in enumerate(placements):
+        stride = getattr(placement, "split_factor", 1)
+        same = [i for i, other in enumerate(placements) if getattr(other, "dim", None) == getattr(placement, "dim", -1)]
+        # FSDP2's own stride counts the parts that later mesh dims have made
+        if stride > 1 and len(same) > 1 and stride != math.prod(sizes[i] for i in same if i > axis):
+            return False
+    return True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if is_dtensor(p):
+                    check_placements(p)
+
+
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a layer's call a weight may be gathered ahead, which goes by the version as well."""
     if not torch.compiler.is_compiling():
@@ -130,4 +171,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 local_of(p)
 
 
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

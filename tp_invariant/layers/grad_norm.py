@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
 from ..consistency.same_gradients import Question, circles, compare
-from ..core.dtensors import is_dtensor
+from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
@@ -309,6 +309,7 @@ def _check_devices(with_grad: list[_Held], rank: int) -> None:
 
 def _check_dtensor(held: _Held, grad: DTensor, given: Group | None, rank: int) -> None:
     p, mesh = held.parameter, grad.device_mesh
+    check_placements(grad)
     me = dist.get_rank()
     on_mesh = set(mesh.mesh.flatten().tolist())
     own = held.over if held.over.size > 1 else given

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
-from ..core.dtensors import is_dtensor, local_of
+from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 
 if TYPE_CHECKING:
@@ -170,11 +170,19 @@ class ShardSpec:
     padding: int = 0
 
     def full(self, local: Tensor) -> Tensor:
-        """The full tensor, on every rank, from this rank's part, or from a DTensor of it. A collective."""
-        local = local_of(local)
-        if self.dim is None or self.group.size == 1:
+        """The full tensor, on every rank, from this rank's part, or from a DTensor of it. A collective.
+
+        Raises:
+            ValueError: a DTensor whose placements do not say where its parts are (core/dtensors.py).
+        """
+        if is_dtensor(local) and local.device_mesh.ndim > 1 and _is_placed_over(local, self.group):
+            check_placements(local)
+            full = local.full_tensor().detach().clone()
+        elif self.dim is None or self.group.size == 1:
+            local = local_of(local)
             full = local.detach().clone()
         else:
+            local = local_of(local)
             full = unshard(gather_major(local.detach(), self.group), dim=self.dim, stride=self.stride)
         if self.dim is None or not self.padding:
             return full
@@ -247,14 +255,13 @@ class ShardedModule(KeepsAttributes):
     def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
         spec = self.shard_spec(name)
         if is_dtensor(param):
-            if param.device_mesh == spec.group.mesh:
-                wanted = spec.placed(local_of(param)).placements  # type: ignore[attr-defined]
-                if wanted != param.placements:
-                    raise ValueError(
-                        f"{name} of {type(self).__name__} is a DTensor placed as {param.placements} on rank "
-                        f"{spec.group.rank}: it must be placed as {wanted}"
-                    )
-            return param
+            given, wanted = param.placements, spec.placed(local_of(param)).placements  # type: ignore[attr-defined]
+            if param.device_mesh == spec.group.mesh and given != wanted:  # fully_shard's meshes have more dims
+                raise ValueError(
+                    f"{name} of {type(self).__name__} is a DTensor placed as {given} on rank {spec.group.rank}: it "
+                    f"must be placed as {wanted}"
+                )
+            return cast(nn.Parameter, param)
         placed = nn.Parameter(spec.placed(param), param.requires_grad)
         _set_attributes(placed, _attributes(param))
         return placed

@@ -2,12 +2,13 @@
 
 torch's clipping and its optimizers refuse plain parameters and DTensors side by side, so in a model over a DeviceMesh
 each parameter must be a DTensor. A module that is not ours computes with plain tensors. So its class becomes one of the
-same name, in which reading a parameter gives the local tensor, whose gradient arrives at the DTensor. What goes by
-`named_parameters()` or `state_dict()`, as optimizers and checkpoints do, sees the DTensor.
+same name, in which reading a parameter during a forward gives the local tensor, whose gradient arrives at the DTensor.
+Whoever reads it at other times (fully_shard does), or goes by `named_parameters()`, sees the DTensor.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +29,10 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         tpi.replicate_(model, mesh["tp"])
 
     `parallelize` does so by itself. For other models over a DeviceMesh: call it on every rank, before the optimizer is
-    made, as the parameters become other objects. Ties stay. A collective, which compares the ranks' values first. In
-    modules that are not this library's, `module.weight` is then the local tensor, of which autograd knows that it
-    belongs to the DTensor; the DTensor is in `module.named_parameters()`. Such a module sees its class as one derived
-    from it; `isinstance` holds.
+    made, as the parameters become other objects. Ties stay. A collective, which compares the ranks' values first. While
+    the forward of a module that is not this library's runs, its parameters and those of such modules in it read as
+    local tensors, whose gradients arrive at the DTensors. The class of such a module becomes one derived from it, of
+    the same name.
 
     Args:
         mesh: a 1-D DeviceMesh, the one that the model's layers were given as tp_group.
@@ -85,8 +86,20 @@ def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
             child.__class__ = _class_of_views(type(child), tuple(names))
 
 
+class _Forwards:
+    """How many forwards of classes with views this process is inside of."""
+
+    running = 0
+
+
+_forwards = _Forwards()
+
+
 class _View:
-    """In a class, under a parameter's name: the local tensor. What is in an instance's __dict__ comes first."""
+    """In a class, under a parameter's name: inside a forward the local tensor, else the parameter.
+
+    What is in an instance's __dict__ comes first.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,22 +109,37 @@ class _View:
             return self
         if self.name not in module._parameters:
             raise AttributeError(self.name)  # then nn.Module's own __getattr__ is asked
-        return as_local(module._parameters[self.name])
+        parameter = module._parameters[self.name]
+        return as_local(parameter) if _forwards.running else parameter
 
 
-def _class_of_views(base: type, names: tuple[str, ...]) -> type:
+def _class_of_views(base: Any, names: tuple[str, ...]) -> type:
     if (base, names) not in _VIEWS:
 
         def reduce(self: Any, protocol: Any) -> tuple:
             """As of `base`, which can be found by its name."""
-            return _new, (base, names), *base.__reduce_ex__(self, protocol)[2:]  # type: ignore[call-overload]
+            return _new, (base, names), *base.__reduce_ex__(self, protocol)[2:]
 
-        parts = {name: _View(name) for name in names}
-        attributes = {**parts, "__reduce_ex__": reduce, "__module__": base.__module__, "__doc__": base.__doc__}
+        @functools.wraps(base.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _forwards.running += 1
+            try:
+                return base.forward(self, *args, **kwargs)
+            finally:
+                _forwards.running -= 1
+
+        parts: dict[str, Any] = {name: _View(name) for name in names}
+        attributes = {
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+        }
+        attributes |= parts
         _VIEWS[base, names] = type(base.__name__, (base,), attributes)
     return _VIEWS[base, names]
 
 
 def _new(base: type, names: tuple[str, ...]) -> Any:
-    cls = _class_of_views(base, names)
+    cls: Any = _class_of_views(base, names)
     return cls.__new__(cls)
