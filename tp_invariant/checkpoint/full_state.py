@@ -154,6 +154,12 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
         if is_dtensor(value):
             check_placements(value)
+            if value.device_mesh.ndim > 1:
+                raise TypeError(
+                    f"{name} in the model's state dict is a DTensor tensor on several mesh dims, placed as "
+                    f"{value.placements} (fully_shard?): torch.distributed.checkpoint and get_state_dict take it, with "
+                    "tp_invariant.checkpoint.as_boxes"
+                )
         if is_dtensor(value) and _says_the_same(value, specs.get(id(value), WHOLE)):
             continue
         if is_traceable_wrapper_subclass(value) or value.layout != torch.strided:
