@@ -261,6 +261,9 @@ def called(tp_group, kind):
     assert torch.equal(results[-1], results[-2])
     grads = torch.autograd.grad(layer(x)[0].sum(), [layer.weight, layer.layer_norm_weight])
     results.append([layer.shard_spec(n).full(g) for n, g in zip(("weight", "layer_norm_weight"), grads, strict=True)])
+    if tpi.is_tp_invariant_mode_enabled():
+        (once,) = torch.autograd.grad(layer(x)[0].square().sum(), layer.weight, create_graph=True)
+        assert "once_differentiable" in refused(RuntimeError, lambda: once.sum().backward())
     seen = []
     handle = layer.weight.register_hook(lambda grad: seen.append(type(grad)))
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)[0].sum().backward()
