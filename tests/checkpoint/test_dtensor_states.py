@@ -130,7 +130,7 @@ def torchs_state(tp_group, kind, folder):
     for whole in (True, False):
         options = StateDictOptions(full_state_dict=whole)
         other, other_optimizer = make(tp, seed=1, steps=1)
-        states = get_state_dict(model, optimizer, options=options)
+        states = get_state_dict(*make(tp), options=options)  # which shares memory with those
         set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
         results.append(everything(other, other_optimizer))
     states = get_state_dict(model, optimizer)
