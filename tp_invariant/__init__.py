@@ -17,10 +17,12 @@ from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
 from .gemm.gemm_fn import set_default_gemm_fn
+from .layers.fsdp import fsdp_placement
 from .layers.grad_norm import clip_grad_norm_
 from .layers.layernorm_linear import LayerNormLinear
 from .layers.linear import Linear
 from .layers.parallel_norm import ParallelNorm
+from .layers.replicate import replicate_
 from .layers.vocab_embedding import VocabParallelEmbedding
 from .version import __version__
 
@@ -39,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "data_parallel",
     "determinism",
+    "fsdp_placement",
     "full_optimizer_state_dict",
     "full_state_dict",
     "graphs",
@@ -47,6 +50,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "parallelize",
+    "replicate_",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",
     "testing",

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import prune
 
 import tp_invariant as tpi
@@ -854,7 +854,7 @@ def parametrized(tp_group, folder, how):
     elif how == "wrapped":
         mesh = DeviceMesh.from_group(tp_group, "cpu")
         model.whole = nn.Linear(2, 2)
-        model.whole.weight = nn.Parameter(distribute_tensor(model.whole.weight.detach(), mesh))
+        model.whole.weight = nn.Parameter(distribute_tensor(model.whole.weight.detach(), mesh, [Shard(0)]))
     return outcome(lambda: tpi.checkpoint.save(folder, model)), outcome(lambda: tpi.full_state_dict(model))
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.bits import leaves
+from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import ShardSpec
 from .full_state import WHOLE, Entry, gather_entries, model_group, tensor_specs, together
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what its state means
 
@@ -81,12 +85,13 @@ def state_target(
     name: str, key: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, spec: ShardSpec
 ) -> Entry:
     """A new tensor to load one full state tensor into: sharded like its parameter, or a scalar on the CPU."""
-    if shape == Entry(parameter, spec).full_shape:
-        return Entry(torch.zeros_like(parameter, dtype=dtype, requires_grad=False), spec)
+    local = local_of(parameter)
+    if shape == Entry(local, spec).full_shape:
+        return Entry(torch.zeros_like(local, dtype=dtype, requires_grad=False), spec)
     if shape:
         raise ValueError(
             f"the optimizer's state {key!r} of {name} has shape {tuple(shape)} where the parameter has "
-            f"{tuple(Entry(parameter, spec).full_shape)}"
+            f"{tuple(Entry(local, spec).full_shape)}"
         )
     return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
 
@@ -112,9 +117,21 @@ def install_optimizer_state(
             if names[id(parameter)] not in state:
                 continue
             values = {k: v.tensor if isinstance(v, Entry) else v for k, v in state[names[id(parameter)]].items()}
+            if is_dtensor(parameter):
+                values = {k: _like_parameter(v, parameter) for k, v in values.items()}
             if group.get("capturable") or group.get("fused"):  # torch wants `step` on the device then
                 values = {k: v.to(parameter.device) if isinstance(v, Tensor) else v for k, v in values.items()}
             optimizer.state[parameter] = values
+
+
+def _like_parameter(state: Any, parameter: DTensor) -> Any:
+    """State of a DTensor's local shape as a DTensor; scalars (`step`) stay plain."""
+    if not isinstance(state, Tensor) or not state.dim() or state.shape != local_of(parameter).shape:
+        return state
+    from torch.distributed.tensor import DTensor
+
+    where = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(state, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 # --- what there is to save or load ----------------------------------------------------------------------------------
@@ -157,8 +174,9 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
                     f"how they are sharded, so {type(optimizer).__name__} is not supported; use AdamW, say"
                 )
             if isinstance(value, Tensor):
-                value = Entry(value, specs[id(parameter)] if value.shape == parameter.shape else WHOLE)
-                if value.spec is WHOLE and value.tensor.dim() and value.tensor.shape != parameter.shape:
+                like = value.shape == parameter.shape
+                value = Entry(local_of(value), specs[id(parameter)] if like else WHOLE)
+                if not like and value.tensor.dim():
                     raise ValueError(
                         f"the optimizer's state {key!r} of {name} has shape {tuple(value.tensor.shape)}: only tensors "
                         f"of the parameter's own shape {tuple(parameter.shape)} and scalars can be resharded, so "

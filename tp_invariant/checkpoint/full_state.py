@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,12 @@ from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
 from ..consistency.same_weights import tensor_hash
 from ..core.bits import raw_bytes
+from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 WHOLE = ShardSpec(Group(None, 0, 1), None, 1)
@@ -147,7 +151,7 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict, buffers included, with how each tensor is sharded.
 
     Raises:
-        TypeError: something else than plain tensors in it.
+        TypeError: something else than plain tensors in it, and the DTensors of this library's layers and `replicate_`.
         ValueError: see `tensor_specs`; or a sharded parameter that the state dict lacks.
     """
     specs = tensor_specs(model)
@@ -155,6 +159,16 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
+        if is_dtensor(value):
+            check_placements(value)
+            if value.device_mesh.ndim > 1:
+                raise TypeError(
+                    f"{name} in the model's state dict is a DTensor tensor on several mesh dims, placed as "
+                    f"{value.placements} (fully_shard?): torch.distributed.checkpoint and get_state_dict take it, with "
+                    "tp_invariant.checkpoint.as_boxes"
+                )
+            if _says_the_same(value, specs.get(id(value), WHOLE)):
+                continue
         check_dense(f"{name} in the model's state dict", value)
     held = {id(value) for value in state.values()}
     for name, parameter in model.named_parameters():
@@ -164,7 +178,14 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
                 f"the model's state dict has something else in place of {name}, which is sharded (a hook's doing?), "
                 "and does not say how it is"
             )
-    return {name: Entry(tensor, specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
+    return {name: Entry(local_of(tensor), specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
+
+
+def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
+    """Whether a DTensor is whole on every rank where the spec says so, and else is on the mesh of the spec's group."""
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return spec.dim is None or spec.group.size == 1
+    return tensor.device_mesh == spec.group.mesh
 
 
 # --- errors on every rank -------------------------------------------------------------------------------------------

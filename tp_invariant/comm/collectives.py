@@ -7,7 +7,7 @@ Activations are [..., features] or [rows, features]; see core/layout.py for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from . import wire
 class Group:
     """A tensor-parallel group as the layers see it: who I am in it and how many we are. size 1 needs no process group.
 
+    mesh: the 1-D DeviceMesh that it was given as. Parameters over it are DTensors on that mesh. The ranks are the same
+    with it or without, so groups that differ in nothing else are equal.
+
     Copying a module or a parameter copies its Group by reference: process groups cannot be copied. A pickled Group
     holds the name and the ranks, and becomes the process group of that name and these ranks where it is unpickled; one
     that is not there gives a Group that says so as soon as it is used. torch.load(.., weights_only=True) takes it too.
@@ -33,6 +36,7 @@ class Group:
     process_group: dist.ProcessGroup | None = field(repr=False)
     rank: int
     size: int
+    mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
     def __hash__(self) -> int:  # what dataclass would make takes all fields, and layers ask at every call
         return hash(self.process_group)
@@ -47,9 +51,10 @@ class Group:
         group = self.process_group
         if group is None:
             return Group, (None, self.rank, self.size)
+        mesh = () if self.mesh is None else (self.mesh,)
         if isinstance(group, _Elsewhere):
-            return _unpickled_group, (group.name, group.ranks, self.rank)
-        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank)
+            return _unpickled_group, (group.name, group.ranks, self.rank, *mesh)
+        return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank, *mesh)
 
 
 class _Elsewhere:
@@ -67,13 +72,13 @@ class _Elsewhere:
         )
 
 
-def _unpickled_group(name: str, ranks: list[int], rank: int) -> Group:
+def _unpickled_group(name: str, ranks: list[int], rank: int, mesh: DeviceMesh | None = None) -> Group:
     if dist.is_available() and dist.is_initialized():
         for process_group in c10d._world.pg_map:
             if str(process_group.group_name) == name and dist.get_process_group_ranks(process_group) == ranks:
-                return resolve_group(process_group)
+                return replace(resolve_group(process_group), mesh=mesh)
     missing: Any = _Elsewhere(name, ranks)
-    return Group(missing, rank, len(ranks))
+    return Group(missing, rank, len(ranks), mesh)
 
 
 torch.serialization.add_safe_globals([Group, _unpickled_group])
@@ -100,7 +105,8 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
             )
         if tp_group.get_coordinate() is None:
             raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
-        tp_group = tp_group.get_group()
+        group = tp_group.get_group()
+        return Group(group, dist.get_rank(group), dist.get_world_size(group), tp_group)
     # torch hands ranks outside a new group a placeholder that is no ProcessGroup
     if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))

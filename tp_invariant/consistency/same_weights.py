@@ -30,18 +30,21 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     return leaf_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
 
 
-def check_same_model(model: nn.Module, group: Group, facts: Mapping[str, Any]) -> None:
+def check_same_model(
+    model: nn.Module, group: Group, facts: Mapping[str, Any], only: Mapping[str, Tensor] | None = None
+) -> None:
     """Compares the ranks' models, tensor by tensor, and `facts` about what is to be done with them. A collective.
 
-    Tensors on the meta device are left out on ranks that have them there.
+    Tensors on the meta device are left out on ranks that have them there. only: the parameters that are compared; None
+    for all of them, and the buffers.
 
     Raises:
         RuntimeError: the same on every rank; names the first parameters and buffers that differ, and which ranks hold
             which.
     """
     kinds: dict[str, Mapping[str, Tensor]] = {
-        "parameters": dict(model.named_parameters()),
-        "buffers": dict(model.named_buffers()),
+        "parameters": dict(model.named_parameters()) if only is None else only,
+        "buffers": dict(model.named_buffers()) if only is None else {},
     }
     named = {name: t for tensors in kinds.values() for name, t in tensors.items()}
     if group.process_group is None or group.size == 1 or not named:

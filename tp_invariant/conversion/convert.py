@@ -18,6 +18,7 @@ scatter. Positions, masks and logits see the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ..functional.attention_choice import SafeSdpa
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
+from ..layers.replicate import place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
@@ -62,7 +64,8 @@ def parallelize(
     parallelism with its own attention.
 
     Args:
-        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. Of a DeviceMesh every parameter of the model becomes
+            a DTensor on it; modules that stay as they are see their local tensors (`replicate_`).
         plan: {pattern: style or Part}, see plans.py; None takes the plan that a Hugging Face model brings.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token.
@@ -87,7 +90,7 @@ def parallelize(
     group = resolve_group(tp_group)
     full_plan = own_plan(model) if plan is None else plan
 
-    def look(at: nn.Module, gemm_fn: GemmFn | None) -> Survey:
+    def look(at: nn.Module, gemm_fn: GemmFn | None, group: Group = group) -> Survey:
         survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
         survey.run(full_plan)
         return survey
@@ -116,8 +119,11 @@ def parallelize(
         raise error
     if verify:
         bundled_fn = bundled()  # float32 is none of what a gemm_fn of the caller's must take
-        check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn)), example_inputs, group)
+        alike = replace(group, mesh=None)  # plain tensors, which are compared as they are
+        check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike)), example_inputs, group)
     _convert(model, survey)
+    if group.mesh is not None:
+        place_whole(model, group.mesh)
     FirstForward(model, group)
     return model
 

@@ -76,6 +76,7 @@ def _is_alone(node: Any) -> bool:
 def _by_rule(node: Any, states: list[str]) -> str | None:
     """The state of a node's output by what is known of its kind; None where the general rule holds."""
     function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
+    function = getattr(function, "of_plain", function)
     if function in _RULES:
         return None if _is_alone(node) else _RULES[function](node, states)
     place = getattr(function, "__module__", "")

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
+from ..core.dtensors import local_of
 from ..core.elementwise import WholeVectors
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..layers.linear import Linear, check_sizes
 from ..layers.parallel_norm import ParallelNorm, recognise_norm
-from ..layers.parameters import ShardedModule
+from ..layers.parameters import ShardedModule, ShardSpec
 from ..layers.vocab_embedding import VocabParallelEmbedding
 from .feature_blocks import FeatureBlocks, is_norm
 from .plans import EMBEDDING_STYLE, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
@@ -32,7 +33,7 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
     scale_by = 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * self.weight.new_tensor(self.scale_by)
+        return super().forward(ids) * local_of(self.weight).new_tensor(self.scale_by)
 
 
 @dataclass(frozen=True)
@@ -263,8 +264,10 @@ class Survey:
             size_name = "out_features" if options["parallel_mode"] == "column" else "in_features"
             stride = options.get("partition_stride", 1)
             if "partition_sizes" in options:
+                sizes = options["partition_sizes"]
                 try:
-                    check_sizes(options["partition_sizes"], getattr(linear, size_name), self.group.size, size_name)
+                    kept = check_sizes(sizes, getattr(linear, size_name), self.group.size, size_name)
+                    ShardSpec(self.group, 0, kept).check_placed()
                 except ValueError as error:
                     return self._problem(name, str(error))
             self._divides(

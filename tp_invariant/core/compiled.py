@@ -29,6 +29,8 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton as _registry
 
+from .dtensors import as_local, is_dtensor, with_dtensors
+
 _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as long as this does
 
 
@@ -224,6 +226,8 @@ def opaque(
 ) -> Callable[..., Any]:
     """function.apply, and while torch.compile traces a custom op that runs function's forward and backward.
 
+    Tensors may be DTensors: function sees their local tensors (dtensors.py).
+
     Args:
         name: of the op; the name in graphs and profiles.
         tensors: function's first arguments, "x" or "bias?" for one that may be None. The rest are settings.
@@ -310,10 +314,12 @@ def opaque(
         )
         ops.append(op)
     alone, of_ranks = ops
+    of_dtensors = with_dtensors(function)
 
     def apply(*args: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            return function.apply(*args)
+            return (of_dtensors if any(map(is_dtensor, args[:count])) else function).apply(*args)
+        args = (*map(as_local, args[:count]), *args[count:])
         groups: list[str] = []
         sizes: list[int] = []
         settings = []

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.collectives import Group, gather_major, resolve_group
+from ..core.dtensors import is_dtensor
 from ..core.layout import Stride, unshard
 from ..kernels.dtypes import DTYPES
 from ..kernels.select import select
@@ -27,21 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
-    if x is None or type(x) is Tensor:
-        return False
-    from torch.distributed.tensor import DTensor  # slow to import, and here already if x is one
-
-    return isinstance(x, DTensor)
-
-
 def local_part(grad: Tensor) -> Tensor:
     """This rank's part of a gradient, in the same memory, once it has arrived."""
     if type(grad) is Tensor:
         return grad
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    local = grad.to_local() if is_dtensor(grad) else grad
+    local = grad._local_tensor if is_dtensor(grad) else grad
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -90,20 +83,19 @@ def _part(p: Tensor, over: Group) -> _Part:
     grad, own_dim = p.grad, leaf_dim(p)
     dim = own_dim or 0
     if is_dtensor(grad):
-        from torch.distributed.tensor import Shard
-
         shards = mesh_shards(grad)
         if own_dim is None and shards:
             dim = shards[-1][1]
-        kinds = [type(placement) for placement in grad.placements if not placement.is_replicate()]
-        # FSDP2 has a _StridedShard, whose pieces are in another order
-        if kinds == [Shard] and over.size == 1 and dim == shards[0][1]:
+        # several Shards are in an order that is FSDP2's, or the mesh's
+        if len(shards) == 1 and over.size == 1 and dim == shards[0][1]:
             group, size = shards[0][0], grad.shape[dim]
             local = local_part(grad)
             if not local.numel():  # in whatever shape from_local was given it
                 local = local.new_empty([0 if i == dim else n for i, n in enumerate(grad.shape)])
+            stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
             # torch.chunk's rule: full pieces, then one shorter, then none
-            return _Part(local, dim, group, -(-size // group.size), 1, size)
+            if stride == 1 or size % (stride * group.size) == 0:
+                return _Part(local, dim, group, -(-size // group.size), stride, size)
         grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
     grad = local_part(grad)
     rows = grad.shape[dim] if grad.dim() else 1

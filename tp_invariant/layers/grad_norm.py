@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
 from ..consistency.same_gradients import Question, circles, compare
+from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
-from .grad_leaves import ALONE, folded_norm, is_dtensor, leaf_dim, local_part, mesh_shards, scale
+from .grad_leaves import ALONE, folded_norm, leaf_dim, local_part, mesh_shards, scale
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 
 if TYPE_CHECKING:
@@ -308,6 +309,7 @@ def _check_devices(with_grad: list[_Held], rank: int) -> None:
 
 def _check_dtensor(held: _Held, grad: DTensor, given: Group | None, rank: int) -> None:
     p, mesh = held.parameter, grad.device_mesh
+    check_placements(grad)
     me = dist.get_rank()
     on_mesh = set(mesh.mesh.flatten().tolist())
     own = held.over if held.over.size > 1 else given

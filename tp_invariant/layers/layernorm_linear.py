@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.dtensors import as_local
 from ..core.layout import Stride, TokenSharding
 from ..core.options import Normalization, ParallelMode
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
@@ -133,7 +134,11 @@ class LayerNormLinear(Linear):
             self.normalization == "RMSNorm",
             self.zero_centered_gamma,
         )
-        normed = (invariant_norm if invariant else stock_norm)(x, self.layer_norm_weight, self.layer_norm_bias, call)
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        if invariant:
+            normed = invariant_norm(x, gamma, beta, call)
+        else:
+            normed = stock_norm(x, as_local(gamma), as_local(beta), call)
         y = super().forward(normed)
         if not self.return_layernorm_output:
             return y

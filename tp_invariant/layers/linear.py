@@ -15,6 +15,7 @@ from ..comm.call_records import doing
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import Agreed, check_agreement, check_gradient, refuse
 from ..core.compiled import constant, name_of
+from ..core.dtensors import as_local, is_dtensor, local_of
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import OwnerMap, ParallelMode
@@ -213,11 +214,19 @@ class Linear(ShardedModule, nn.Linear):
             stride = self._stride
             if weight is not None and not torch.compiler.is_compiling():
                 self._mark_stand_in("weight", weight, self._spec("weight", stride))
+        if self.group.mesh is not None and stride != self._stride:
+            raise ValueError(
+                f"weight.partition_stride={stride!r} was set on rank {self.group.rank} of a layer that was made with "
+                f"partition_stride={self._stride}, and the placements of its parameters, which are DTensors, say that: "
+                "give it to the constructor, or tp_group as a ProcessGroup (mesh.get_group())"
+            )
         self._stride = _check_stride(stride)
         if self.parallel_mode is not None and stride > 1 and weight is not None:
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
-            check_divides(weight.shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride")
+            check_divides(
+                local_of(weight).shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride"
+            )
         if stride > 1 and self.partition_sizes is not None:
             raise ValueError(f"weight.partition_stride={stride} and partition_sizes={self.partition_sizes}: leave one")
         return stride
@@ -261,7 +270,7 @@ class Linear(ShardedModule, nn.Linear):
             return
         if autocast_dtype(self.weight.device) is not None:  # forward will use another tensor, made then
             return
-        weight = ShardedWeight(self.weight, 1, self._pieces(), self.group)
+        weight = ShardedWeight(local_of(self.weight), 1, self._pieces(), self.group)
         weight.prefetch("cols" if self.owner_map == "cols" else "rows")
 
     @property
@@ -291,6 +300,8 @@ class Linear(ShardedModule, nn.Linear):
         stride = self.partition_sizes or stride
         x, weight, bias = self._autocast(x)
         call, invariant = self._settle(x, weight, bias, stride)
+        if not invariant:  # else the functions of functional/linear.py take them
+            weight, bias = as_local(weight), as_local(bias)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             doing.layer = self._agreed
@@ -313,11 +324,13 @@ class Linear(ShardedModule, nn.Linear):
         dtype = autocast_dtype(x.device)
         if dtype is None:
             return x, self.weight, self.bias
-        return x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        weight, bias = as_local(self.weight), as_local(self.bias)
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
         if bias is None:
             return None
+        bias = as_local(bias)
         if self.gather_output:
             bias = gather_features(bias, self.group, call.stride)
         tokens_sharded = call.sequence_parallel and self.parallel_mode != "column"
@@ -395,6 +408,11 @@ class Linear(ShardedModule, nn.Linear):
         return f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})"
 
     def _main_grad(self) -> MainGrad:
+        if is_dtensor(self.weight):
+            raise ValueError(
+                f"fuse_wgrad_accumulation=True of {self._name} on rank {self.group.rank} needs a weight that is a "
+                "plain tensor: give tp_group as a ProcessGroup (mesh.get_group())"
+            )
         return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
 
     def _check_call(self, x: Tensor, weight_dtype: torch.dtype, more: Callable[[], None] | None = None) -> bool:
@@ -413,7 +431,7 @@ class Linear(ShardedModule, nn.Linear):
             raise
 
     def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
-        features = self.weight.shape[1] if self.input_is_parallel else self.in_features
+        features = local_of(self.weight).shape[1] if self.input_is_parallel else self.in_features
         if x.dim() < 2 or x.shape[-1] != features:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least "

@@ -15,6 +15,7 @@ from ..comm.call_records import doing
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import Agreed, check_agreement, check_gradient, refuse
 from ..core.compiled import plain
+from ..core.dtensors import as_local
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import Normalization
@@ -139,7 +140,10 @@ class ParallelNorm(ShardedModule):
         if not compiling:
             doing.layer = self._agreed
         try:
-            y = (invariant_norm if invariant else stock_norm)(x, weight, self.bias, call)
+            if invariant:
+                y = invariant_norm(x, weight, self.bias, call)
+            else:
+                y = stock_norm(x, as_local(weight), as_local(self.bias), call)
         finally:
             if not compiling:
                 doing.layer = None

@@ -1,4 +1,12 @@
-"""How parameters are sharded: Megatron's attributes on them, and the way from shards to full tensors and back."""
+"""How parameters are sharded: what they say of it, and the way from shards to full tensors and back.
+
+Of a layer whose tp_group is a ProcessGroup they are plain tensors with Megatron's attributes; of one whose tp_group is
+a DeviceMesh they are DTensors on that mesh, whose placements say it:
+
+    Shard(dim)                  one piece
+    _StridedShard(dim, S)       partition_stride S: a dim that is first cut into S pieces, each of which is sharded
+    Replicate()                 whole on every rank
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
+from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group")
 
@@ -29,7 +41,8 @@ def mark_sharded(
 ) -> None:
     """Sets what a parameter says about itself: Megatron-LM's attributes, and the group.
 
-        tensor_model_parallel   whether this rank has a part of it only; False for one on a group of one rank
+        tensor_model_parallel   whether this rank has a part of it only; False for one on a group of one rank, and for
+                                a DTensor on the group's mesh, whose placements say it
         partition_dim           the dim that other degrees shard, also on a group of one; -1 if none does
         partition_stride        in how many stacked pieces of one size a rank holds that dim; 1 with partition_sizes
         partition_sizes         the full sizes of its pieces where they differ, else None; Megatron-LM has no such word
@@ -43,12 +56,19 @@ def mark_sharded(
     """
     group = None if tp_group is None else resolve_group(tp_group)
     alone = group is not None and group.size == 1
-    parameter.tensor_model_parallel = partition_dim is not None and not alone  # type: ignore[attr-defined]
+    placed = group is not None and is_dtensor(parameter) and _is_placed_over(parameter, group)
+    parameter.tensor_model_parallel = partition_dim is not None and not (alone or placed)  # type: ignore[attr-defined]
     parameter.partition_dim = -1 if partition_dim is None else partition_dim  # type: ignore[attr-defined]
     set_stride(parameter, stride if partition_dim is not None or isinstance(stride, int) else 1)
     parameter.tp_group = None if alone else group  # type: ignore[attr-defined]
     if group is not None and not alone:
         _in_use[id(group)] = group
+
+
+def _is_placed_over(parameter: DTensor, group: Group) -> bool:
+    """Whether the ranks of the group are on the DTensor's mesh, so that placements speak of them."""
+    mesh = parameter.device_mesh
+    return mesh is group.mesh or set(ranks_of(group)) <= set(mesh.mesh.flatten().tolist())
 
 
 _in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
@@ -150,14 +170,55 @@ class ShardSpec:
     padding: int = 0
 
     def full(self, local: Tensor) -> Tensor:
-        """The full tensor, on every rank, from this rank's part. A collective."""
-        if self.dim is None or self.group.size == 1:
+        """The full tensor, on every rank, from this rank's part, or from a DTensor of it. A collective.
+
+        Raises:
+            ValueError: a DTensor whose placements do not say where its parts are (core/dtensors.py).
+        """
+        if is_dtensor(local) and local.device_mesh.ndim > 1 and _is_placed_over(local, self.group):
+            check_placements(local)
+            full = local.full_tensor().detach().clone()
+        elif self.dim is None or self.group.size == 1:
+            local = local_of(local)
             full = local.detach().clone()
         else:
+            local = local_of(local)
             full = unshard(gather_major(local.detach(), self.group), dim=self.dim, stride=self.stride)
         if self.dim is None or not self.padding:
             return full
         return full.narrow(self.dim, 0, full.shape[self.dim] - self.padding).clone()
+
+    def check_placed(self) -> None:
+        """Whether a DTensor can say this.
+
+        Raises:
+            ValueError: pieces of different sizes, on a mesh: no placement of torch's says them.
+        """
+        if self.group.mesh is not None and not isinstance(self.stride, int):
+            raise ValueError(
+                f"partition_sizes={self.stride} cannot be had with tp_group as a DeviceMesh: no placement of a DTensor "
+                "says pieces of different sizes. Give a ProcessGroup (mesh.get_group()), which keeps plain tensors, or "
+                "a layer for each piece"
+            )
+
+    def placed(self, local: Tensor) -> Tensor:
+        """This rank's part as a DTensor, in the same memory, on the group's mesh; as it is where that has none.
+
+        Raises:
+            ValueError: see `check_placed`.
+        """
+        mesh = self.group.mesh
+        if mesh is None:
+            return local
+        self.check_placed()
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+        placement: Placement = Replicate()
+        if self.dim is not None:
+            assert isinstance(self.stride, int)
+            placement = Shard(self.dim) if self.stride == 1 else _StridedShard(self.dim, split_factor=self.stride)
+        return DTensor.from_local(local.detach(), mesh, [placement], run_check=False)
 
     def local(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor."""
@@ -173,6 +234,7 @@ class ShardSpec:
 class ShardedModule(KeepsAttributes):
     """What the layers of this library have in common: they can say how each of their own parameters is sharded."""
 
+    group: Group
     SHARDED_PARAMETERS: tuple[str, ...] = ()  # the names that shard_spec knows; others are the user's own
 
     def shard_spec(self, name: str) -> ShardSpec:
@@ -180,10 +242,29 @@ class ShardedModule(KeepsAttributes):
         raise NotImplementedError
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """nn.Module's, and the parameter says what this module knows of it, whatever was there before, or nothing."""
+        """nn.Module's, and the parameter says what this module knows of it, whatever was there before, or nothing.
+
+        On a mesh a plain one, which is this rank's part, becomes another parameter that is a DTensor.
+        """
+        if param is not None and name in self.SHARDED_PARAMETERS and self.group.mesh is not None:
+            param = self._on_mesh(name, param)
         super().register_parameter(name, param)
         if param is not None and name in self.SHARDED_PARAMETERS:
             self._mark(name, param)
+
+    def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
+        spec = self.shard_spec(name)
+        if is_dtensor(param):
+            given, wanted = param.placements, spec.placed(local_of(param)).placements  # type: ignore[attr-defined]
+            if param.device_mesh == spec.group.mesh and given != wanted:  # fully_shard's meshes have more dims
+                raise ValueError(
+                    f"{name} of {type(self).__name__} is a DTensor placed as {given} on rank {spec.group.rank}: it "
+                    f"must be placed as {wanted}"
+                )
+            return cast(nn.Parameter, param)
+        placed = nn.Parameter(spec.placed(param), param.requires_grad)
+        _set_attributes(placed, _attributes(param))
+        return placed
 
     def _mark(self, name: str, tensor: Tensor) -> None:
         """Has `tensor`, the parameter `name` or what stands in for it, say what this module knows."""
@@ -228,6 +309,7 @@ def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...],
 
     Every rank draws the full tensor: seed them all alike, as for any replicated parameter.
     """
+    local = local_of(local)
     full = local.new_empty(full_shape)
     yield full
     with torch.no_grad():

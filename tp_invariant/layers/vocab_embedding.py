@@ -26,6 +26,7 @@ from ..comm.call_records import doing
 from ..comm.collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
 from ..consistency.agreement import Agreed, check_agreement, check_gradient, refuse
 from ..core.compiled import opaque, setting
+from ..core.dtensors import as_local, local_of
 from ..core.layout import check_divides, fresh_view, split_sizes
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
@@ -185,7 +186,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             refuse(error, group, ids.device, self._agreed)
             raise
         call = EmbeddingCall(
-            VocabShard(group, self.num_embeddings, weight.shape[0]),
+            VocabShard(group, self.num_embeddings, local_of(weight).shape[0]),
             self.sequence_dim if sharded else None,
             self.padding_idx,
         )
@@ -207,7 +208,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         if not compiling:
             doing.layer = self._agreed
         try:
-            y = (_vocab_embedding if invariant else _stock_embedding)(weight, ids, call)
+            y = _vocab_embedding(weight, ids, call) if invariant else _stock_embedding(as_local(weight), ids, call)
         finally:
             if not compiling:
                 doing.layer = None

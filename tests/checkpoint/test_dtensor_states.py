@@ -1,0 +1,326 @@
+"""State of models over a DeviceMesh: this library's checkpoints and full state dicts, torch's, and its pickles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.testing import run_ranks
+
+
+def mesh_or_group(tp_group, kind):
+    return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
+
+
+class Model(nn.Module):
+    def __init__(self, tp, seed: int, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = tpi.VocabParallelEmbedding(30, 16, pad_vocab_to_multiple_of=8, tp_group=tp)
+        self.fc1 = tpi.LayerNormLinear(16, 64, bias=bias, parallel_mode="column", partition_stride=2, tp_group=tp)
+        self.fc2 = tpi.Linear(32, 16, parallel_mode="row", tp_group=tp)
+        self.head = tpi.Linear(16, 32, parallel_mode="column", gather_output=True, bias=False, tp_group=tp)
+        self.head.weight = self.embed.weight
+        self.foreign = nn.Linear(16, 16)
+        self.register_buffer("count", torch.zeros(3))
+        if isinstance(tp, DeviceMesh):
+            tpi.replicate_(self, tp)
+
+    def forward(self, ids):
+        gate, up = self.fc1(self.embed(ids)).chunk(2, -1)
+        return self.head(self.foreign(self.fc2(gate.relu() * up)))
+
+
+def step(model, optimizer, seed):
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    model(torch.randint(30, (12,))).square().sum().backward()
+    tpi.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def make(tp, seed=0, steps=2):
+    model = Model(tp, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(steps):
+        step(model, optimizer, i)
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    """After one more step too, so that what the optimizer was given counts."""
+    states = [(tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer))]
+    step(model, optimizer, 99)
+    return [*states, (tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer))]
+
+
+def saved(tp_group, kind, folder):
+    model, optimizer = make(mesh_or_group(tp_group, kind))
+    tpi.checkpoint.save(f"{folder}/ours", model, optimizer)
+    return everything(model, optimizer)
+
+
+def loaded(tp_group, kind, folder, full):
+    """From the folder, and from full states; into a model of other values."""
+    results = []
+    for way in ("folder", "full"):
+        model, optimizer = make(mesh_or_group(tp_group, kind), seed=1, steps=1)
+        if way == "folder":
+            tpi.checkpoint.load(f"{folder}/ours", model, optimizer)
+        else:
+            tpi.load_full_state_dict(model, full[0])
+            tpi.load_full_optimizer_state_dict(model, optimizer, full[1])
+        if kind == "mesh":
+            assert {type(p) for p in model.parameters()} == {DTensor}
+            kinds = {type(s[key]) for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
+            assert kinds == {DTensor}
+        results.append(everything(model, optimizer))
+    return results
+
+
+@pytest.fixture(autouse=True)
+def on():
+    with tpi.set_tp_invariant_mode(True):
+        yield
+
+
+def test_our_checkpoints_and_full_states(tmp_path):
+    """Whoever writes, whoever reads: plain shards or DTensors, at any degree."""
+    expected = None
+    for size, kind in ((1, "group"), (4, "mesh"), (2, "mesh"), (2, "group")):
+        folder = tmp_path / f"{size}{kind}"
+        folder.mkdir()
+        for result in run_ranks(saved, size, kind, str(folder)):
+            expected = expected or result
+            testing.assert_bitwise_equal(result, expected)
+        for other_size, other_kind in {(1, "mesh"), (2, "mesh"), (4, "group" if kind == "mesh" else "mesh")}:
+            for results in run_ranks(loaded, other_size, other_kind, str(folder), expected[0]):
+                testing.assert_bitwise_equal(results, [expected, expected])
+
+
+# --- torch's own ------------------------------------------------------------------------------------------------------
+
+
+def torchs_state(tp_group, kind, folder):
+    """get and set by torch.distributed.checkpoint.state_dict, full and sharded, and what dcp and torch.save wrote."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    tp = mesh_or_group(tp_group, kind)
+    model, optimizer = make(tp)
+    first = everything(*make(tp))
+    full = tpi.full_state_dict(model)
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    padded = {"embed.weight", "head.weight"}  # with the vocabulary's padding, which a DTensor's shape counts
+    for name, tensor in found.items():
+        assert type(tensor) is torch.Tensor
+        rows = full["embed.weight"].shape[0] if name in padded else len(tensor)
+        testing.assert_bitwise_equal(tensor[:rows], full[name][:rows])
+    results = []
+    for whole in (True, False):
+        options = StateDictOptions(full_state_dict=whole)
+        other, other_optimizer = make(tp, seed=1, steps=1)
+        states = get_state_dict(*make(tp), options=options)  # which shares memory with those
+        set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+        results.append(everything(other, other_optimizer))
+    states = get_state_dict(model, optimizer)
+    text = ""
+    try:
+        dcp.save({"model": states[0]}, checkpoint_id=f"{folder}/refused", process_group=tp_group)
+    except dcp.CheckpointException as error:
+        text = str(error)
+    assert (tp_group.size() == 1) != bool(text)
+    dcp.save(
+        tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
+        checkpoint_id=f"{folder}/dcp",
+        process_group=tp_group,
+    )
+    path = f"{folder}/{tp_group.rank()}.pt"
+    torch.save((model.state_dict(), optimizer.state_dict()), path)
+    # alone, what assign=True leaves of other modules' parameters does not say of what group of the pool's it is
+    for assign in (False, True) if tp_group.size() > 1 else (False,):
+        other, other_optimizer = make(tp, seed=1, steps=1)
+        weights, state = torch.load(path, weights_only=True)
+        if assign:
+            tied = weights.pop("head.weight")
+            assert tied.placements == weights["embed.weight"].placements
+            other.load_state_dict(weights, assign=True, strict=False)
+            other.head.weight = other.embed.weight
+            other_optimizer = torch.optim.AdamW(other.parameters())
+        else:
+            other.load_state_dict(weights)
+        other_optimizer.load_state_dict(state)
+        results.append(everything(other, other_optimizer))
+    torch.save(model, path)
+    again = torch.load(path, weights_only=False)
+    assert again.fc1.group.mesh == tp and {type(p) for p in again.parameters()} == {DTensor}
+    ids = torch.arange(30)
+    testing.assert_bitwise_equal(again(ids).detach(), model(ids).detach())
+    for result in results:
+        testing.assert_bitwise_equal(result, first)
+    return first
+
+
+def from_dcp(tp_group, kind, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = make(mesh_or_group(tp_group, kind), seed=1, steps=1)
+    states = get_state_dict(model, optimizer)
+    dcp.load(
+        tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
+        checkpoint_id=f"{folder}/dcp",
+        process_group=tp_group,
+    )
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    return everything(model, optimizer)
+
+
+def test_torchs_state_dicts_and_checkpoints(tmp_path):
+    expected = None
+    for size in (1, 2, 4):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        for result in run_ranks(torchs_state, size, "mesh", str(folder)):
+            expected = expected or result
+            testing.assert_bitwise_equal(result, expected)
+        for other in {1, 2, 4} - {size}:
+            for result in run_ranks(from_dcp, other, "mesh", str(folder)):
+                testing.assert_bitwise_equal(result, expected)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "adamw, one by one": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+def optimized(tp_group, kind):
+    results = {}
+    for name, make_optimizer in OPTIMIZERS.items():
+        model = Model(mesh_or_group(tp_group, kind), 0)
+        optimizer = make_optimizer(model.parameters())
+        for i in range(3):
+            step(model, optimizer, i)
+        results[name] = tpi.full_state_dict(model)
+    own = tpi.clip_grad_norm_(model.parameters(), 1e9)
+    torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    if kind == "mesh":
+        assert type(torchs) is DTensor
+        torch.testing.assert_close(torchs.full_tensor(), own)
+    return results
+
+
+def test_optimizers():
+    """As with plain shards. torch's own clipping is right in value, too."""
+    for size in (1, 2):
+        plain = run_ranks(optimized, size, "group")
+        testing.assert_bitwise_equal(run_ranks(optimized, size, "mesh"), plain)
+
+
+# --- fully_shard over data parallel ranks -----------------------------------------------------------------------------
+
+
+def refused(kind, call) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def fully_sharded(tp_group, sizes, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    start = testing.full_parameters(Model(mesh["tp"], 0, bias=False))
+    default = Model(mesh["tp"], 0, bias=False)
+    fully_shard(default, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(default.parameters(), lr=1e-2)
+    default(torch.arange(12)).square().sum().backward()
+    calls = [
+        lambda: tpi.clip_grad_norm_(default.parameters(), 1.0),
+        optimizer.step,
+        lambda: tpi.checkpoint.as_boxes(default.state_dict()),
+        lambda: testing.full_parameters(default),
+    ]
+    for call in calls:
+        assert "shard_placement_fn=tp_invariant.fsdp_placement" in refused(ValueError, call)
+    text = refused(TypeError, lambda: tpi.full_state_dict(default))
+    assert "embed.weight in the model's state dict is a DTensor tensor on several mesh dims" in text
+    biased = Model(mesh["tp"], 0)
+    text = refused(ValueError, lambda: fully_shard(biased, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement))
+    assert "a parameter of shape (64,) is placed as (_StridedShard(dim=0, sf=2),)" in text
+
+    model = Model(mesh["tp"], 0, bias=False)
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+    assert model.fc1.weight.placements[0] == Shard(1)
+    testing.assert_bitwise_equal(testing.full_parameters(model), start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for i in range(2):  # the same tokens on all data parallel ranks: their mean is exact
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        model(torch.randint(30, (12,))).square().sum().backward()
+        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    results.append(testing.full_parameters(model))
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, tensor in found.items():
+        full = results[-1].get(name)
+        if full is not None:
+            testing.assert_bitwise_equal(tensor[: len(full)], full)
+    states = get_state_dict(model, optimizer)
+    dcp.save(tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}), checkpoint_id=folder)
+    return results
+
+
+def alone(tp_group, folder):
+    """The same on one rank without data parallelism; and what fully_sharded wrote."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    tp = mesh_or_group(tp_group, "mesh")
+    model = Model(tp, 0, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for i in range(2):
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        model(torch.randint(30, (12,))).square().sum().backward()
+        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    results.append(testing.full_parameters(model))
+    if folder is not None:
+        other = Model(tp, 1, bias=False)
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        step(other, other_optimizer, 5)
+        states = get_state_dict(other, other_optimizer)
+        dcp.load(
+            tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
+            checkpoint_id=folder,
+            process_group=tp_group,
+        )
+        set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        testing.assert_bitwise_equal(everything(other, other_optimizer), everything(model, optimizer))
+    return results
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_fully_shard(tmp_path, sizes):
+    expected = run_ranks(alone, 1, None)[0]
+    for result in run_ranks(fully_sharded, 8, sizes, str(tmp_path / "dcp")):
+        testing.assert_bitwise_equal(result, expected)
+    run_ranks(alone, 2, str(tmp_path / "dcp"))
