@@ -102,29 +102,6 @@ def _is_ours(grad: Any) -> bool:
     return sys.getrefcount(grad) <= _ALONE and grad._use_count() <= 1 and grad.is_contiguous()
 
 
-def _accumulated(x: Any, grad: Tensor, node: Any) -> bool:
-    """Does with x.grad what autograd is about to do, where it can be seen that this is nothing else.
-
-    autograd detaches the gradient that it keeps and adds the next one, each by DTensor's dispatch, 20 to 25 us for a
-    parameter on a CPU that takes 120 us for a layer's forward and backward. This takes 4 to 8.
-    """
-    if getattr(node, "variable", None) is not x or x._backward_hooks or x._post_accumulate_grad_hooks:
-        return False
-    old = x.grad
-    if old is not None and (not is_dtensor(old) or old._spec != x._spec or old.dtype != grad.dtype):
-        return False
-    try:
-        if not torch._C._will_engine_execute_node(node):
-            return False
-    except RuntimeError:  # torch.autograd.grad, which returns gradients
-        return False
-    if old is None:
-        x.grad = _wrapped(grad, x)
-    else:
-        old._local_tensor.add_(grad)
-    return True
-
-
 def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """`function` for arguments some of which are DTensors: it sees their local tensors, and gives local gradients.
 
@@ -135,20 +112,19 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
     local_backward = getattr(function.backward, "__wrapped__", function.backward)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        dtensors, plain, edge = [], list(args), 0  # autograd's edges count tensors alone
+        dtensors, plain = [], list(args)
         for place, x in enumerate(args):
             if is_dtensor(x):
                 plain[place] = local_of(x)
-                dtensors.append((place, edge, x, 0 if x.is_inference() else x._version))
-            edge += isinstance(x, Tensor)
+                dtensors.append((place, x, 0 if x.is_inference() else x._version))
         ctx.dtensors = dtensors
         return function.forward(ctx, *plain)
 
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         return (twice if torch.is_grad_enabled() else once)(ctx, *grads)  # for create_graph=True, else off
 
-    def once(ctx: Any, *grads: Tensor, accumulate: bool = True) -> tuple:
-        for place, _, x, version in ctx.dtensors:
+    def once(ctx: Any, *grads: Tensor) -> tuple:
+        for place, x, version in ctx.dtensors:
             if not x.is_inference() and x._version != version:
                 raise RuntimeError(
                     f"argument {place} of {function.__name__}, a DTensor of shape {tuple(x.shape)}, has been written "
@@ -156,19 +132,16 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
                     "wrong. Step the optimizer after the backward"
                 )
         found = list(local_backward(ctx, *grads))
-        for place, edge, x, _ in ctx.dtensors:
+        for place, x, _ in ctx.dtensors:
             grad, found[place] = found[place], None
             if grad is None:
                 continue
             if not _is_ours(grad):
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            if not (accumulate and _accumulated(x, grad, ctx.next_functions[edge][0])):
-                found[place] = _wrapped(grad, x)
+            found[place] = _wrapped(grad, x)
         return tuple(found)
 
-    @once_differentiable
-    def twice(ctx: Any, *grads: Tensor) -> tuple:
-        return once(ctx, *grads, accumulate=False)
+    twice = once_differentiable(once)
 
     name = function.__name__
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
