@@ -147,8 +147,7 @@ def torchs_state(tp_group, kind, folder):
     )
     path = f"{folder}/{tp_group.rank()}.pt"
     torch.save((model.state_dict(), optimizer.state_dict()), path)
-    # alone, what assign=True leaves of other modules' parameters does not say of what group of the pool's it is
-    for assign in (False, True) if tp_group.size() > 1 else (False,):
+    for assign in (False, True):
         other, other_optimizer = make(tp, seed=1, steps=1)
         weights, state = torch.load(path, weights_only=True)
         if assign:
@@ -156,6 +155,7 @@ def torchs_state(tp_group, kind, folder):
             assert tied.placements == weights["embed.weight"].placements
             other.load_state_dict(weights, assign=True, strict=False)
             other.head.weight = other.embed.weight
+            assert all(hasattr(p, "tensor_model_parallel") for p in other.parameters())
             other_optimizer = torch.optim.AdamW(other.parameters())
         else:
             other.load_state_dict(weights)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.collectives import resolve_group
 from ..consistency.same_weights import check_same_model
 from ..core.dtensors import as_local, is_dtensor
-from .parameters import ShardedModule, ShardSpec, is_sharded, mark_sharded
+from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded, mark_sharded
 
 _VIEWS: dict[tuple[type, tuple[str, ...]], type] = {}
 
@@ -136,7 +136,7 @@ def _class_of_views(base: Any, names: tuple[str, ...]) -> type:
             "__doc__": base.__doc__,
         }
         attributes |= parts
-        _VIEWS[base, names] = type(base.__name__, (base,), attributes)
+        _VIEWS[base, names] = type(base.__name__, (KeepsAttributes, base), attributes)
     return _VIEWS[base, names]
 
 
