@@ -23,10 +23,15 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from tp_invariant.functional.norm import LEAF_ROWS
+from tp_invariant.functional.norm import ROWS_PER_SUM
 from tp_invariant.kernels.launch import Launches
 from tp_invariant.kernels.rowwise import norm as kernels
-from tp_invariant.kernels.rowwise.norm import fold_leaves, norm_backward_input, norm_forward, norm_weight_leaves
+from tp_invariant.kernels.rowwise.norm import (
+    fold_partial_sums,
+    norm_backward_input,
+    norm_forward,
+    norm_weight_partial_sums,
+)
 
 ROWS = 8192
 HIDDEN = (1024, 4096, 8192, 16384)
@@ -72,9 +77,11 @@ def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]
     options = dict(rms=rms, zero_centered=False)
 
     def weight_grads() -> None:
-        for leaves in norm_weight_leaves(dy, x, mean, rstd, leaf_rows=LEAF_ROWS, rms=rms, with_bias=not rms):
+        for leaves in norm_weight_partial_sums(
+            dy, x, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=rms, with_bias=not rms
+        ):
             if leaves is not None:
-                fold_leaves(leaves)
+                fold_partial_sums(leaves)
 
     def torch_forward(x: torch.Tensor = x) -> torch.Tensor:
         return F.rms_norm(x, (hidden,), w, EPS) if rms else F.layer_norm(x, (hidden,), w, b, EPS)

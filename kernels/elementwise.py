@@ -1,7 +1,7 @@
-"""What the references for a CPU share: sums and functions whose bits do not depend on where an element lies.
+"""Shared by the references for a CPU: sums and functions whose bits do not depend on an element's position.
 
-torch's CPU kernels take one formula of exp, log or tanh for whole vectors and another for the elements left over, and
-cut large tensors into one piece per thread, anywhere. So: whole vectors, in blocks below the size that is cut.
+torch's CPU kernels compute exp, log or tanh by one formula for full SIMD vectors and by another for the remaining
+elements, and split large tensors among threads at any element. So: full vectors, in blocks that torch does not split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ BLOCK = 1 << 14
 
 
 def in_whole_vectors_(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), which works in place; may overwrite x. Elsewhere than on a CPU it is function(x)."""
+    """function(x) for a function that works in place, in blocks of full vectors; may overwrite x.
+
+    On other devices than a CPU, function is applied to all of x.
+    """
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
@@ -29,7 +32,7 @@ def in_whole_vectors_(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 
 
 def sum_by_halves(x: Tensor) -> Tensor:
-    """Over the last dim, which stays with size 1: the first half plus the second, until one is left.
+    """The sum over the last dim, which is kept with size 1: adds first and second half until one element is left.
 
     The order depends on the size of that dim alone. (torch.sum splits a long row over threads when there are few rows.)
     """

@@ -1,7 +1,7 @@
-"""How kernels of this package are launched: where, and again and again at little cost to the host.
+"""Launching this package's kernels: on which device, and repeatedly at little cost for the host.
 
-Triton works out at every launch which compiled kernel the arguments call for: their types, which are 1 or multiples of
-16, all options. That takes longer than everything else of a launch. A `Launch` does it once.
+At every launch Triton determines which compiled kernel the arguments need, from their types, from which of them are 1
+or multiples of 16, and from all options. This takes longer than the rest of a launch. A `Launch` does it once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # @triton.jit looks at TRITON_INTERPRET when it decorates, that is, when a kernel's module is imported. Setting the
 # variable later changes nothing about the kernels, so what counts is its value here.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_NOTHING = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def interpreting() -> bool:
@@ -28,7 +28,7 @@ def interpreting() -> bool:
     return _INTERPRETED
 
 
-# triton.cdiv and triton.next_power_of_2 can be called in kernels, too, and so take the host 3 us each.
+# triton.cdiv and triton.next_power_of_2 are also callable in kernels, and therefore take the host 3 us each.
 
 
 def cdiv(x: int, y: int) -> int:
@@ -52,13 +52,13 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
         )
     if tensor.device.type != "cuda":
         if _INTERPRETED:
-            return _NOTHING
+            return _NO_CONTEXT
         raise ValueError(
             f"{operation}: the Triton kernel needs CUDA tensors, got device {tensor.device}; allowed: a CUDA device, "
             f"or use {operation} of tp_invariant.kernels.gemm.reference, which runs anywhere"
         )
     if tensor.device.index == torch.cuda.current_device():
-        return _NOTHING
+        return _NO_CONTEXT
     return torch.cuda.device(tensor.device)
 
 
@@ -91,15 +91,14 @@ class _Descriptor:
 # Triton's own launch in Python takes 8 us with three descriptors, 3.4 of them the call into the driver. Of the versions
 # here it is known what lies between; another one is launched the public way.
 _KNOWN_LAUNCHERS = ("3.6.",)
-_MOST_MAPS = 1024  # tensor maps kept for each descriptor of a launch
+_MAX_MAPS = 1024  # tensor maps kept for each descriptor of a launch
 
 
 class Launch:
-    """A kernel bound to its options, which finds its compiled form at the first call and keeps it.
+    """A kernel bound to its options. The first call finds its compiled form, which later calls reuse.
 
-    Its kernel must not specialise on values, and all calls must agree in what is left to specialise on: dtypes, block
-    shapes of descriptors, constexprs, which arguments are None, and the device. Triton's launch hooks (profilers of
-    Triton's own) are not called.
+    The kernel must not specialise on values, and all calls must have the same dtypes, block shapes of descriptors,
+    constexprs, arguments that are None, and device. Triton's launch hooks (used by Triton's profilers) are not called.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Launch:
         maps, key = self._maps[position], (x.data_ptr(), shape, strides)
         arguments = maps.get(key)
         if arguments is None:
-            if len(maps) >= _MOST_MAPS:
+            if len(maps) >= _MAX_MAPS:
                 maps.clear()
             bind_context(x.get_device())
             arguments = maps[key] = tuple(self._expand(_Descriptor(x, shape, strides), self._layouts[position]))

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
-from tp_invariant.core.compiled import at_run_time
+from tp_invariant.core.compiled import as_runtime_op
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional.regions import gather_sequence
 from tp_invariant.gemm import gemm
@@ -206,13 +206,13 @@ def test_calls_of_several_ranks_are_ordered():
 
 
 def test_every_op_says_on_which_device_it_runs():
-    """By a tensor among its arguments: inductor puts an op without one in the wrong place (see at_run_time)."""
+    """By a tensor among its arguments: inductor puts an op without one in the wrong place (see as_runtime_op)."""
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("tp_invariant::")]
     assert len(schemas) > 20
     for schema in schemas:
         assert any(str(a.type) in ("Tensor", "List[Tensor]") for a in schema.arguments), schema
     with pytest.raises(ValueError, match="must take a tensor first"):
-        at_run_time(print, name="without_a_device", arguments="int size")
+        as_runtime_op(print, name="without_a_device", arguments="int size")
 
 
 # --- the gate -------------------------------------------------------------------------------------------------------

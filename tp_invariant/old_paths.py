@@ -12,11 +12,16 @@ import torch
 
 from .comm import collectives
 from .consistency import agreement
+from .core import elementwise
 from .diagnostics import cli
 from .layers import layernorm_linear, linear, parallel_norm, vocab_embedding
 
 for _module in (agreement, cli, collectives, layernorm_linear, linear, parallel_norm, vocab_embedding):
     sys.modules.setdefault(f"{__package__}.{_module.__name__.rpartition('.')[2]}", _module)
+
+# Classes under the names that they had when they were pickled
+agreement.Agreed = agreement.AgreedCalls  # type: ignore[attr-defined]
+elementwise.WholeVectors = elementwise.PositionInvariantActivation  # type: ignore[attr-defined]
 
 torch.serialization.add_safe_globals(  # what torch.load(.., weights_only=True) may call
     [

@@ -53,9 +53,9 @@ from .tiles import (
 
 __all__ = ["backward", "forward"]
 
-_LEAST_COLUMNS = 64
-_MERGED_AT_ONCE = 16  # chunks
-_MOST_SCRATCH = 2**28  # bytes
+_MIN_COLUMNS = 64
+_MERGE_WIDTH = 16  # chunks
+_MAX_SCRATCH = 2**28  # bytes
 
 
 @triton.jit
@@ -202,12 +202,12 @@ def _overlaps(index: int | None) -> bool:
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
-def _most_scratch(cache: int) -> int:
+def _max_scratch(cache: int) -> int:
     """Bytes that a split may take, which is there for speed alone; cache: those of keys and values, if they rule it.
 
     A decode step's are at most about a quarter of these, unless sequences are much shorter than they are said to be.
     """
-    return max(_MOST_SCRATCH, cache // 2)
+    return max(_MAX_SCRATCH, cache // 2)
 
 
 def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> bool:
@@ -246,7 +246,7 @@ def _plan(
     idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
     scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
     cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)
-    most = _most_scratch(cache if shared_tiles == 1 else 0)
+    most = _max_scratch(cache if shared_tiles == 1 else 0)
     split = chunks > 1 and (shared_tiles == 1 or idle) and scratch <= most
     shared, slots = 1, 1
     if split:
@@ -257,7 +257,7 @@ def _plan(
     v_columns = head_dim
     # Where they leave half of the chip idle, programs take halves of the value's columns, each with its own scores. Not
     # in fp32, where a row's weights are summed in an order that the compiler draws from all of a program's shapes.
-    while split and v_columns > _LEAST_COLUMNS and dtype != torch.float32 and index is not None:
+    while split and v_columns > _MIN_COLUMNS and dtype != torch.float32 and index is not None:
         if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
         v_columns //= 2
@@ -288,7 +288,7 @@ def _plan(
         *p.flags, overlap,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # a column for each thread, so that many parts fit
-    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGED_AT_ONCE)
+    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH)
     return _Plan(
         run=launch(_forward_kernel, index, (dtype,), tile, constants),
         k_block=(tile.keys, head_dim),

@@ -176,7 +176,7 @@ class TmaOperands(NamedTuple):
     piece_k: int = 0
 
 
-def _as_it_stands(x: Tensor) -> tuple[Tensor, bool] | None:
+def _tma_layout(x: Tensor) -> tuple[Tensor, bool] | None:
     """x or its transpose, whichever has contiguous rows that TMA can address, and whether it is the transpose."""
     if x.data_ptr() % _ALIGNMENT:
         return None
@@ -199,7 +199,7 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _takes(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
+def _supports_tma(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
     """Whether the device, the dtypes and the row stride of C are right."""
     if not a.is_cuda or a.dtype not in HALF_DTYPES or not _is_hopper(a.device.index):
         return False
@@ -209,11 +209,11 @@ def _takes(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
 def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> TmaOperands | None:
     """What the kernel needs to compute a [M, K] @ b [K, N] (into out), or None where it cannot take them."""
     (m, k), n = a.shape, b.shape[1]
-    if not _takes(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > _MAX_SIDE:
+    if not _supports_tma(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > _MAX_SIDE:
         return None
     if out is not None and (out.data_ptr() % _ALIGNMENT or out.stride(0) < n or out.stride(1) != 1):
         return None
-    a_stands, b_stands = _as_it_stands(a), _as_it_stands(b)
+    a_stands, b_stands = _tma_layout(a), _tma_layout(b)
     if a_stands is None or b_stands is None:
         return None
     return TmaOperands(a_stands[0], b_stands[0], a_stands[1], b_stands[1], m, n, k)
@@ -228,12 +228,12 @@ def rank_major_operands(
     """
     ranks, m, k_local = a.shape
     n = b.shape[2 - b_k_dim]
-    if not _takes(a, n, out_dtype) or not a.is_contiguous() or not b.is_contiguous():
+    if not _supports_tma(a, n, out_dtype) or not a.is_contiguous() or not b.is_contiguous():
         return None
     piece_k, left_over = divmod(k_local, stride)
     if left_over or piece_k % 16 or ranks * max(m, n, k_local) > _MAX_SIDE:
         return None
-    a_stands, b_stands = _as_it_stands(a.view(-1, k_local)), _as_it_stands(b.view(-1, b.shape[2]))
+    a_stands, b_stands = _tma_layout(a.view(-1, k_local)), _tma_layout(b.view(-1, b.shape[2]))
     if a_stands is None or b_stands is None:
         return None
     return TmaOperands(a_stands[0], b_stands[0], False, b_k_dim == 1, m, n, ranks * k_local, ranks, piece_k)
@@ -305,7 +305,7 @@ class _Prepared(NamedTuple):
     others: tuple
 
 
-_MOST_PREPARED = 4096
+_MAX_PREPARED = 4096
 _prepared: dict[tuple, _Prepared] = {}
 
 
@@ -384,7 +384,7 @@ def tma_matmul(
     )  # fmt: skip
     pointer = c if bias is None else bias
     if key is not None and launch.direct:
-        if len(_prepared) >= _MOST_PREPARED:
+        if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         remembered = (pointer.data_ptr(), *others)
         _prepared[key] = _Prepared(

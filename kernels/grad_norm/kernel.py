@@ -1,11 +1,11 @@
-"""What clipping does with gradients in Triton: sums of squares by leaf, their fold, and scaling; many tensors a launch.
+"""The kernels of gradient clipping in Triton: sums of squares by slice, their sum, and scaling; many tensors a launch.
 
-The order of each sum is the one that reference.py states, kept to here with explicit lanes and an explicit
-tree, so that the bits are a CPU's: they follow from no compiler's choice, no tile and no alignment. Kernels run with
+reference.py states the order of each sum. These kernels follow it with explicit lanes and an explicit tree, so that the
+bits equal a CPU's: no choice of the compiler, no tile and no alignment can change them. Kernels run with
 enable_fp_fusion=False.
 
-A model has hundreds of gradients, and a launch for each would take longer than the sums. So one launch takes all of
-one dtype and layout: a table holds where they lie, made anew for each call, and another what they are, kept.
+A model has hundreds of gradients, and one launch for each would take longer than the sums. So one launch processes all
+gradients of one dtype and layout. It reads two tables: their addresses, built for each call, and their shapes, cached.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kept import about_to_read, capturing, refuse_in_capture
+from ..cached_tensors import capturing, hold_until_read, refuse_in_capture
 from ..launch import Launches, cdiv, interpreting, launch_on
 from .reference import FOLDED, LANES, MIX1, MIX2, STEP, check_dims, check_factor, check_tensors, check_vector
 
 _LANES, _LEVELS = tl.constexpr(LANES), tl.constexpr(LANES.bit_length() - 1)
-# How a leaf's elements lie: side by side, one a row, in several stretches; or it has but one.
+# How a slice's elements lie in memory: consecutive; one in each row; in several runs; or the slice has one element.
 _ROWS, _COLUMNS, _STRETCHES, _SINGLE = 0, 1, 2, 3
 _IS_ROWS, _IS_COLUMNS, _IS_SINGLE = tl.constexpr(_ROWS), tl.constexpr(_COLUMNS), tl.constexpr(_SINGLE)
-_LEAVES = {_ROWS: 16, _COLUMNS: 64, _STRETCHES: 16, _SINGLE: 1024}  # of a program
+_SLICES_PER_PROGRAM = {_ROWS: 16, _COLUMNS: 64, _STRETCHES: 16, _SINGLE: 1024}
 _SCALED = 4096  # elements of a program
 _STEP, _MIX1, _MIX2 = tl.constexpr(STEP), tl.constexpr(MIX1), tl.constexpr(MIX2)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,44 +47,44 @@ def _tree(lanes, COUNT: tl.constexpr, LEVELS: tl.constexpr):
 @triton.jit
 def _squares_kernel(
     addresses_ptr, shapes_ptr, tiles_ptr, out_ptr, like_ptr,
-    LEAVES: tl.constexpr, KIND: tl.constexpr, VECTOR: tl.constexpr,
+    SLICES: tl.constexpr, KIND: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     which = tl.load(tiles_ptr + 2 * tile)
-    leaf = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+    indices = tl.load(tiles_ptr + 2 * tile + 1).to(tl.int64) * SLICES + tl.arange(0, SLICES)
     shape = shapes_ptr + 4 * which
-    outer, leaves, inner, at = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3)
+    outer, slices, inner, at = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3)
     x = tl.load(addresses_ptr + which).to(tl.pointer_type(like_ptr.dtype.element_ty))
     if VECTOR > 1:
         x = tl.multiple_of(x, 16)
-        leaves = leaves if KIND == _IS_ROWS else tl.multiple_of(leaves, VECTOR)
+        slices = slices if KIND == _IS_ROWS else tl.multiple_of(slices, VECTOR)
         inner = tl.multiple_of(inner, VECTOR) if KIND == _IS_ROWS else inner
-    inside = leaf < leaves
+    inside = indices < slices
     if KIND == _IS_SINGLE:
-        value = tl.load(x + leaf, mask=inside, other=0).to(tl.float32)
+        value = tl.load(x + indices, mask=inside, other=0).to(tl.float32)
         sums = value * value
     elif KIND == _IS_COLUMNS:
-        lanes = tl.zeros((_LANES, LEAVES), tl.float32)
+        lanes = tl.zeros((_LANES, SLICES), tl.float32)
         for start in tl.range(0, outer, _LANES):
             j = start + tl.arange(0, _LANES)
             part = tl.load(
-                x + j[:, None] * leaves + leaf[None, :], mask=(j < outer)[:, None] & inside[None, :], other=0
+                x + j[:, None] * slices + indices[None, :], mask=(j < outer)[:, None] & inside[None, :], other=0
             )
             value = part.to(tl.float32)
             lanes += value * value
-        sums = _tree(tl.trans(lanes), LEAVES, _LEVELS)
+        sums = _tree(tl.trans(lanes), SLICES, _LEVELS)
     else:
-        lanes = tl.zeros((LEAVES, _LANES), tl.float32)
+        lanes = tl.zeros((SLICES, _LANES), tl.float32)
         for start in tl.range(0, outer * inner, _LANES, loop_unroll_factor=4):
             j = start + tl.arange(0, _LANES)
             if KIND == _IS_ROWS:
-                place = leaf[:, None] * inner + j[None, :]
+                place = indices[:, None] * inner + j[None, :]
             else:
-                place = (j // inner * leaves * inner + j % inner)[None, :] + leaf[:, None] * inner
+                place = (j // inner * slices * inner + j % inner)[None, :] + indices[:, None] * inner
             value = tl.load(x + place, mask=inside[:, None] & (j < outer * inner)[None, :], other=0).to(tl.float32)
             lanes += value * value
-        sums = _tree(lanes, LEAVES, _LEVELS)
-    tl.store(out_ptr + at + leaf, sums, mask=inside)
+        sums = _tree(lanes, SLICES, _LEVELS)
+    tl.store(out_ptr + at + indices, sums, mask=inside)
 
 
 @triton.jit
@@ -143,8 +143,8 @@ _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 
 
 @dataclass(frozen=True)
-class _Together:
-    """Tensors of one launch. tiles: int32 [programs, 2], a tensor's number and which of its programs it is."""
+class _LaunchGroup:
+    """The tensors of one launch. tiles: int32 [programs, 2], the tensor's index and the index of the program in it."""
 
     first: int
     tiles: Tensor
@@ -152,7 +152,7 @@ class _Together:
     vector: int
 
 
-def _group(kinds: Sequence[tuple], programs: Sequence[int], device: torch.device) -> list[_Together]:
+def _group(kinds: Sequence[tuple], programs: Sequence[int], device: torch.device) -> list[_LaunchGroup]:
     """One for each of `kinds`, which end in (.., kind, vector); programs: how many each tensor has."""
     found: dict[tuple, list[int]] = {}
     for i, kind in enumerate(kinds):
@@ -164,33 +164,38 @@ def _group(kinds: Sequence[tuple], programs: Sequence[int], device: torch.device
         if len(numbers):
             which = torch.cat([torch.arange(count, device="cpu") for count in counts])
             tiles = torch.stack([numbers, which], dim=1).to(torch.int32).to(device)
-            groups.append(_Together(members[0], tiles, *kind[-2:]))
+            groups.append(_LaunchGroup(members[0], tiles, *kind[-2:]))
     return groups
 
 
 @functools.lru_cache(maxsize=32)
-def _leaf_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_Together]]:
-    """(number of leaves, int64 [tensors, 4] of outer, leaves, inner, first leaf, launches) of (dtype, outer, leaves,
-    inner, whether the address is a multiple of 16)."""
+def _slice_plan(facts: tuple, device: torch.device) -> tuple[int, Tensor, list[_LaunchGroup]]:
+    """(number of slices, int64 [tensors, 4] of outer, slices, inner, first slice, launches).
+
+    facts: for each tensor (dtype, outer, slices, inner, whether the address is a multiple of 16).
+    """
     refuse_in_capture(device.type, "sums_of_squares")
     shapes, kinds, at = [], [], 0
-    for dtype, outer, leaves, inner, aligned in facts:
-        shapes.append((outer, leaves, inner, at))
-        at += leaves
+    for dtype, outer, slices, inner, aligned in facts:
+        shapes.append((outer, slices, inner, at))
+        at += slices
         if outer * inner == 1:
             kind = _SINGLE
         else:
             kind = _ROWS if outer == 1 else _COLUMNS if inner == 1 else _STRETCHES
         vector = 16 // dtype.itemsize
-        fits = aligned and kind != _STRETCHES and (inner if kind == _ROWS else leaves) % vector == 0
+        fits = aligned and kind != _STRETCHES and (inner if kind == _ROWS else slices) % vector == 0
         kinds.append((dtype, kind, vector if fits else 1))
-    programs = [cdiv(leaves, _LEAVES[kind]) for (_, leaves, _, _), (_, kind, _) in zip(shapes, kinds, strict=True)]
+    programs = [
+        cdiv(slices, _SLICES_PER_PROGRAM[kind]) for (_, slices, _, _), (_, kind, _) in zip(shapes, kinds, strict=True)
+    ]
     return at, _int64(shapes).to(device), _group(kinds, programs, device)
 
 
 @functools.lru_cache(maxsize=32)
-def _scale_plan(facts: tuple, device: torch.device) -> tuple[Tensor, list[_Together]]:
-    """(int64 [tensors] of sizes, launches) of (dtype, size, whether the address is a multiple of 16)."""
+def _scale_plan(facts: tuple, device: torch.device) -> tuple[Tensor, list[_LaunchGroup]]:
+    """(int64 [tensors] of sizes, launches). facts: for each tensor (dtype, size, whether the address is a multiple of
+    16)."""
     refuse_in_capture(device.type, "scale_")
     kinds = [
         (dtype, 0, 16 // dtype.itemsize if aligned and size * dtype.itemsize % 16 == 0 else 1)
@@ -201,7 +206,7 @@ def _scale_plan(facts: tuple, device: torch.device) -> tuple[Tensor, list[_Toget
 
 
 def _on_device(addresses: list[int], device: torch.device) -> Tensor:
-    """int64 [tensors], without waiting for the device."""
+    """int64 [tensors], without making the host wait for the device."""
     if device.type != "cuda":
         return _int64(addresses)
     if capturing(device.type):
@@ -215,20 +220,20 @@ def _int64(values: Sequence, **options: Any) -> Tensor:
 
 
 def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
-    """(outer, leaves, inner) of a contiguous tensor."""
+    """(outer, slices, inner) of a contiguous tensor."""
     shape = x.shape
     if not shape:
         return 1, 1, 1
     return shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel()
 
 
-# --- what this file is for ------------------------------------------------------------------------------------------
+# --- public functions -----------------------------------------------------------------------------------------------
 
 
 def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """fp32 [number of leaves]: one for each index of a tensor's dim, tensor after tensor; one leaf's bits never see
-    another. Arguments and errors as for `sums_of_squares` of reference.py; a copy is made of what is not
-    contiguous."""
+    """fp32 [number of slices]: one sum for each index of a tensor's dim, tensor after tensor; a sum's bits do not
+    depend on other slices. Arguments and errors as for `sums_of_squares` of reference.py; tensors that are not
+    contiguous are copied."""
     check_tensors("sums_of_squares", xs)
     check_dims("sums_of_squares", xs, dims)
     xs = [x.resolve_neg().contiguous() for x in xs]
@@ -238,20 +243,20 @@ def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
         (x.dtype, *_split(x, dim), address % 16 == 0) for x, dim, address in zip(xs, dims, addresses, strict=True)
     )
     with launch_on(_without_memory(xs, addresses), "sums_of_squares"):
-        count, shapes, groups = _leaf_plan(facts, device)
+        count, shapes, groups = _slice_plan(facts, device)
         out = torch.empty(count, dtype=torch.float32, device=device)
         table = _on_device(addresses, device)
-        about_to_read(shapes, *(group.tiles for group in groups))
+        hold_until_read(shapes, *(group.tiles for group in groups))
         for group in groups:
             _squares(
                 device.index, (len(group.tiles),), (table, shapes, group.tiles, out, xs[group.first]),
-                (_LEAVES[group.kind], group.kind, group.vector),
+                (_SLICES_PER_PROGRAM[group.kind], group.kind, group.vector),
             )  # fmt: skip
     return out
 
 
 def fold(v: Tensor) -> Tensor:
-    """The sum of an fp32 vector, 0-dim, as `fold` of reference.py has it."""
+    """The sum of an fp32 vector, 0-dim, as `fold` of reference.py."""
     check_vector("fold", v)
     if not v.numel():
         return v.new_zeros(())
@@ -264,8 +269,8 @@ def fold(v: Tensor) -> Tensor:
 
 
 def digests(xs: Sequence[Tensor]) -> Tensor:
-    """int64 [tensors], as `digests` of reference.py says; each number is mixed with its place and its tensor's,
-    and integers are added, in whatever order."""
+    """int64 [tensors], as `digests` of reference.py: each number is mixed with its position and its tensor's index, and
+    the resulting integers are added, in any order."""
     flat = [x.detach().resolve_neg().contiguous().view(-1).view(_INTEGERS[x.element_size()]) for x in xs]
     out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
     _on_elements("digests", flat, _digest, out)
@@ -273,7 +278,7 @@ def digests(xs: Sequence[Tensor]) -> Tensor:
 
 
 def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies xs in place by factor, as `scale_` of reference.py does."""
+    """Multiplies xs in place by factor, as `scale_` of reference.py."""
     check_tensors("scale_", xs)
     check_factor("scale_", factor, xs)
     # the interpreter does not round to 16 bits as a GPU does
@@ -282,7 +287,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
         for i, x in enumerate(xs)
         if x.is_contiguous() and not x.is_neg() and not (interpreting() and x.dtype.itemsize < 4)
     ]
-    chosen = {dense[at] for at in apart([xs[i] for i in dense])}
+    chosen = {dense[at] for at in without_overlap([xs[i] for i in dense])}
     flat = [xs[i] for i in sorted(chosen)]
     if flat:
         _on_elements("scale_", flat, _scale, factor)
@@ -300,7 +305,7 @@ def _on_elements(operation: str, xs: Sequence[Tensor], launches: Launches, extra
     with launch_on(_without_memory(xs, addresses), operation):
         sizes, groups = _scale_plan(facts, device)
         table = _on_device(addresses, device)
-        about_to_read(sizes, *(group.tiles for group in groups))
+        hold_until_read(sizes, *(group.tiles for group in groups))
         for group in groups:
             launches(
                 device.index, (len(group.tiles),), (table, sizes, group.tiles, extra, xs[group.first]),
@@ -308,9 +313,9 @@ def _on_elements(operation: str, xs: Sequence[Tensor], launches: Launches, extra
             )  # fmt: skip
 
 
-def apart(xs: Sequence[Tensor]) -> list[int]:
-    """Which of xs, contiguous ones, can go in one launch, whose programs run in no order: of those that share memory
-    the one that begins first."""
+def without_overlap(xs: Sequence[Tensor]) -> list[int]:
+    """Indices of xs, contiguous tensors, that can be in one launch, whose programs have no order: of tensors that
+    overlap in memory only the one with the lowest address."""
     end, found = 0, []
     for address, i in sorted((x.data_ptr(), i) for i, x in enumerate(xs)):
         if address >= end:
@@ -320,5 +325,5 @@ def apart(xs: Sequence[Tensor]) -> list[int]:
 
 
 def _without_memory(xs: Sequence[Tensor], addresses: Sequence[int]) -> Tensor:
-    """The tensor to check a launch by: one without memory, if there is one."""
+    """The tensor to pass to launch_on: one without memory, if there is one, so that it raises."""
     return next((x for x, address in zip(xs, addresses, strict=True) if address == 0 and x.numel()), xs[0])

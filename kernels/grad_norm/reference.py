@@ -1,12 +1,12 @@
-"""Sums of squares by leaf, their fold, and scaling, for a CPU: plain torch, the contract and the bits of kernel.py.
+"""Sums of squares by slice, their sum, and scaling, for a CPU: plain torch, the contract and the bits of kernel.py.
 
-A leaf is what a tensor holds at one index of one dim. The order of its sum:
+A slice is the part of a tensor at one index of one dim. The order of its sum:
 
     lanes   lane l of LANES adds the squares of elements l, l + LANES, l + 2 LANES .., each product rounded to fp32
             first; elements in the order in which the tensor has them
     tree    then neighbours: lanes 0 and 1, 2 and 3 .., and so on with the results, until one is left
 
-It depends on the leaf's length alone. Zeros behind the end change nothing, as no sum of squares is -0.0.
+It depends on the slice's length alone. Padding with zeros changes nothing, because no sum of squares is -0.0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..dtypes import DTYPES
 
 LANES = 128
-FOLDED = 4096  # numbers that one step of `fold` makes one of
+FOLDED = 4096  # one step of `fold` reduces so many numbers to one
 
 
 def check_tensors(operation: str, xs: Sequence[Tensor]) -> None:
@@ -73,10 +73,10 @@ def _sum_rows(rows: Tensor, square: bool) -> Tensor:
 
 
 def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """fp32 [number of leaves]: one for each index of a tensor's dim, tensor after tensor.
+    """fp32 [number of slices]: one sum for each index of a tensor's dim, tensor after tensor.
 
-    xs: bfloat16, float16 or float32, any strides, all on one device; dims: one for each, 0 for a tensor without dims,
-    which is one leaf.
+    xs: bfloat16, float16 or float32, any strides, all on one device; dims: one for each tensor, 0 for a tensor without
+    dims, which is one slice.
 
     Raises:
         TypeError: a dtype that is not supported.

@@ -9,8 +9,9 @@ Sums along a row (`norm_forward`, `norm_backward_input`): one program per row. T
 follows from how the compiler spreads a row over threads, and that from the chunk, the warps, the dtypes, and what it
 knows of alignment. So the first two are functions of H, and `_rows` lets it know the same of every tensor of that H.
 
-Sums over rows (the weight gradients): two phases. `norm_weight_leaves` adds the rows of each leaf (a fixed block of
-rows), one after another, and `fold_leaves` adds the leaves, one after another; neither mixes columns.
+Sums over rows (the weight gradients) have two phases. `norm_weight_partial_sums` computes one partial sum for each
+block of a fixed number of rows, adding row by row, and `fold_partial_sums` adds the partial sums one after another.
+Neither mixes columns.
 
 All kernels run in fp32 and are launched with enable_fp_fusion=False: every multiplication and addition rounds on its
 own, so no compiler's choice of where to fuse them can show, and the sums over rows equal a plain loop's in torch.
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
-from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
+from .norm_checks import check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
 LOOP_CHUNK = 8192
@@ -136,18 +137,20 @@ def _backward_kernel(
 
 
 @triton.jit
-def _leaves_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, stride_dy, stride_x, T, H, leaf_rows,
+def _partial_sums_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, stride_dy, stride_x, T, H, rows_per_sum,
     BLOCK: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     # HEADS equal parts of a row have a mean and an rstd each.
-    leaf = tl.program_id(0).to(tl.int64)
+    sum_index = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
     dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     # A column belongs to one thread, which adds the rows in this order whatever BLOCK is.
     # Unrolled, so that loads of several rows are under way at a time.
-    for row in tl.range(leaf * leaf_rows, tl.minimum(leaf * leaf_rows + leaf_rows, T), loop_unroll_factor=4):
+    for row in tl.range(
+        sum_index * rows_per_sum, tl.minimum(sum_index * rows_per_sum + rows_per_sum, T), loop_unroll_factor=4
+    ):
         dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
         part = row if HEADS == 1 else row * HEADS + tl.minimum(cols // (H // HEADS), HEADS - 1)
@@ -156,24 +159,24 @@ def _leaves_kernel(
         dw += dy * (x * tl.load(rstd_ptr + part))  # product and sum round separately: see the top of this file
         if HAS_BIAS:
             db += dy
-    tl.store(dw_ptr + leaf * H + cols, dw, mask=inside)
+    tl.store(dw_ptr + sum_index * H + cols, dw, mask=inside)
     if HAS_BIAS:
-        tl.store(db_ptr + leaf * H + cols, db, mask=inside)
+        tl.store(db_ptr + sum_index * H + cols, db, mask=inside)
 
 
 @triton.jit
-def _fold_kernel(leaves_ptr, out_ptr, L, H, BLOCK: tl.constexpr):
+def _fold_kernel(partial_sums_ptr, out_ptr, L, H, BLOCK: tl.constexpr):
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for leaf in tl.range(0, L, loop_unroll_factor=16):
-        total += tl.load(leaves_ptr + tl.cast(leaf, tl.int64) * H + cols, mask=cols < H, other=0.0)
+    for sum_index in tl.range(0, L, loop_unroll_factor=16):
+        total += tl.load(partial_sums_ptr + tl.cast(sum_index, tl.int64) * H + cols, mask=cols < H, other=0.0)
     tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
 # Every operation rounds on its own: see the top of this file.
 _forward = Launches(_forward_kernel, enable_fp_fusion=False)
 _backward = Launches(_backward_kernel, enable_fp_fusion=False)
-_leaves = Launches(_leaves_kernel, enable_fp_fusion=False)
+_partial_sums = Launches(_partial_sums_kernel, enable_fp_fusion=False)
 _fold = Launches(_fold_kernel, enable_fp_fusion=False, num_warps=2)
 
 
@@ -272,46 +275,48 @@ def norm_backward_input(
     return dx.to(x.dtype)
 
 
-def norm_weight_leaves(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, leaf_rows: int, rms: bool, with_bias: bool
+def norm_weight_partial_sums(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool, with_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(dweight leaves, dbias leaves or None), float32 [ceil(T / leaf_rows), H]; one column's bits never see another.
+    """Partial sums for (dweight, dbias or None), float32 [ceil(T / rows_per_sum), H]; columns are independent.
 
-    Leaf l starts from +0.0 and adds, in row order, dy * xhat (or dy) of rows l * leaf_rows to (l + 1) * leaf_rows - 1,
-    the product rounded to fp32 before it is added. Arguments and errors as for `norm_backward_input`; a leaf_rows below
-    1 raises ValueError. mean and rstd may be [T, heads], where each of as many equal parts of a row is normalised by
-    itself: a token's heads side by side.
+    Partial sum s starts from +0.0 and adds, in row order, dy * xhat (for dbias: dy) of rows s * rows_per_sum to
+    (s + 1) * rows_per_sum - 1; the product is rounded to fp32 before it is added. Arguments and errors as for
+    `norm_backward_input`; rows_per_sum below 1 raises ValueError. mean and rstd may be [T, heads]: then a row consists
+    of `heads` equal parts, the heads of one token, and each part is normalised separately.
     """
-    heads = check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
-    check_leaves("norm_weight_leaves", leaf_rows)
+    heads = check_backward("norm_weight_partial_sums", dy, x, mean, rstd, rms, heads=True)
+    check_rows_per_sum("norm_weight_partial_sums", rows_per_sum)
     t, h = x.shape
-    count = cdiv(t, leaf_rows)
+    count = cdiv(t, rows_per_sum)
     dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
     db = torch.empty_like(dw) if with_bias else None
     if t > 0:
         (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
-        with launch_on(x, "norm_weight_leaves"):
-            _leaves(
+        with launch_on(x, "norm_weight_partial_sums"):
+            _partial_sums(
                 x.device.index, (count, cdiv(h, COLUMN_BLOCK)),
                 (
                     dy, x_rows, rstd if rms else _contiguous(mean), rstd, dw, dw if db is None else db,
-                    dy_stride, x_stride, t, h, leaf_rows,
+                    dy_stride, x_stride, t, h, rows_per_sum,
                 ),
                 (COLUMN_BLOCK, rms, with_bias, heads),
             )  # fmt: skip
     return dw, db
 
 
-def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Sum of float32 leaves [L, H] as [H] of out_dtype, or float32: from +0.0, adds leaf 0, then leaf 1, and so on,
-    and rounds once; zeros if L is 0.
+def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of float32 partial sums [L, H] as [H] of out_dtype, or float32: adds rows 0, 1, .. in order to +0.0, and
+    rounds once; zeros if L is 0.
 
     Raises TypeError for another dtype and ValueError for another shape.
     """
-    check_fold(leaves, out_dtype)
-    count, h = leaves.shape
+    check_fold(partial_sums, out_dtype)
+    count, h = partial_sums.shape
     out_dtype = out_dtype or torch.float32
-    out = torch.empty(h, device=leaves.device, dtype=torch.float32 if interpreting() else out_dtype)
-    with launch_on(leaves, "fold_leaves"):
-        _fold(leaves.device.index, (cdiv(h, FOLD_BLOCK),), (_contiguous(leaves), out, count, h), (FOLD_BLOCK,))
+    out = torch.empty(h, device=partial_sums.device, dtype=torch.float32 if interpreting() else out_dtype)
+    with launch_on(partial_sums, "fold_partial_sums"):
+        _fold(
+            partial_sums.device.index, (cdiv(h, FOLD_BLOCK),), (_contiguous(partial_sums), out, count, h), (FOLD_BLOCK,)
+        )
     return out.to(out_dtype)

@@ -54,12 +54,12 @@ def check_backward(
     return parts or 1
 
 
-def check_leaves(operation: str, leaf_rows: int) -> None:
-    if leaf_rows < 1:
-        raise ValueError(f"{operation}: leaf_rows is {leaf_rows}; allowed: 1 or more")
+def check_rows_per_sum(operation: str, rows_per_sum: int) -> None:
+    if rows_per_sum < 1:
+        raise ValueError(f"{operation}: rows_per_sum is {rows_per_sum}; allowed: 1 or more")
 
 
-def check_fold(leaves: Tensor, out_dtype: torch.dtype | None) -> None:
-    check("fold_leaves", "leaves", leaves, None, leaves, (torch.float32,))
+def check_fold(partial_sums: Tensor, out_dtype: torch.dtype | None) -> None:
+    check("fold_partial_sums", "partial_sums", partial_sums, None, partial_sums, (torch.float32,))
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"fold_leaves: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
+        raise TypeError(f"fold_partial_sums: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm for a CPU: plain torch, the contract of norm.py.
 
 A row is summed by halves. Everything is one IEEE operation at a time (mul, add, sub, div, sqrt), because torch's
-vectorised and its tail code contract or approximate anything richer differently. Sums over rows are by leaves. What
-each function takes, returns and raises is said in norm.py.
+vectorised and its tail code contract or approximate anything richer differently. Sums over rows are split into partial
+sums. norm.py documents each function's arguments, results and errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..elementwise import sum_by_halves
-from .norm_checks import check, check_backward, check_fold, check_forward, check_leaves
+from .norm_checks import check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 
 def _row_mean(x: Tensor) -> Tensor:
@@ -73,25 +73,25 @@ def norm_backward_input(
     return (dx * rstd.unsqueeze(1)).to(x.dtype)
 
 
-def norm_weight_leaves(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, leaf_rows: int, rms: bool, with_bias: bool
+def norm_weight_partial_sums(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool, with_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """See norm.norm_weight_leaves."""
-    check_backward("norm_weight_leaves", dy, x, mean, rstd, rms, heads=True)
-    check_leaves("norm_weight_leaves", leaf_rows)
+    """See norm.norm_weight_partial_sums."""
+    check_backward("norm_weight_partial_sums", dy, x, mean, rstd, rms, heads=True)
+    check_rows_per_sum("norm_weight_partial_sums", rows_per_sum)
     dy32 = dy.float()
     products = dy32 * _normalized(x, mean, rstd)
-    return _sum_blocks(products, leaf_rows), _sum_blocks(dy32, leaf_rows) if with_bias else None
+    return _sum_blocks(products, rows_per_sum), _sum_blocks(dy32, rows_per_sum) if with_bias else None
 
 
-def _sum_blocks(values: Tensor, leaf_rows: int) -> Tensor:
-    return torch.stack([fold_leaves(block) for block in values.split(leaf_rows)]) if len(values) else values
+def _sum_blocks(values: Tensor, rows_per_sum: int) -> Tensor:
+    return torch.stack([fold_partial_sums(block) for block in values.split(rows_per_sum)]) if len(values) else values
 
 
-def fold_leaves(leaves: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """See norm.fold_leaves."""
-    check_fold(leaves, out_dtype)
-    total = leaves.new_zeros(leaves.shape[1])
-    for leaf in leaves:
-        total += leaf
+def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """See norm.fold_partial_sums."""
+    check_fold(partial_sums, out_dtype)
+    total = partial_sums.new_zeros(partial_sums.shape[1])
+    for partial_sum in partial_sums:
+        total += partial_sum
     return total.to(out_dtype or torch.float32)

@@ -60,8 +60,8 @@ def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
 
 _softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
 _sums = Launches(_sums_kernel, enable_fp_fusion=False)
-_sums_before: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
-_MOST_BEFORE = 4096
+_prepared_sums: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
+_MAX_PREPARED = 4096
 
 
 def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
@@ -84,7 +84,7 @@ def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
     check("row_sums", "x", x, None, x)
     key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out_dtype, divisor, x.get_device()
-    before = _sums_before.get(key)
+    before = _prepared_sums.get(key)
     if before is not None and key[-1] == torch.cuda.current_device():
         run, numbers = before
         y = torch.empty(key[0][0], device=x.device, dtype=out_dtype)
@@ -98,7 +98,7 @@ def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
             numbers = stride, x.shape[1], float(divisor)
             run = _sums(x.device.index, (x.shape[0],), (rows, y, *numbers), (chunk,), num_warps=warps)
             if rows is x and not interpreting():
-                if len(_sums_before) >= _MOST_BEFORE:
-                    _sums_before.clear()
-                _sums_before[key] = run, (*numbers, chunk)
+                if len(_prepared_sums) >= _MAX_PREPARED:
+                    _prepared_sums.clear()
+                _prepared_sums[key] = run, (*numbers, chunk)
     return y.to(out_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAF_OCCURRENCES = 32
+OCCURRENCES_PER_SUM = 32
 
 
 def _sum_in_order(rows: Tensor, which: Tensor, place: Tensor, count: int) -> Tensor:
@@ -28,11 +28,11 @@ def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Te
     starts = counts.cumsum(0) - counts
     which = which[order]
     place = torch.arange(len(order), dtype=torch.int64, device=dy.device) - starts[which]
-    leaves_each = (counts + LEAF_OCCURRENCES - 1) // LEAF_OCCURRENCES
-    first_leaf = leaves_each.cumsum(0) - leaves_each
-    leaf = first_leaf[which] + place // LEAF_OCCURRENCES
-    leaves = _sum_in_order(dy[tokens[order]], leaf, place % LEAF_OCCURRENCES, int(leaves_each.sum()))
-    owner = torch.repeat_interleave(leaves_each)
-    place = torch.arange(len(owner), dtype=torch.int64, device=dy.device) - first_leaf[owner]
-    grad[seen] = _sum_in_order(leaves, owner, place, len(seen)).to(dtype)
+    sums_each = (counts + OCCURRENCES_PER_SUM - 1) // OCCURRENCES_PER_SUM
+    first_sum = sums_each.cumsum(0) - sums_each
+    sum_index = first_sum[which] + place // OCCURRENCES_PER_SUM
+    partial_sums = _sum_in_order(dy[tokens[order]], sum_index, place % OCCURRENCES_PER_SUM, int(sums_each.sum()))
+    owner = torch.repeat_interleave(sums_each)
+    place = torch.arange(len(owner), dtype=torch.int64, device=dy.device) - first_sum[owner]
+    grad[seen] = _sum_in_order(partial_sums, owner, place, len(seen)).to(dtype)
     return grad

@@ -924,11 +924,11 @@ def interrupted(tp_group):
             raise KeyboardInterrupt
         return 3
 
-    from tp_invariant.checkpoint.full_state import together
+    from tp_invariant.checkpoint.full_state import run_on_all_ranks
     from tp_invariant.comm.collectives import resolve_group
 
     try:
-        return together(resolve_group(tp_group), "a step", step)
+        return run_on_all_ranks(resolve_group(tp_group), "a step", step)
     except BaseException as error:
         return repr(error)
 

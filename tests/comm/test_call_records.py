@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm import call_records
-from tp_invariant.comm.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, doing
+from tp_invariant.comm.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, call_context
 from tp_invariant.comm.collectives import gather_major, resolve_group
 from tp_invariant.consistency import agreement
 from tp_invariant.functional.regions import gather_sequence
@@ -219,12 +219,12 @@ def test_threads_do_not_take_each_others_layers_for_theirs():
 
 
 def test_each_thread_has_a_layer_of_its_own():
-    doing.layer = SimpleNamespace(number=1, name="here")
+    call_context.layer = SimpleNamespace(number=1, name="here")
     try:
         with ThreadPoolExecutor(1) as thread:
-            assert thread.submit(lambda: (doing.layer, doing.comparing)).result() == (None, None)
+            assert thread.submit(lambda: (call_context.layer, call_context.comparing)).result() == (None, None)
     finally:
-        doing.layer = None
+        call_context.layer = None
 
 
 def without_memory(tp_group, odd_alone):
@@ -232,9 +232,9 @@ def without_memory(tp_group, odd_alone):
     if not odd_alone or group.rank == ODD:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(call_records.mmap, "mmap", lambda *args: (_ for _ in ()).throw(OSError("no memory")))
-            agreement.introduce(group, torch.device("cpu"))
+            agreement.compare_environments(group, torch.device("cpu"))
     else:
-        agreement.introduce(group, torch.device("cpu"))
+        agreement.compare_environments(group, torch.device("cpu"))
     step(blocks(group))
     return group.process_group in call_records._records
 
@@ -267,7 +267,7 @@ def test_the_second_of_two_that_differ_does_not_start(two):
     ):
         other.begin(ALL_REDUCE, X, (3,))
     with pytest.raises(RuntimeError, match=r"rank 0 starts an all-gather .*; rank 1 starts an all-reduce of"):
-        one.look()
+        one.check()
 
 
 @pytest.mark.parametrize(
@@ -290,17 +290,17 @@ def test_a_rank_far_ahead_or_behind_is_not_mistaken(two):
         one.begin(ALL_GATHER, torch.ones(number), (number,))
     for number in range(100):
         other.begin(ALL_GATHER, torch.ones(number), (number,))
-    one.look()
+    one.check()
 
 
 def test_a_mark_whose_count_is_still_to_come_is_not_mistaken(two):
     """It stands where that of 64 calls ago stood, whose count is still the last one written."""
     one, other = two
     for records in (one, other):
-        for _ in range(call_records._KEPT):
+        for _ in range(call_records._RECORDED):
             records.begin(ALL_GATHER, X, (3,))
     other._words[other._own + call_records._MARKS + 1] = -1
-    one.look()
+    one.check()
 
 
 def test_an_error_of_the_collective_is_its_own(two):
@@ -316,7 +316,7 @@ def test_no_layer_is_left_behind(monkeypatch):
     seen = []
 
     def failing(*args, **options):
-        seen.append(doing.layer)
+        seen.append(call_context.layer)
         raise ZeroDivisionError
 
     monkeypatch.setattr(parallel_norm, "invariant_norm", failing)
@@ -329,10 +329,10 @@ def test_no_layer_is_left_behind(monkeypatch):
     ):
         with tpi.set_tp_invariant_mode(False):
             module(x)
-        assert doing.layer is None
+        assert call_context.layer is None
         with tpi.set_tp_invariant_mode(True), pytest.raises(ZeroDivisionError):
             module(x)
-        assert doing.layer is None
+        assert call_context.layer is None
         assert seen.pop() is module._agreed and not seen
 
 
@@ -387,7 +387,7 @@ def swapped(tp_group, make, enabled, check):
     odd = group.rank == ODD
     with tpi.set_tp_invariant_mode(enabled), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TP_INVARIANT_CHECK", str(int(check)))
-        agreement._introduced.pop(group.process_group, None)
+        agreement._compared_devices.pop(group.process_group, None)
         call_records._records.pop(group.process_group, None)
         layers = [make(group) for _ in range(2)]
         if check:  # first calls in order
@@ -402,7 +402,7 @@ def swapped(tp_group, make, enabled, check):
         layers = [make(group) for _ in range(2)]  # and after that the group is as usable as before
         for layer, x in layers * 2:
             layer(x)
-        agreement._introduced.pop(group.process_group, None)
+        agreement._compared_devices.pop(group.process_group, None)
     return found
 
 

@@ -15,13 +15,13 @@ from tp_invariant import testing
 from tp_invariant.comm import collectives, wire
 from tp_invariant.comm.collectives import (
     Group,
+    duplicate_group,
     exchange_cols_for_rows,
     exchange_rows,
     gather_dim,
     gather_major,
     gather_uneven,
     resolve_group,
-    same_ranks_again,
     start_exchange_rows,
     start_gather_major,
 )
@@ -211,7 +211,7 @@ def test_the_same_ranks_again(device, world):
     def on_rank(tp_group):
         group = resolve_group(tp_group)
         names = wire.gather_objects(c10d._hash_ranks_to_str(dist.get_process_group_ranks(tp_group)), group)
-        again = same_ranks_again(group, dist.get_backend(tp_group), "a test")
+        again = duplicate_group(group, dist.get_backend(tp_group), "a test")
         try:
             own = torch.tensor([float(group.rank)], device=device)
             return len(set(names)), gather_dim(own, 0, again).tolist(), again == group
@@ -224,32 +224,32 @@ def test_the_same_ranks_again(device, world):
         assert differ > 1 and gathered == list(range(world)) and not same
 
 
-def side_groups(tp_group):
+def prefetch_groups(tp_group):
     """A first call in a capture, then two outside: which groups they give, and how many were made and connected."""
     group, made = resolve_group(tp_group), []
 
     def again(group, backend, purpose):
-        made.append((same_ranks_again(group, "gloo", "a test"), backend))
+        made.append((duplicate_group(group, "gloo", "a test"), backend))
         return made[-1][0]
 
     with (
         mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
-        mock.patch.object(collectives, "same_ranks_again", again),
+        mock.patch.object(collectives, "duplicate_group", again),
         mock.patch.object(collectives, "gather_major", wraps=gather_major) as connected,
     ):
         with mock.patch.object(collectives, "is_capturing", lambda: True):
-            captured = collectives.side_group(group, torch.device("cpu"))
-        first, second = (collectives.side_group(group, torch.device("cpu")) for _ in range(2))
+            captured = collectives.prefetch_group(group, torch.device("cpu"))
+        first, second = (collectives.prefetch_group(group, torch.device("cpu")) for _ in range(2))
     ((side, backend),) = made
     own = torch.tensor([float(group.rank)])
     whole = gather_dim(own, 0, side).tolist()
-    del collectives._side_groups[group]
+    del collectives._prefetch_groups[group]
     dist.destroy_process_group(side.process_group)
     return captured is group, first is side, second is side, backend, connected.call_count, whole
 
 
 def test_a_second_group_is_made_once_and_not_in_a_capture():
-    assert run_ranks(side_groups, 3) == [(True, True, True, "nccl", 1, [0, 1, 2])] * 3
+    assert run_ranks(prefetch_groups, 3) == [(True, True, True, "nccl", 1, [0, 1, 2])] * 3
 
 
 def test_groups_and_meshes_on_ranks():

@@ -227,7 +227,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
 class Lent(Pending):
     """What another gives, in memory that is overwritten when it is released."""
 
-    lent, open, started = True, 0, 0
+    leased, open, started = True, 0, 0
 
     def __init__(self, inner):
         super().__init__(inner.wait().clone(), None)

@@ -63,7 +63,7 @@ def through_owners(tp_group, owner_map, rows):
 
     def start(x, group, dim=0):
         calls.append(dim)
-        return mock.Mock(wait=lambda: gather_dim(x, 1, group) if dim else gather_major(x, group), lent=False)
+        return mock.Mock(wait=lambda: gather_dim(x, 1, group) if dim else gather_major(x, group), leased=False)
 
     torch.manual_seed(0)
     layer = tpi.Linear(48, 32, parallel_mode="row", tp_group=tp_group, owner_map=owner_map)

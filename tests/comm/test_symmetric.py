@@ -213,7 +213,7 @@ def test_why_not(monkeypatch, version, another, has, reason):
     backend = mock.Mock(spec=["register_mem_pool"] if has else [])
     group = mock.Mock()
     group.process_group._get_backend = lambda device: backend
-    monkeypatch.setattr(symmetric, "may_have_another", lambda group: another)
+    monkeypatch.setattr(symmetric, "can_duplicate", lambda group: another)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     found = symmetric.why_not(group, torch.device("cuda", 0))

@@ -70,32 +70,32 @@ def test_nothing_is_said(said, run, ranks):
 @pytest.fixture
 def own(monkeypatch):
     monkeypatch.setattr(liveness, "_socket", None)
-    monkeypatch.setattr(liveness, "_words", {})
+    monkeypatch.setattr(liveness, "_failure_reports", {})
     monkeypatch.setattr(liveness.dist, "get_rank", lambda: 0)
     yield liveness.own_contact()
-    liveness.end(goodbye=False)
+    liveness.close_socket(goodbye=False)
 
 
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_words_are_read_beside_the_connections_of_watchers(own, goodbye):
     watchers = [liveness.connect(own, liveness.WATCHING)]
-    assert liveness._look(own, "2:1\n") == "alive"
+    assert liveness._probe(own, "2:1\n") == "alive"
     watchers.append(liveness.connect(own, liveness.WATCHING))
     before = time.monotonic()
-    liveness._read_words()
+    liveness._read_failure_reports()
     assert time.monotonic() - before < 0.5
-    assert liveness._words == {2: {1}}
+    assert liveness._failure_reports == {2: {1}}
     watchers.append(liveness.connect(own, liveness.WATCHING))  # still in the queue at the end
     for watcher in watchers:
         watcher.setblocking(False)
         with pytest.raises(BlockingIOError):  # held, with nothing said
             watcher.recv(64)
-    liveness.end(goodbye=goodbye)
+    liveness.close_socket(goodbye=goodbye)
     for watcher in watchers:
         with watcher, contextlib.nullcontext() if goodbye else contextlib.suppress(ConnectionResetError):
             watcher.settimeout(5)
             assert watcher.recv(64) == (liveness.GOODBYE if goodbye else b"")
-    assert liveness._look(own, "") == "ended"
+    assert liveness._probe(own, "") == "ended"
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_who_cannot_be_reached_is_not_watched(monkeypatch, own, capsys):
     ]
     watcher = watch._Watcher()
     watcher.add(contacts, None)
-    watcher._look_once()
+    watcher._poll_once()
     assert [key.data for key in watcher._selector.get_map().values()] == [None, (own, None)]
-    monkeypatch.setattr(watch, "_GRACE", 0.0)
-    liveness.end(goodbye=False)
-    watcher._look_once()
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.0)
+    liveness.close_socket(goodbye=False)
+    watcher._poll_once()
     watcher.close()
     out, err = capsys.readouterr()
     assert err.startswith("tp_invariant: rank 0 (global rank 0, ") and "the group's time-out torch's" in err
@@ -143,7 +143,7 @@ def test_who_cannot_be_reached_is_not_watched(monkeypatch, own, capsys):
 
 def test_an_error_of_the_watch_ends_the_watch_alone(monkeypatch, capsys):
     watcher = watch._Watcher()
-    monkeypatch.setattr(watcher, "_look_once", lambda: 1 / 0)
+    monkeypatch.setattr(watcher, "_poll_once", lambda: 1 / 0)
     watcher.start()
     watcher.join(timeout=5)
     watcher.close()

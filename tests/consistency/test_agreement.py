@@ -72,7 +72,7 @@ def in_step(tp_group):
 def in_another_environment(tp_group, name, value, variable=None):
     """A fresh group's first call, on one rank with another environment."""
     odd = tp_group.rank() == ODD
-    agreement._introduced.pop(tp_group, None)
+    agreement._compared_devices.pop(tp_group, None)
     facts = environment.environment_facts
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ def in_another_environment(tp_group, name, value, variable=None):
                     stack.enter_context(tpi.set_tp_invariant_mode(None))
                 tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)(torch.ones(3, 8))
     finally:
-        agreement._introduced.pop(tp_group, None)
+        agreement._compared_devices.pop(tp_group, None)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_environment_is_compared_once_for_a_group():
 
 def count_environments(tp_group):
     calls, facts = [], agreement.environment_facts
-    agreement._introduced.pop(tp_group, None)
+    agreement._compared_devices.pop(tp_group, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "environment_facts", lambda device: calls.append(1) or facts(device))
         counts = []
@@ -423,7 +423,7 @@ def test_sequence_functions_are_compared_when_first_seen(what, message):
 def count_gathers(tp_group, check):
     """(gathers of eight bytes in two equal steps of a layer, forward and backward; the gradients)."""
     gathers, gather = [], agreement.gather_major
-    agreement.introduce(resolve_group(tp_group), torch.device("cpu"))
+    agreement.compare_environments(resolve_group(tp_group), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(mode.CHECK_VARIABLE, str(int(check)))
         patch.setattr(agreement, "gather_major", lambda *args: gathers.append(1) or gather(*args))
@@ -520,9 +520,9 @@ def test_contacts_travel_as_they_are():
 def look_around(tp_group):
     """What `_look` says of the others, of a port where nobody listens, and of another network's loopback."""
     group = resolve_group(tp_group)
-    agreement.introduce(group, torch.device("cpu"))
+    agreement.compare_environments(group, torch.device("cpu"))
     contacts = [liveness._contacts[rank] for rank in range(group.size)]
-    looks = [liveness._look(contact, "") for contact in contacts]
+    looks = [liveness._probe(contact, "") for contact in contacts]
     with liveness.socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     nobody = liveness.Contact(9, 1, "h", liveness._network(), "127.0.0.1", port)
@@ -538,7 +538,7 @@ def look_around(tp_group):
             str(late),
         )
     gather_sequence(torch.ones(2, 2), tp_group)  # nobody looks at a rank that has gone on
-    return looks, liveness._look(nobody, ""), liveness._look(elsewhere, ""), same
+    return looks, liveness._probe(nobody, ""), liveness._probe(elsewhere, ""), same
 
 
 def test_looking_at_live_ranks():
@@ -556,9 +556,9 @@ def test_a_survivor_is_not_blamed_for_ending(monkeypatch, left_word):
         with liveness.socket.create_server(("127.0.0.1", 0)) as s:
             contacts[rank] = liveness.Contact(rank, 40 + rank, "h", own.network, *s.getsockname())
     monkeypatch.setattr(liveness, "_contacts", contacts)
-    monkeypatch.setattr(liveness, "_words", {})
+    monkeypatch.setattr(liveness, "_failure_reports", {})
     if left_word:
-        assert liveness._look(own, "2:1\n") == "alive"
+        assert liveness._probe(own, "2:1\n") == "alive"
     group = SimpleNamespace(process_group=object(), rank=0, size=3)
     error = liveness.explain(RuntimeError("Connection closed by peer"), group, "all-gather of x")
     if left_word:

@@ -329,7 +329,7 @@ def test_a_plain_norm_in_a_sequence_parallel_region():
 # --- verify=True ----------------------------------------------------------------------------------------------------
 
 
-def facts_of(model: nn.Module) -> list[Any]:
+def facts_to_compare(model: nn.Module) -> list[Any]:
     """What verify must leave as it was."""
     tensors = {n: (t.clone(), t.dtype, getattr(t, "grad", None)) for n, t in model.state_dict(keep_vars=True).items()}
     flags = [(m.training, list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
@@ -346,14 +346,14 @@ def verified(tp_group, names, mode):
     with tpi.set_tp_invariant_mode(mode):
         for name in names:
             model, plan = models(name)
-            before = facts_of(model)
+            before = facts_to_compare(model)
             try:
                 inputs = (example(model),) if name == "gain" else example(model)
                 tpi.parallelize(model, tp_group, plan, verify=True, example_inputs=inputs)
                 found[name] = ""
             except ValueError as error:
                 found[name] = str(error)
-                assert same(before, facts_of(model)), name
+                assert same(before, facts_to_compare(model)), name
             assert torch.equal(before[3], torch.get_rng_state())
             assert all(p.grad is None for p in model.parameters())
     return found

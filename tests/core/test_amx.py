@@ -56,7 +56,7 @@ def test_products_that_are_trapped_set_the_variable_once_it_is_known_to_help(mac
     machine(TRAPPED, DIES)
     finding = amx.avoid_trapped_units()
     assert finding.units == ("amx_bf16", "amx_int8", "amx_tile")
-    assert finding.died == amx.Death("ended by SIGILL", "bfloat16 matmul") and finding.helps is True
+    assert finding.died == amx.Crash("ended by SIGILL", "bfloat16 matmul") and finding.helps is True
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE"
     assert capsys.readouterr().err == (
         "this CPU lists amx_bf16, amx_int8, amx_tile, but a process ended by SIGILL in torch's own product bfloat16 "

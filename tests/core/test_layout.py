@@ -139,22 +139,22 @@ def test_check_divides_names_both(parts):
 # --- leaves of tokens -----------------------------------------------------------------------------------------------
 
 
-def leaf_sums(x, leaf_rows):
-    """[leaves, H]: sums of `leaf_rows` consecutive tokens of x [.., H]."""
+def leaf_sums(x, rows_per_sum):
+    """[leaves, H]: sums of `rows_per_sum` consecutive tokens of x [.., H]."""
     flat = x.reshape(-1, x.shape[-1])
-    return torch.stack([block.sum(0) for block in flat.split(leaf_rows)]) if len(flat) else flat
+    return torch.stack([block.sum(0) for block in flat.split(rows_per_sum)]) if len(flat) else flat
 
 
 def shards_of(full, world, sequence_dim):
     return [shard(full, dim=sequence_dim, rank=rank, world=world) for rank in range(world)]
 
 
-def crosses_a_boundary(full, world, sequence_dim, leaf_rows):
+def crosses_a_boundary(full, world, sequence_dim, rows_per_sum):
     """Brute force: does any leaf of the full activation hold tokens of two ranks, or a rank hold part of a leaf?"""
     owner = torch.zeros(full.shape[:-1], dtype=torch.int64)
     for rank, part in enumerate(owner.chunk(world, sequence_dim)):
         part.fill_(rank)
-    return any(len(set(leaf.tolist())) > 1 for leaf in owner.reshape(-1).split(leaf_rows))
+    return any(len(set(leaf.tolist())) > 1 for leaf in owner.reshape(-1).split(rows_per_sum))
 
 
 TOKEN_CASES = [
@@ -172,18 +172,18 @@ def test_leaves_from_shards_are_those_of_the_full_activation(shape, sequence_dim
     parts = shards_of(full, world, sequence_dim)
     sharding = TokenSharding(world, sequence_dim)
     fitting = []
-    for leaf_rows in (1, 2, 3, 4, 8, 16):
-        fits = sharding.leaves_fit(parts[0].shape, leaf_rows)
+    for rows_per_sum in (1, 2, 3, 4, 8, 16):
+        fits = sharding.partial_sums_fit(parts[0].shape, rows_per_sum)
         if fits and world > 1:
-            fitting.append(leaf_rows)
-            major = torch.stack([leaf_sums(part, leaf_rows) for part in parts])
-            assert_bitwise_equal(sharding.order_leaves(major, parts[0].shape), leaf_sums(full, leaf_rows))
-            assert not crosses_a_boundary(full, world, sequence_dim, leaf_rows)
+            fitting.append(rows_per_sum)
+            major = torch.stack([leaf_sums(part, rows_per_sum) for part in parts])
+            assert_bitwise_equal(sharding.order_partial_sums(major, parts[0].shape), leaf_sums(full, rows_per_sum))
+            assert not crosses_a_boundary(full, world, sequence_dim, rows_per_sum)
         elif world == 1:
             assert fits
         else:  # leaves that no boundary cuts may be refused only where a rank's last leaf would be short
             tokens = full[..., 0].numel() // world
-            assert crosses_a_boundary(full, world, sequence_dim, leaf_rows) or tokens % leaf_rows
+            assert crosses_a_boundary(full, world, sequence_dim, rows_per_sum) or tokens % rows_per_sum
     assert world == 1 or 1 in fitting
 
 
@@ -200,5 +200,5 @@ def test_local_run_by_brute_force(shape, sequence_dim, world):
 @pytest.mark.parametrize(("shape", "sequence_dim"), [((0, 3), 0), ((0, 4, 3), 0), ((4, 0, 3), 0), ((4, 0, 3), 1)])
 def test_no_tokens(shape, sequence_dim):
     sharding = TokenSharding(2, sequence_dim)
-    assert sharding.leaves_fit(shape, 32)
-    assert sharding.order_leaves(torch.empty(2, 0, 3), shape).shape == (0, 3)
+    assert sharding.partial_sums_fit(shape, 32)
+    assert sharding.order_partial_sums(torch.empty(2, 0, 3), shape).shape == (0, 3)

@@ -10,7 +10,7 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import resolve_group
-from tp_invariant.core.bits import leaf_hashes
+from tp_invariant.core.bits import slice_hashes
 from tp_invariant.diagnostics.cli import main as cli
 from tp_invariant.testing import RankError
 
@@ -41,35 +41,35 @@ def mode_on(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64], ids=str)
 def test_leaf_hashes_notice_one_bit_one_swap_and_one_sign(dtype):
     x = torch.arange(1, 61).view(5, 12).to(dtype)
-    before = leaf_hashes(x, 0)
+    before = slice_hashes(x, 0)
     assert before.dtype == torch.int64 and before.shape == (5,)
     assert len(set(before.tolist())) == 5
     swapped = x.clone()
     swapped[2, [0, 1]] = x[2, [1, 0]]
-    assert (leaf_hashes(swapped, 0) != before).tolist() == [False, False, True, False, False]
+    assert (slice_hashes(swapped, 0) != before).tolist() == [False, False, True, False, False]
     if dtype.is_floating_point:
         zeros = torch.zeros(3, 4, dtype=dtype)
         negative = zeros.clone()
         negative[1, 3] = -0.0
-        assert (leaf_hashes(zeros, 0) != leaf_hashes(negative, 0)).tolist() == [False, True, False]
+        assert (slice_hashes(zeros, 0) != slice_hashes(negative, 0)).tolist() == [False, True, False]
 
 
 def test_leaf_hashes_do_not_depend_on_slicing_strides_or_blocks(monkeypatch):
     numbers = torch.randn(7 * 9 * 6 + 1, generator=torch.Generator().manual_seed(0))
     for dim, x in enumerate((numbers[1:].view(7, 9, 6), numbers[:-1].view(7, 9, 6), numbers[:315].view(7, 9, 5))):
-        whole = leaf_hashes(x, dim)
-        assert torch.equal(torch.cat([leaf_hashes(part, dim) for part in x.split(2, dim)]), whole)
-        assert torch.equal(leaf_hashes(x.transpose(0, 2).contiguous().transpose(0, 2), dim), whole)
+        whole = slice_hashes(x, dim)
+        assert torch.equal(torch.cat([slice_hashes(part, dim) for part in x.split(2, dim)]), whole)
+        assert torch.equal(slice_hashes(x.transpose(0, 2).contiguous().transpose(0, 2), dim), whole)
         monkeypatch.setattr("tp_invariant.core.bits._BLOCK", 50)
-        assert torch.equal(leaf_hashes(x, dim), whole)
+        assert torch.equal(slice_hashes(x, dim), whole)
         monkeypatch.undo()
 
 
 def test_leaf_hashes_of_nothing_and_of_single_elements():
-    assert leaf_hashes(torch.zeros(0, 4), 0).shape == (0,)
-    assert leaf_hashes(torch.zeros(3, 0), 0).tolist() == [0, 0, 0]
+    assert slice_hashes(torch.zeros(0, 4), 0).shape == (0,)
+    assert slice_hashes(torch.zeros(3, 0), 0).tolist() == [0, 0, 0]
     odd = torch.ones(3, 5).double()[:1, :1]
-    assert torch.equal(leaf_hashes(odd, 0), leaf_hashes(odd.clone().view(1), 0))
+    assert torch.equal(slice_hashes(odd, 0), slice_hashes(odd.clone().view(1), 0))
 
 
 @pytest.mark.parametrize("values", [[1.5, -2.0, 0.0], [1.5, -2.0, 0.0, -0.0]])
@@ -83,7 +83,7 @@ def test_leaf_hashes_are_splitmix64(values):
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         total += z ^ z >> 31
-    assert leaf_hashes(x, 0).item() % 2**64 == total % 2**64
+    assert slice_hashes(x, 0).item() % 2**64 == total % 2**64
 
 
 # --- logs -----------------------------------------------------------------------------------------------------------

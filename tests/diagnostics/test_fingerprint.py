@@ -6,7 +6,7 @@ import zlib
 import pytest
 import torch
 
-from tp_invariant.diagnostics import fingerprint as room
+from tp_invariant.diagnostics import fingerprint as fingerprint_module
 from tp_invariant.diagnostics.cli import main
 from tp_invariant.diagnostics.fingerprint import fingerprint, tensor_core_fingerprint
 from tp_invariant.diagnostics.hashed_inputs import hashed, hashed_floats
@@ -20,9 +20,9 @@ SMALL_GEMMS, SMALL_ROWS = ((7, 9, 100), (3, 5, 257)), ((5, 70),)
 @pytest.fixture
 def small(monkeypatch):
     """Fewer and smaller shapes, where their size does not matter."""
-    monkeypatch.setattr(room, "GEMM_SHAPES", SMALL_GEMMS)
-    monkeypatch.setattr(room, "ROW_SHAPES", SMALL_ROWS)
-    monkeypatch.setattr(room, "ATTENTION_SHAPES", ((7, 16),))
+    monkeypatch.setattr(fingerprint_module, "GEMM_SHAPES", SMALL_GEMMS)
+    monkeypatch.setattr(fingerprint_module, "ROW_SHAPES", SMALL_ROWS)
+    monkeypatch.setattr(fingerprint_module, "ATTENTION_SHAPES", ((7, 16),))
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
@@ -58,9 +58,11 @@ def test_floats_cover_their_exponents_evenly(dtype):
 
 
 def test_the_same_twice_and_for_any_number_of_threads(monkeypatch):
-    monkeypatch.setattr(room, "GEMM_SHAPES", ((160, 256, 100),))  # large enough that torch splits them over threads
-    monkeypatch.setattr(room, "ROW_SHAPES", ((96, 1000),))
-    monkeypatch.setattr(room, "ATTENTION_SHAPES", ((150, 64),))
+    monkeypatch.setattr(
+        fingerprint_module, "GEMM_SHAPES", ((160, 256, 100),)
+    )  # large enough that torch splits them over threads
+    monkeypatch.setattr(fingerprint_module, "ROW_SHAPES", ((96, 1000),))
+    monkeypatch.setattr(fingerprint_module, "ATTENTION_SHAPES", ((150, 64),))
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 3):
@@ -100,13 +102,13 @@ def test_every_result_is_finite(monkeypatch):
         seen.append(value)
         return "0" * 64
 
-    monkeypatch.setattr(room, "digest", checking)
+    monkeypatch.setattr(fingerprint_module, "digest", checking)
     assert len(fingerprint("cpu")) == len(seen)
 
 
 def test_one_bit_of_the_input_changes_every_line(small, monkeypatch):
     before = fingerprint("cpu")
-    original = room.hashed_floats
+    original = fingerprint_module.hashed_floats
 
     def flipped(name, shape, dtype, exponents):
         x = original(name, shape, dtype, exponents)
@@ -115,7 +117,7 @@ def test_one_bit_of_the_input_changes_every_line(small, monkeypatch):
             bits[x.float().abs().argmax()] ^= torch.iinfo(bits.dtype).min  # the sign of the largest
         return x
 
-    monkeypatch.setattr(room, "hashed_floats", flipped)
+    monkeypatch.setattr(fingerprint_module, "hashed_floats", flipped)
     after = fingerprint("cpu")
     assert [line.key for line in after] == [line.key for line in before]
     assert [a.key for a, b in zip(after, before, strict=True) if a.digest == b.digest] == []
@@ -128,7 +130,7 @@ def test_one_bit_of_a_result_changes_its_line(small):
         return c
 
     gemm_fns = bundled_gemm_fn(torch.device("cpu")), nudged
-    right, wrong = (list(room.gemm_lines(gemm_fn, DTYPES, "cpu")) for gemm_fn in gemm_fns)
+    right, wrong = (list(fingerprint_module.gemm_lines(gemm_fn, DTYPES, "cpu")) for gemm_fn in gemm_fns)
     assert all(a.key == b.key and a.digest != b.digest for a, b in zip(right, wrong, strict=True))
 
 
@@ -172,7 +174,7 @@ def test_compare(small, capsys, tmp_path):
 def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, tmp_path):
     """What was not compared is not equal; only what the model cannot predict may be missing, on the model's side."""
     computed = fingerprint("cpu")
-    monkeypatch.setattr(room, "fingerprint", lambda device: computed)
+    monkeypatch.setattr(fingerprint_module, "fingerprint", lambda device: computed)
     whole, cut = tmp_path / "whole.txt", tmp_path / "cut.txt"
     assert main(["fingerprint", "--device", "cpu", "--output", str(whole)]) == 0
     assert main(["fingerprint", "--device", "cpu", "--compare", str(whole)]) == 0
@@ -185,8 +187,8 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
         assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1
         out = capsys.readouterr().out
         assert "differs" not in out and named in out and last in out
-    predicted = [line for line in lines if room.is_predicted(line.rpartition(" ")[0])]
-    model = [*head[:3], f"# {room._MODEL}", *predicted]
+    predicted = [line for line in lines if fingerprint_module.is_predicted(line.rpartition(" ")[0])]
+    model = [*head[:3], f"# {fingerprint_module._MODEL}", *predicted]
     for text, status in ((model, 0), (model[4:], 1), (model[:-1], 1)):  # whole; not said to be a model's; cut off
         cut.write_text("\n".join(text))
         assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == status
@@ -194,7 +196,7 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
     with pytest.raises(SystemExit):
         main(["fingerprint", "--device", "cpu", "--compare", str(cut)])
     assert f"line {len(lines) + 1}: {lines[0][:-65]} has another digest above" in capsys.readouterr().err
-    cut.write_text("\n".join([f"# {room._MODEL}", *(line for line in lines if line not in predicted)]))
+    cut.write_text("\n".join([f"# {fingerprint_module._MODEL}", *(line for line in lines if line not in predicted)]))
     capsys.readouterr()
     assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1
     out = capsys.readouterr().out

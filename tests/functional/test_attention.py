@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import tp_invariant as tpi
 
-attention_room = sys.modules["tp_invariant.functional.attention"]  # tpi.attention is the function
+attention_module = sys.modules["tp_invariant.functional.attention"]  # tpi.attention is the function
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 # device, dtype, head size
 PLACES = [
@@ -406,8 +406,8 @@ def test_checkpointed_it_has_the_same_bits(reentrant):
 def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
     """It is saved, so that forward runs once; unwatched, no operator runs."""
     data = tensors(device, torch.float32 if device == "cpu" else torch.bfloat16, 1, 4, 2, 40, 40, 64)
-    forward, runs = attention_room._kernel(data[0]).forward, []
-    monkeypatch.setattr(attention_room._kernel(data[0]), "forward", lambda *args: runs.append(0) or forward(*args))
+    forward, runs = attention_module._kernel(data[0]).forward, []
+    monkeypatch.setattr(attention_module._kernel(data[0]), "forward", lambda *args: runs.append(0) or forward(*args))
 
     def policy(context, op, *args, **options):
         ours = op is torch.ops.tp_invariant.attention.default
@@ -421,7 +421,7 @@ def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
     assert len(runs) == 1
     assert_same_bytes(attend(*data, checkpointed), got, "recomputed")
     assert len(runs) == 3
-    monkeypatch.setattr(attention_room, "_operator", None)
+    monkeypatch.setattr(attention_module, "_operator", None)
     assert_same_bytes(attend(*data, causal=True), got, "unwatched")
 
 
@@ -434,7 +434,7 @@ def test_graphs_and_fake_tensors_hold_the_operator(monkeypatch):
         made = make_fx(lambda *x: tpi.attention(*x, causal=True), tracing_mode=mode)(*(x + 1 for x in data))
         assert torch.ops.tp_invariant.attention.default in [node.target for node in made.graph.nodes]
         assert_same_bytes({"out": made(*data)}, {"out": expected}, mode)
-    monkeypatch.setattr(attention_room, "_kernel", None)
+    monkeypatch.setattr(attention_module, "_kernel", None)
     for options in (dict(causal=True), dict(cu_seqlens_q=cu), dict(cu_seqlens_q=cu, max_seqlen_q=27)):
         with FakeTensorMode() as fakes:
             fake = {name: fakes.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}

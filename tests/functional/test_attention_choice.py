@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant.core.elementwise import WholeVectors, in_whole_vectors
+from tp_invariant.core.elementwise import PositionInvariantActivation, in_whole_vectors
 from tp_invariant.functional import attention_choice
 from tp_invariant.functional.attention_choice import SafeSdpa, safe_attention
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
@@ -191,9 +191,9 @@ def test_elementwise_functions_do_not_see_where_an_element_lies(activation):
         part = both(lambda x: in_whole_vectors(activation, x), x[cut])
         assert_bitwise_equal(part, (y[cut], dx[cut]), str(cut))
     with tpi.set_tp_invariant_mode(True):
-        assert_bitwise_equal(WholeVectors(activation)(x[3:36]), y[3:36])
+        assert_bitwise_equal(PositionInvariantActivation(activation)(x[3:36]), y[3:36])
     with tpi.set_tp_invariant_mode(False):
-        assert_bitwise_equal(WholeVectors(activation)(x[3:36]), activation(x[3:36]))
+        assert_bitwise_equal(PositionInvariantActivation(activation)(x[3:36]), activation(x[3:36]))
 
 
 def test_torchs_own_silu_sees_it():

@@ -18,7 +18,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
-from tp_invariant.functional import cross_entropy as room
+from tp_invariant.functional import cross_entropy as cross_entropy_module
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -207,17 +207,17 @@ def test_strides_and_threads_do_not_count():
 def gathered_sizes(tp_group: Any, case: Case) -> list[int]:
     """How many elements each collective of one call hands this rank."""
     sizes = []
-    whole = room.gather_major
+    whole = cross_entropy_module.gather_major
 
     def spy(local, group):
         sizes.append(local.numel() * group.size)
         return whole(local, group)
 
-    room.gather_major = spy
+    cross_entropy_module.gather_major = spy
     try:
         run(tp_group, case)
     finally:
-        room.gather_major = whole
+        cross_entropy_module.gather_major = whole
     return sizes
 
 

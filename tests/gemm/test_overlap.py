@@ -439,7 +439,7 @@ def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
     gathers.ahead_in_graphs = True
     gathers.start_tokens(use)
     assert gathers.take_tokens(x, 0, TWO, user) is started[0]
-    assert started[0].for_taker and (started[0].waits, started[0].releases) == (0, 0), "whoever took it does that"
+    assert started[0].exclusive and (started[0].waits, started[0].releases) == (0, 0), "whoever took it does that"
     gathers.start_tokens(use)
     assert gathers.take_tokens(other, 0, TWO, user) is started[2]
     gathers.start_tokens(use)

@@ -75,7 +75,7 @@ def hopper():
 
 def products(dtype: torch.dtype, tma: bool) -> None:
     a, b, bias = torch.zeros(256, 512, dtype=dtype), torch.zeros(512, 384, dtype=dtype), torch.zeros(384, dtype=dtype)
-    with mock.patch.object(matmul_tma, "_takes", lambda *args: tma):
+    with mock.patch.object(matmul_tma, "_supports_tma", lambda *args: tma):
         for x, y in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)):
             matmul.matmul(x, y, bias=bias)
         matmul.matmul(a, b, out=torch.zeros(256, 384), accumulate=True)
@@ -90,7 +90,9 @@ def norms(dtype: torch.dtype) -> None:
         x, w = torch.zeros(64, h, dtype=dtype), torch.zeros(h, dtype=dtype)
         y, mean, rstd = norm.norm_forward(x, w, None if rms else w, eps=1e-5, rms=rms, zero_centered=rms)
         norm.norm_backward_input(y, x, w, mean, rstd, rms=rms, zero_centered=rms)
-        norm.fold_leaves(norm.norm_weight_leaves(y, x, mean, rstd, leaf_rows=32, rms=rms, with_bias=not rms)[0], dtype)
+        norm.fold_partial_sums(
+            norm.norm_weight_partial_sums(y, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=not rms)[0], dtype
+        )
 
 
 def losses(dtype: torch.dtype) -> None:

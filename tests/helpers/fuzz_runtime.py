@@ -244,7 +244,7 @@ class Run(Data):
     def act(self, name, x):
         fn = ACTIVATIONS[name]
         # torch's own exp and tanh go by an element's place on a CPU; see the library's core/elementwise.py
-        return in_whole_vectors(fn, x) if name in BY_POSITION and tpi.is_tp_invariant_mode_enabled() else fn(x)
+        return in_whole_vectors(fn, x) if name in POSITION_DEPENDENT and tpi.is_tp_invariant_mode_enabled() else fn(x)
 
     def attention(self, q, k, v, heads, head_dim, over, **options):
         size = self.rank_and_size(over)[1]
@@ -468,7 +468,7 @@ ACTIVATIONS = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
 }
-BY_POSITION = ("gelu", "gelu_tanh", "silu", "tanh", "sigmoid")
+POSITION_DEPENDENT = ("gelu", "gelu_tanh", "silu", "tanh", "sigmoid")
 
 
 def _sgd(params):

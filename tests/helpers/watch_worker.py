@@ -56,8 +56,8 @@ def grace_is_over(deaths):
         watcher = watch._watcher
         if len(watcher._ended) != deaths:
             return False
-        watcher._due = 0.0
-        watcher._bell.send(b"\0")
+        watcher._deadline = 0.0
+        watcher._wake_sender.send(b"\0")
         return True
 
     return look
@@ -144,7 +144,7 @@ def be_rank(folder, rank, world, run):
     global own_stderr
     own_stderr = folder / str(rank)
     os.dup2(os.open(own_stderr, os.O_WRONLY | os.O_CREAT), 2)
-    watch._GRACE = getattr(run, "grace", watch._GRACE)
+    watch._GRACE_SECONDS = getattr(run, "grace", watch._GRACE_SECONDS)
     liveness.dist.get_rank = lambda: rank
     (folder / f"{rank}.part").write_bytes(liveness.own_contact().encode())
     (folder / f"{rank}.part").rename(folder / f"{rank}.contact")

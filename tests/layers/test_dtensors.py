@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
-from tp_invariant.gemm.weight_cache import weight_cache
+from tp_invariant.owners import weight_cache
 from tp_invariant.testing import full_grads, full_parameters, run_ranks
 
 TOKENS = 24

@@ -13,7 +13,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.core.layout import shard, unshard
-from tp_invariant.layers import grad_leaves, parameters
+from tp_invariant.layers import grad_partial_sums, parameters
 from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
@@ -370,8 +370,8 @@ def test_a_partial_gradient(one_rank):
     refused(
         p,
         "the gradient of parameter 0 with shape (2,) on rank 0 is a DTensor placed as (Partial(sum),) on the mesh [0]: "
-        "a Partial is a sum still to be taken, and taking it here would add on the wire. Redistribute the gradient to "
-        "Shard or Replicate first",
+        "a Partial is a sum that is not yet reduced, and reducing it here would add in a collective. Redistribute the "
+        "gradient to Shard or Replicate first",
     )
 
 
@@ -481,7 +481,7 @@ def test_under_another_default_device():
     gradients = full_gradients()
 
     def on_rank(tp_group):
-        grad_leaves._order.cache_clear()
+        grad_partial_sums._gather_plan.cache_clear()
         made = parameters_of(gradients, tp_group)
         with torch.device("meta"), tpi.set_tp_invariant_mode(True):
             return tpi.clip_grad_norm_(made.values(), 1.0, tp_group=tp_group)
@@ -512,7 +512,7 @@ def test_gradients_that_are_still_on_their_way(mode):
 
     p, arrived = torch.nn.Parameter(torch.zeros(2)), torch.tensor([3.0, 4.0])
     p.grad = AsyncCollectiveTensor(arrived)
-    assert type(grad_leaves.local_part(p.grad)) is torch.Tensor, "it has an address"
+    assert type(grad_partial_sums.local_part(p.grad)) is torch.Tensor, "it has an address"
     with tpi.set_tp_invariant_mode(mode):
         assert tpi.clip_grad_norm_(p, 2.5, tp_group=None).item() == 5.0
     assert arrived.tolist() == pytest.approx([1.5, 2.0], rel=1e-5)

@@ -10,7 +10,7 @@ from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant.functional.norm import LEAF_ROWS
+from tp_invariant.functional.norm import ROWS_PER_SUM
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 NORMS = ("LayerNorm", "RMSNorm")
@@ -43,10 +43,10 @@ def test_matrix(norm, degree):
         cases += [case for j, case in enumerate(layouts) if degree < 8 or (stride + i + j) % 2]
     base = Case("column", 37, degree * 6, (1,), norm=norm, sequence_parallel=True)
     cases += [
-        base.with_(tokens=(degree * LEAF_ROWS,)),  # a leaf a rank
-        base.with_(tokens=(degree * LEAF_ROWS // 8, 2, 4)),
-        base.with_(tokens=(3, degree * LEAF_ROWS), sequence_dim=1),
-        base.with_(tokens=(2, degree * LEAF_ROWS // 4, 8), sequence_dim=1),
+        base.with_(tokens=(degree * ROWS_PER_SUM,)),  # a leaf a rank
+        base.with_(tokens=(degree * ROWS_PER_SUM // 8, 2, 4)),
+        base.with_(tokens=(3, degree * ROWS_PER_SUM), sequence_dim=1),
+        base.with_(tokens=(2, degree * ROWS_PER_SUM // 4, 8), sequence_dim=1),
         base.with_(tokens=(degree,)),
         base.with_(tokens=(0, 3)),
         base.with_(sequence_parallel=False),

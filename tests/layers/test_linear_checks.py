@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.consistency import agreement
-from tp_invariant.consistency.agreement import Agreed
+from tp_invariant.consistency.agreement import AgreedCalls
 from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.kernels.gemm.reference import matmul
@@ -168,8 +168,10 @@ def part_company(tp_group, make):
     """For each change of one rank's: what it raises, beside one with more tokens; and all facts' names."""
     rank, found, names, check = tp_group.rank(), [], set(), agreement.check_agreement
     with pytest.MonkeyPatch.context() as patch:
-        for room in (layers_linear, parallel_norm):
-            patch.setattr(room, "check_agreement", lambda facts, *args: names.update(facts) or check(facts, *args))
+        for checks_module in (layers_linear, parallel_norm):
+            patch.setattr(
+                checks_module, "check_agreement", lambda facts, *args: names.update(facts) or check(facts, *args)
+            )
         for _, change in CASES[make]:
             with ExitStack() as stack:
                 stack.enter_context(tpi.set_tp_invariant_mode(True))
@@ -206,8 +208,8 @@ def test_a_rank_that_parts_is_compared_whatever_it_changes(make):
 def many_kinds(tp_group, make, kinds):
     """Of ranks with small memories, one sees one kind more, of the same facts: x needs a gradient that is not given."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(agreement, "_MOST", 12)
-        patch.setattr(agreement, "_MOST_SETTLED", 5)
+        patch.setattr(agreement, "_MAX_AGREED", 12)
+        patch.setattr(agreement, "_MAX_RESOLVED", 5)
         layer = make(tp_group)
         layer(torch.ones(3, 8))
         layer(torch.ones(3, 8, requires_grad=tp_group.rank() == 1))
@@ -221,22 +223,22 @@ def test_ranks_stay_in_step_when_they_forget(make):
 
 
 def test_nothing_settled_outlives_what_is_agreed_on():
-    agreed = Agreed()
+    agreed = AgreedCalls()
     agreed.add("a call")
-    assert agreed.settle(("a kind",), 1) == agreed.settled["a kind",] == agreed.settle(None, 1) == 1
+    assert agreed.store(("a kind",), 1) == agreed.resolved["a kind",] == agreed.store(None, 1) == 1
     for other in (copy.deepcopy(agreed), pickle.loads(pickle.dumps(agreed))):
-        assert type(other) is Agreed
-        assert (other, other.settled) == (set(), {}), "another layer, whose first call is yet to come"
+        assert type(other) is AgreedCalls
+        assert (other, other.resolved) == (set(), {}), "another layer, whose first call is yet to come"
     agreed.clear()
-    assert (agreed, agreed.settled) == (set(), {})
+    assert (agreed, agreed.resolved) == (set(), {})
 
 
 @pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])
 def test_a_copied_layer_has_settled_nothing(layer):
     want = layer(torch.ones(3, 8))
-    assert layer._agreed.settled
+    assert layer._agreed.resolved
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert not other._agreed.settled
+        assert not other._agreed.resolved
         assert_bitwise_equal(other(torch.ones(3, 8)).detach(), want.detach())
 
 
@@ -260,7 +262,7 @@ def test_one_rank_asks_for_no_names(monkeypatch, enabled):
         for gemm_fn in (None, other_gemm, Unhashable()):
             layer = tpi.Linear(8, 8, gemm_fn=gemm_fn)
             assert_bitwise_equal(*(layer(torch.ones(3, 8)).detach() for _ in range(2)))
-            assert len(layer._agreed.settled) == 1
+            assert len(layer._agreed.resolved) == 1
     assert not asked
 
 

@@ -3,6 +3,7 @@
 Checkpoints of an earlier version: test_damaged_checkpoints.py.
 """
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import gather_major
+from tp_invariant.consistency.agreement import AgreedCalls
+from tp_invariant.core.elementwise import PositionInvariantActivation
 from tp_invariant.diagnostics.diff import read_log
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -35,6 +38,20 @@ def test_parameters():
     assert_bitwise_equal([p.detach() for p in parameters], list(state.values()))
     sharded = [p for p in parameters if getattr(p, "tensor_model_parallel", False)]
     assert [(p.tp_group.rank, p.tp_group.size) for p in sharded] == [(1, 2)] * 3
+
+
+FORMER_NAMES = {PositionInvariantActivation: b"WholeVectors", AgreedCalls: b"Agreed"}
+
+
+@pytest.mark.parametrize("cls", FORMER_NAMES)
+def test_a_class_under_its_former_name(cls):
+    made = cls(nn.SiLU()) if cls is PositionInvariantActivation else cls()
+    data = pickle.dumps(made, protocol=2)  # names a class by its module and its name
+    name = cls.__name__.encode() + b"\n"
+    assert data.count(name) == 1
+    assert type(pickle.loads(data.replace(name, FORMER_NAMES[cls] + b"\n"))) is cls
+    with pytest.raises(AttributeError):
+        pickle.loads(data.replace(name, b"NoSuchName\n"))
 
 
 def test_a_digest_log():

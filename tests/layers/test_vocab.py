@@ -17,7 +17,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
-from tp_invariant.kernels.vocabulary.reference_embedding import LEAF_OCCURRENCES, embedding_grad
+from tp_invariant.kernels.vocabulary.reference_embedding import OCCURRENCES_PER_SUM, embedding_grad
 from tp_invariant.testing import assert_bitwise_equal, raw_bytes, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -159,11 +159,11 @@ def test_a_row_sums_its_own_tokens_in_their_order():
     assert not torch.equal(reverse, want)
 
 
-@pytest.mark.parametrize("count", [1, LEAF_OCCURRENCES, LEAF_OCCURRENCES + 1, 5 * LEAF_OCCURRENCES + 3])
+@pytest.mark.parametrize("count", [1, OCCURRENCES_PER_SUM, OCCURRENCES_PER_SUM + 1, 5 * OCCURRENCES_PER_SUM + 3])
 def test_the_order_written_out(count):
     dy = wide_randn(count, 4, generator=torch.Generator().manual_seed(count))
     total = torch.zeros(4)
-    for leaf in dy.split(LEAF_OCCURRENCES):
+    for leaf in dy.split(OCCURRENCES_PER_SUM):
         part = torch.zeros(4)
         for row in leaf:
             part += row

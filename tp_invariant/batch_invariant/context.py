@@ -1,40 +1,42 @@
-"""Batch invariance for any model: inside `batch_invariant()` a row has the same bits whatever batch it is in.
+"""Batch invariance for any model: inside `batch_invariant()` a row has the same bits in every batch.
 
-torch's matmul, softmax and mean take another order of summation for another number of rows. Inside the context they go
-through this library's kernels, whose order depends on the summed dimension alone:
+The order of summation in torch's matmul, softmax and mean depends on the number of rows. Inside the context they are
+computed by this library's kernels, whose order depends on the summed dimension alone:
 
     mm bmm addmm baddbmm mv addmv dot vdot      the process-wide or bundled gemm_fn; out= and in-place forms too
     softmax log_softmax, their backward         kernels/rowwise/softmax.py
     mean and sum over dims
     F.linear                                    its 2-D form, always: torch rounds once or twice by the input's layout
     F.scaled_dot_product_attention              safe_attention
-    exp tanh silu gelu pow rsqrt ..             on a CPU, by whole vectors: torch's kernels have another formula for
-                                                the elements left over
+    exp tanh silu gelu pow rsqrt ..             on a CPU, in full vectors: torch's kernels use another formula for
+                                                the remaining elements
 
-Integers are exact in any order and left to torch. Refused are convolutions, other fused attention, scaled and grouped
-products, and prod, nansum, norm, var and std over dims, which sum in an order of torch's choosing; and so are dtypes,
-layouts and devices that the kernels do not take. Reductions of a whole tensor (x.sum()), the other elementwise
-functions, and what else computes with rows (cumulative sums, torch.linalg, FFTs, pooling, scatter_add) stay torch's.
+Operations on integers are exact in any order and left to torch. Refused are convolutions, other fused attention, scaled
+and grouped products, and prod, nansum, norm, var and std over dims, whose order of summation torch chooses; also
+dtypes, layouts and devices that the kernels do not take. Not changed are reductions of a whole tensor (x.sum()), the
+other elementwise functions, and other computations with rows (cumulative sums, torch.linalg, FFTs, pooling,
+scatter_add).
 
-How. torch's dispatcher has two keys that nothing in torch 2.11 to 2.13 registers: DeferredInit above autograd, Fake
-below it. At the first entry the functions above are registered there, for good, and a fallthrough for all others. A
-thread inside has the two keys in its thread-local set; so what is not routed costs nothing inside, and nothing at all
-is different outside or in another thread. torch takes the set along into the threads of a backward, into what
-activation checkpointing computes again, and into the functions that torch's own C++ calls. Other ways: a
-TorchDispatchMode has Python run for each operation, some 3000 in a forward of 28 layers, 78 ms against 16 on an H200;
+Implementation. torch's dispatcher has two keys that nothing in torch 2.11 to 2.13 registers: DeferredInit above
+autograd, and Fake below it. At the first entry the functions above are registered there permanently, and a fallthrough
+for all others. A thread inside the context has the two keys in its thread-local set. So an operation that is not routed
+costs nothing inside, and nothing changes outside or in other threads. torch copies this set to the threads of a
+backward, to recomputations of activation checkpointing, and to the functions that torch's own C++ calls. Alternatives:
+a TorchDispatchMode runs Python for each operation, about 3000 in a forward of 28 layers, 78 ms against 16 on an H200;
 registering at "CUDA", as batch_invariant_ops does, routes every thread's calls.
 
-Its price: the keys and the calls that set them are private. A torch that lacks them, has them elsewhere or uses them
-itself (2.13 already calls Fake the key of a FakeTensor mode to come) is noticed at the first entry, a RuntimeError.
-Where there is CUDA sums and the elementwise functions of one tensor are registered at "CPU" instead, so that a GPU's do
-not wait for Python; a thread outside then pays some 5 us for a CPU's, 20 for one with a number. In torch 2.11 a
-dispatch mode or a DTensor inside hides Fake from what it calls, so what is routed or refused is then registered at
-BackendSelect too: a product outside pays as much, and elementwise functions on a CPU stay torch's there.
+Disadvantages: the keys, and the functions that set them, are private. If a torch version lacks them, has them at other
+places or uses them itself (2.13 already names Fake as the key of a future FakeTensor mode), the first entry raises a
+RuntimeError. With CUDA, sums and the elementwise functions of one tensor are registered at "CPU" instead, so that a
+GPU's do not wait for Python; then a thread outside pays about 5 us for such a function on a CPU, 20 us for one with a
+number. In torch 2.11 a dispatch mode or a DTensor inside the context hides Fake from the functions that it calls; then
+routed and refused functions are registered at BackendSelect too, a product outside pays the same, and elementwise
+functions on a CPU are torch's there.
 
-Compiled functions run eagerly while any thread is inside (torch.compiler.set_stance, which is process-wide), so no
-fused kernel slips by; the backward of one that ran outside is compiled and stays so.
+Compiled functions run eagerly while any thread is inside (torch.compiler.set_stance, which is process-wide), so that no
+fused kernel runs; the backward of a compiled function that ran outside stays compiled.
 
-With the names of the package batch_invariant_ops, so that changing the import is all:
+The names are those of the package batch_invariant_ops, so that only the import has to be changed:
 
     from tp_invariant.batch_invariant import set_batch_invariant_mode
 """
@@ -71,7 +73,7 @@ def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | 
         and weight.dim() == 2
         and x.shape[1] == weight.shape[1]
         and (bias is None or bias.shape == weight.shape[:1])
-    ):  # what it comes to, without the way through the dispatcher
+    ):  # the same result without the dispatcher
         y = unrouted(gemm, None, x, weight.t(), bias=bias)
     else:
         y = F.linear(x, weight, bias)
@@ -81,7 +83,7 @@ def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | 
 def _matmul(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
     try:
         return torch.matmul(a, b)
-    except TypeError as error:  # which Python would take for an operator that is not there
+    except TypeError as error:  # Python would treat a TypeError as an unsupported operator
         raise RuntimeError(str(error)) from error
 
 
@@ -124,12 +126,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 _opening = threading.Lock()
 _open = 0  # contexts of all threads
-_stance: Any = None  # gives back what the first of them found of torch.compile's stance
+_stance: Any = None  # restores torch.compile's stance from before the first context
 
 
 @contextlib.contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """torch.compile stands back: on this thread, if a compiled function enters; for all, until the last one leaves."""
+def _compilation_disabled() -> Iterator[None]:
+    """Disables torch.compile: on this thread, if a compiled function enters; on all until the last one exits."""
     global _open, _stance
     callback = set_eval_frame(None)
     try:
@@ -165,7 +167,7 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
         raise TypeError(f"enabled={enabled!r} is not understood: pass True or False")
     keys = register(_REPLACED)
     before = [included(key) for key in keys]
-    with _nothing_compiled():
+    with _compilation_disabled():
         _thread.contexts += 1
         for key in keys:
             include(key, enabled)
@@ -194,7 +196,7 @@ def is_batch_invariant_mode_enabled() -> bool:
 
 
 def enable_batch_invariant_mode() -> None:
-    """Turns the mode on for the rest of this thread, or until disable_batch_invariant_mode; twice is as once."""
+    """Turns the mode on for this thread until disable_batch_invariant_mode; a second call has no effect."""
     if _thread.enabled is None:
         context = set_batch_invariant_mode(True)
         context.__enter__()

@@ -1,7 +1,7 @@
-"""Where context.py meets torch's dispatcher: two keys, what is registered at them, and who has them.
+"""context.py's use of torch's dispatcher: two dispatch keys, the functions registered at them, and threads' key sets.
 
-The keys are DeferredInit, above autograd, and Fake, below it, neither of which torch 2.11 to 2.13 registers anything
-at. Why those: context.py.
+The keys are DeferredInit, above autograd, and Fake, below it. torch 2.11 to 2.13 registers nothing at either.
+context.py explains the choice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
-from ..core.elementwise import BY_POSITION, at_no_position
+from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from .ops import REFUSED, REFUSED_OVER_DIMS, ROUTES, check_operands, over_dims, overloads, store
 
 _ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
 _lock = threading.Lock()
 
 
-def _of_torch(name: str) -> Callable[..., Any]:
-    """A private function of torch's; where there is none, the package can be imported and the mode not entered."""
+def _private_function(name: str) -> Callable[..., Any]:
+    """A private function of torch's. If torch lacks it, the package can be imported, but the mode cannot be entered."""
 
     def missing(*args: Any) -> None:
         raise RuntimeError(f"batch_invariant() needs {name}, which torch {torch.__version__} lacks: use 2.11 to 2.13")
@@ -33,9 +33,9 @@ def _of_torch(name: str) -> Callable[..., Any]:
     return getattr(torch._C, name, missing)
 
 
-included: Callable[[DispatchKey], bool] = _of_torch("_dispatch_tls_is_dispatch_key_included")
-include: Callable[[DispatchKey, bool], None] = _of_torch("_dispatch_tls_set_dispatch_key_included")
-_exclude: Callable[[DispatchKey, bool], None] = _of_torch("_dispatch_tls_set_dispatch_key_excluded")
+included: Callable[[DispatchKey], bool] = _private_function("_dispatch_tls_is_dispatch_key_included")
+include: Callable[[DispatchKey, bool], None] = _private_function("_dispatch_tls_set_dispatch_key_included")
+_exclude: Callable[[DispatchKey, bool], None] = _private_function("_dispatch_tls_set_dispatch_key_excluded")
 
 
 def _keys() -> tuple[DispatchKey, DispatchKey]:
@@ -63,7 +63,7 @@ Handler = Callable[[tuple, dict[str, Any]], Any]
 
 
 def _kernel(handle: Handler, leave: Callable[[DispatchKeySet], bool], otherwise: Callable[..., Any]) -> Callable:
-    """What is registered: handle(args, kwargs), inside of which nothing is routed; `otherwise` where leave(keys)."""
+    """The function to register: handle(args, kwargs), inside which nothing is routed; `otherwise` if leave(keys)."""
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if leave(keys):
@@ -86,12 +86,15 @@ def _redispatch(func: OpOverload, later: DispatchKeySet, keys: DispatchKeySet, *
 
 
 def _is_for_python(keys: DispatchKeySet) -> bool:
-    """In torch 2.11 a dispatch mode or a subclass, a DTensor say, comes behind _BELOW, and hides it while it runs."""
+    """Whether a dispatch mode or a tensor subclass (DTensor, say) handles the call.
+
+    In torch 2.11 it runs after _BELOW, and hides that key while it runs.
+    """
     return keys.has(DispatchKey.Python)
 
 
 def _python_first(func: OpOverload) -> Callable[..., Any]:
-    """func without _BELOW, which torch takes away for what the mode or the subclass calls, too."""
+    """func without _BELOW, a key that torch also removes for the functions that the mode or the subclass calls."""
 
     def call(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         _register_behind_python()
@@ -104,7 +107,7 @@ def _python_first(func: OpOverload) -> Callable[..., Any]:
     return call
 
 
-def _goes_by_cpu(func: OpOverload) -> bool:
+def _registers_at_cpu(func: OpOverload) -> bool:
     """Whether a kernel at "CPU" can stand in for func, so that a GPU's tensors do not pass it.
 
     Not for one of two tensors: torch hands over a number in place of one, which cannot be passed on, but for sums (see
@@ -137,7 +140,7 @@ _SUMS = {  # and the form of each that writes into out=
 }
 
 
-def _of_cpu(func: OpOverload) -> Callable[..., Any]:
+def _cpu_kernel(func: OpOverload) -> Callable[..., Any]:
     """torch's own kernel of func at "CPU"."""
     kernel = torch.library.get_kernel(func, "CPU").call_boxed
     if func not in _SUMS:
@@ -193,7 +196,7 @@ def _refusal_over_dims(func: OpOverload, advice: str, place: int) -> Handler:
 
 
 def _above_autograd(replacement: Callable[..., Tensor]) -> Callable:
-    """What _ABOVE has in place of a function that torch decomposes in one way or another by shape or layout."""
+    """The function at _ABOVE that replaces one which torch decomposes differently by shape or layout."""
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor:
         include(_above, False)
@@ -228,7 +231,7 @@ def is_plain(keys: int) -> bool:
 
 _above = _below = DispatchKey.Undefined  # until register
 _handlers: dict[OpOverload, Handler] = {}
-_libraries: list[torch.library.Library] = []  # what is registered lives as long as they do
+_libraries: list[torch.library.Library] = []  # registrations live as long as these objects
 
 
 def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[DispatchKey, DispatchKey]:
@@ -254,14 +257,14 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
             for func in overloads(name):
                 if (place := over_dims(func)) is not None:
                     _handlers[func] = _refusal_over_dims(func, advice, place)
-        by_cpu = set(filter(_goes_by_cpu, BY_POSITION)) if torch.cuda.is_available() else set()
-        by_position = {func: functools.partial(at_no_position, func) for func in BY_POSITION}
+        by_cpu = set(filter(_registers_at_cpu, POSITION_DEPENDENT)) if torch.cuda.is_available() else set()
+        by_position = {func: functools.partial(position_invariant, func) for func in POSITION_DEPENDENT}
         for func, handle in (_handlers | by_position).items():
             if func not in by_cpu:
                 kernel = _kernel(handle, _is_for_python, _python_first(func))
                 aten.impl(func, kernel, _BELOW, with_keyset=True)
                 continue
-            kernel = _kernel(handle, _is_off, _of_cpu(func))
+            kernel = _kernel(handle, _is_off, _cpu_kernel(func))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
                 aten.impl(func, kernel, "CPU", with_keyset=True)
@@ -273,7 +276,7 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
 
 
 def _register_behind_python() -> None:
-    """What is routed or refused once more at BackendSelect, which every thread passes: only once it is needed."""
+    """Registers routed and refused functions at BackendSelect too, through which the calls of all threads pass."""
     with _lock:
         if len(_libraries) == 2:
             aten = torch.library.Library("aten", "IMPL")

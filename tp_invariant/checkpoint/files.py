@@ -380,7 +380,7 @@ class Index(NamedTuple):
     digest: str  # of the file: the same on every rank that reads the same checkpoint
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -388,16 +388,16 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _of(value: Any, kind: type, what: str) -> Any:
+def _require_type(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{what} is {reprlib.repr(value)}, which is no {kind.__name__}")
     return value
 
 
 def _field(value: Any, key: str, kind: type, what: str) -> Any:
-    if key not in _of(value, dict, what):
+    if key not in _require_type(value, dict, what):
         raise ValueError(f"{what} has no {key!r}")
-    return _of(value[key], kind, f"{key!r} of {what}")
+    return _require_type(value[key], kind, f"{key!r} of {what}")
 
 
 def _lengths(value: Any, key: str, what: str) -> torch.Size:
@@ -423,7 +423,7 @@ def read_index(folder: Path) -> Index:
     try:
         with _regular_file(path) as handle, open(handle, "rb", closefd=False) as file:
             data = file.read()
-        index = json.loads(data.decode(), object_pairs_hook=_named_once)
+        index = json.loads(data.decode(), object_pairs_hook=_unique_keys)
         return _checked_index(index, hashlib.sha256(data).hexdigest())
     except RecursionError:
         raise ValueError(f"{path} cannot be read as a checkpoint's index: it is nested too deep") from None
@@ -443,7 +443,7 @@ def _checked_index(index: Any, digest: str) -> Index:
     values = _field(index, "values", dict, "the index")
     _field(values, "extra", dict, "values")
     if _field(values, "optimizer", object, "values") is not None:
-        _of(values["optimizer"], dict, "the optimizer")
+        _require_type(values["optimizer"], dict, "the optimizer")
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     entries = _field(index, "tensors", dict, "the index")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core.bits import leaves
 from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import ShardSpec
-from .full_state import WHOLE, Entry, gather_entries, model_group, tensor_specs, together
+from .full_state import WHOLE, Entry, gather_entries, model_group, run_on_all_ranks, tensor_specs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,7 +34,7 @@ def full_optimizer_state_dict(
         RuntimeError: as `full_state_dict`, of the optimizer's state.
     """
     group = model_group(model)
-    groups, state = together(
+    groups, state = run_on_all_ranks(
         group,
         "full_optimizer_state_dict",
         lambda: (optimizer_groups(model, optimizer), optimizer_entries(model, optimizer)),
@@ -73,7 +73,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
                 result.setdefault(name, {})[key] = value
         return result
 
-    targets = together(model_group(model), "load_full_optimizer_state_dict", local_state)
+    targets = run_on_all_ranks(model_group(model), "load_full_optimizer_state_dict", local_state)
     for name, values in targets.items():
         for key, target in values.items():
             if isinstance(target, Entry):

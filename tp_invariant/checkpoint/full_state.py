@@ -1,10 +1,10 @@
-"""Full state dicts: what the unsharded model would have, and back; full_optimizer_state.py has the optimizer's.
+"""Full state dicts: those of the unsharded model, and loading them; full_optimizer_state.py has the optimizer's.
 
-Full tensors do not know the degree they come from, so what one degree wrote any other can take. One tensor at a time
-is gathered. The whole model still passes through each rank's memory: save_load.py writes shards instead.
+Full tensors do not depend on the degree, so any degree can load what another one has saved. One tensor at a time is
+gathered. Still the whole model passes through each rank's memory: save_load.py writes shards instead.
 
-What several ranks hold alike (a whole parameter, a buffer) is compared first, by 64-bit hashes: one of them will stand
-for all, and where they differ nobody can say which is right. That costs a pass over these tensors and one gather.
+Tensors that several ranks hold (a replicated parameter, a buffer) are first compared by 64-bit hashes, because only one
+rank's is used, and if they differ it is not known which is right. This costs a pass over these tensors and one gather.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Entry:
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_full_state_dict` with strict=False left alone."""
+    """The keys that `load_full_state_dict` with strict=False has ignored."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -191,8 +191,8 @@ def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
 # --- errors on every rank -------------------------------------------------------------------------------------------
 
 
-def together(group: Group, what: str, step: Callable[[], T]) -> T:
-    """step() on every rank; where it fails on some rank, an error on every rank, so that none waits for another.
+def run_on_all_ranks(group: Group, what: str, step: Callable[[], T]) -> T:
+    """step() on every rank; if it fails on one rank, every rank raises an error, so that none waits for another.
 
     Raises:
         RuntimeError: names the ranks and their errors; a ValueError or TypeError where all that failed had one. Where
@@ -214,7 +214,7 @@ def together(group: Group, what: str, step: Callable[[], T]) -> T:
 
 
 def error_of_ranks(what: str, found: Mapping[int, tuple[str, str]], group: Group) -> Exception:
-    """What every rank raises where some failed, given the kind and the text of each one's error."""
+    """The exception that every rank raises if some ranks failed, given the kind and text of each rank's error."""
     kinds = {kind for kind, _ in found.values()}
     named = "\n".join(f"rank {rank} of {group.size}: {kind}: {text}" for rank, (kind, text) in sorted(found.items()))
     raised = _ERRORS.get(kinds.pop(), RuntimeError) if len(kinds) == 1 else RuntimeError
@@ -310,7 +310,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
         RuntimeError: on every rank: ranks that hold different whole parameters or buffers; names them.
     """
     group = model_group(model)
-    entries = together(group, "full_state_dict", lambda: model_entries(model))
+    entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model))
     return gather_entries(entries, group, rank0_only, cpu_offload)
 
 
@@ -370,7 +370,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
                     )
         return keys
 
-    keys = together(group, "load_full_state_dict", check)
+    keys = run_on_all_ranks(group, "load_full_state_dict", check)
     with torch.no_grad():
         for name, entry in entries.items():
             if name in state_dict:

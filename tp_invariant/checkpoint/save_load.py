@@ -45,8 +45,8 @@ from .full_state import (
     error_of_ranks,
     model_entries,
     model_group,
+    run_on_all_ranks,
     tensor_specs,
-    together,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def save(
         return tensors, own, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
 
     what = f"saving {os.fspath(path)}"
-    tensors, own, aliases, values = together(ranks, what, describe)
+    tensors, own, aliases, values = run_on_all_ranks(ranks, what, describe)
     check_replicas(what, tensors, ranks)
     _check_alike(what, {"aliases": aliases, "optimizer": values["optimizer"]}, ranks)
     if ranks.rank == 0:
@@ -197,7 +197,7 @@ def load(
             raise ValueError(f"{folder / INDEX}: {error}") from None
         return reader, tensors, values
 
-    reader, tensors, values = together(ranks, what, describe)
+    reader, tensors, values = run_on_all_ranks(ranks, what, describe)
     if len(set(gather_objects(reader.index.digest, ranks))) > 1:
         raise ValueError(
             f"the ranks read different {INDEX} in {folder}: another job saves into it, or ranks do not share it"

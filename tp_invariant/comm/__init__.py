@@ -1,1 +1,1 @@
-"""Moves bytes between ranks and never adds any; who has ended, and what each rank is about to move."""
+"""Collectives that move bytes and never add; detection of ended ranks, and of ranks whose collectives differ."""

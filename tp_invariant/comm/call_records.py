@@ -1,14 +1,14 @@
-"""What each rank of a gloo group is about to move, in memory that the ranks share: ranks that part are told so.
+"""Records of each rank's next collective in shared memory, by which ranks of a gloo group detect that they diverge.
 
-Gloo takes a message that is longer than what it awaits for a fatal error, in a thread of its own: the process ends by
-SIGABRT, without a word, and the other ranks take it for dead. A message that is shorter it takes for the right one. So
-before each collective a rank writes down which one it is (its number in the group, its kind, sizes and dtype, whether
-it belongs to a backward, the layer whose forward it belongs to) and looks at what the others have written: first the
-one, then the other, so that of two ranks that differ at least one sees it and does not start. Whoever has started looks
-again while it waits. So no two ranks ever start collectives that differ, nothing aborts, and each rank's error says
-what every rank was about to do.
+If gloo receives a longer message than it expects, one of its threads aborts: the process ends by SIGABRT without an
+error message, and the other ranks see a dead rank. A shorter message it accepts as correct. So before each collective a
+rank first writes a record of it (its number in the group, its kind, sizes and dtype, whether it belongs to a backward,
+the layer whose forward it belongs to) and then reads the other ranks' records. In this order, of two ranks that differ
+at least one sees the difference and does not start. A rank that has started reads the records again while it waits. So
+no two ranks start collectives that differ, no process aborts, and each rank's error says what every rank was about
+to do.
 
-This takes ranks that share memory, on one machine; a group of several machines goes without. It costs a few
+This needs ranks on one machine, which can share memory; groups over several machines have no records. It costs a few
 microseconds of a collective that takes gloo a hundred. On GPUs nothing is recorded.
 """
 
@@ -30,39 +30,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .liveness import Ranks
+from .liveness import GroupLike
 
 ALL_GATHER, ALL_TO_ALL, OBJECTS, ALL_REDUCE, REDUCE_SCATTER = range(5)
 _NAMES = ("an all-gather", "an all-to-all", "a gather of Python objects", "an all-reduce", "a reduce-scatter")
-_KEPT = 64  # calls of a rank that are kept; how far ranks can be apart is what one starts before it waits
-_LOOKED_UP = _KEPT - 1  # the one before that is about to be written over: a rank writes its mark first, then its count
+# Calls of a rank that are kept. A rank can be ahead of another by the collectives that it starts before it waits.
+_RECORDED = 64
+# The oldest call is not compared, because it may be overwritten: a rank writes its mark first, then its count.
+_COMPARED = _RECORDED - 1
 _COUNT, _TEXT_BYTES, _MARKS = 0, 1, 2  # the words of a rank
-_TEXT = 8 * (_MARKS + _KEPT)  # where its text begins
+_TEXT = 8 * (_MARKS + _RECORDED)  # where its text begins
 BYTES = 4096  # of one rank
-_LOOKS = (timedelta(seconds=0.1), timedelta(seconds=0.2), timedelta(seconds=1))  # between two looks, while it waits
-_ANSWER_SECONDS = 3.0  # for the others to say where they are: more than the longest wait between two looks
+# Between two checks of the records while a collective waits.
+_CHECK_INTERVALS = (timedelta(seconds=0.1), timedelta(seconds=0.2), timedelta(seconds=1))
+_ANSWER_SECONDS = 3.0  # for the other ranks to report their call: longer than the longest interval between two checks
 _DTYPES = {
     dtype: number
     for number, dtype in enumerate(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 }
 
 
-class Doing(threading.local):
-    """What of this thread's Python a collective belongs to: threads may each use a group of their own.
+class CallContext(threading.local):
+    """The Python code that a collective of this thread belongs to; each thread may use a group of its own.
 
-    layer       has `number` and `name`: the layer whose forward runs; None outside of one
-    comparing   says, when called, in which call ranks ask each other; None where they do not
+    layer       has `number` and `name`: the layer whose forward is running; None outside of a forward
+    comparing   returns a description of the call that ranks are comparing; None if they compare none
     """
 
     layer: Any = None
     comparing: Callable[[], str] | None = None
 
 
-doing = Doing()
+call_context = CallContext()
 
 
 class CallRecords:
-    """One rank's view of the records of its group; see the module. `memory` has BYTES for each rank, zeros at first."""
+    """The records of a group, for one rank. `memory` has BYTES for each rank, initially zeros."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size
@@ -70,66 +73,69 @@ class CallRecords:
         self._own = rank * BYTES // 8
         self._others = [other * BYTES // 8 for other in range(size) if other != rank]
         self._count = 0
-        self._calls: list[tuple] = [()] * _KEPT
+        self._calls: list[tuple] = [()] * _RECORDED
         self._error: str | None = None
 
     def begin(self, kind: int, operand: Tensor, sizes: Sequence[int] = ()) -> None:
-        """Before a collective on `operand` starts. `sizes`: all that decides how much travels, the same on every rank.
+        """Records a collective on `operand`; call it before the collective starts.
+
+        sizes: all numbers that decide the sizes of the messages; they must be the same on every rank.
 
         Raises:
-            RuntimeError: another rank is about to start another one; on every rank, with the same text.
+            RuntimeError: another rank is about to start a different collective; on every rank, with the same text.
         """
         if self._error is not None:
             raise RuntimeError(self._error)
         number = self._count = self._count + 1
-        layer, comparing = doing.layer, doing.comparing
+        layer, comparing = call_context.layer, call_context.comparing
         backward = torch._C._current_graph_task_id() != -1
-        place = _MARKS + number % _KEPT
-        self._calls[number % _KEPT] = kind, tuple(operand.shape), operand.dtype, backward, layer, comparing
+        place = _MARKS + number % _RECORDED
+        self._calls[number % _RECORDED] = kind, tuple(operand.shape), operand.dtype, backward, layer, comparing
         if comparing is None:
             of_layer = 0 if layer is None else layer.number
             mark = hash((number, kind, *sizes, _DTYPES[operand.dtype], backward, of_layer))
-        else:  # whose outcome says more
+        else:  # its comparison gives a better error
             mark = hash((number, -2))
         words, own = self._words, self._own
         words[own + place] = mark
         words[own] = number
         for other in self._others:
-            if words[other] >= number and words[other + place] != mark and words[other] < number + _LOOKED_UP:
-                self._part(number)
+            if words[other] >= number and words[other + place] != mark and words[other] < number + _COMPARED:
+                self._report_divergence(number)
 
     def wait(self, work: dist.Work) -> None:
-        """work.wait(), which looks at the records while it takes long. Errors are work's, and begin's."""
-        for seconds in chain(_LOOKS, repeat(_LOOKS[-1])):
+        """work.wait(), which also checks the records from time to time. Raises the errors of `work` and of begin."""
+        for seconds in chain(_CHECK_INTERVALS, repeat(_CHECK_INTERVALS[-1])):
             start = time.monotonic()
             try:
                 work.wait(seconds)
                 return
             except RuntimeError:
-                # its own error comes at once; is_completed() is no way to ask, some works that failed say no for ever
+                # An error of the collective comes before the time-out. is_completed() does not help: some works that
+                # failed return False forever.
                 if time.monotonic() - start < 0.9 * seconds.total_seconds():
                     raise
-            self.look()
+            self.check()
 
-    def look(self) -> None:
-        """Compares what is recorded of all ranks. Raises as begin."""
+    def check(self) -> None:
+        """Compares the records of all ranks. Raises as begin."""
         words, own, count = self._words, self._own, self._count
-        for number in range(max(1, count - _LOOKED_UP + 1), count + 1):
-            place = _MARKS + number % _KEPT
+        for number in range(max(1, count - _COMPARED + 1), count + 1):
+            place = _MARKS + number % _RECORDED
             for other in self._others:
                 if words[other] < number or words[other + place] == words[own + place]:
                     continue
-                if words[other] < number + _LOOKED_UP:  # read last: until here it has not been written over
-                    self._part(number)
+                if words[other] < number + _COMPARED:  # read last: the mark has not been overwritten before this
+                    self._report_divergence(number)
 
     def progress(self) -> str:
-        """How far each rank has come, for an error."""
+        """The number of collectives that each rank has begun, for an error."""
         counts = [self._words[rank * BYTES // 8] for rank in range(self._size)]
         return ", ".join(f"rank {rank} has begun {count}" for rank, count in enumerate(counts))
 
-    # --- ranks that part --------------------------------------------------------------------------------------------
+    # --- ranks that diverge -----------------------------------------------------------------------------------------
 
-    def _part(self, number: int) -> None:
+    def _report_divergence(self, number: int) -> None:
         if self._error is not None:
             raise RuntimeError(self._error)
         text = self._described(number).encode()[: BYTES - _TEXT]
@@ -141,17 +147,17 @@ class CallRecords:
             time.sleep(0.01)
         ranks_with: dict[str, list[int]] = {}
         for rank in range(self._size):
-            ranks_with.setdefault(self._said(rank), []).append(rank)
+            ranks_with.setdefault(self._report_of(rank), []).append(rank)
         said = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in ranks_with.items())
         self._error = (
             f"the {self._size} ranks of tp_group make different calls. At collective {number} of the group, {said}. "
             "They must make the same calls in the same order, on data of the same sizes and dtypes; "
-            "TP_INVARIANT_CHECK=1 on all ranks finds the first call in which they part. This group cannot be used any "
-            "more: restart all ranks"
+            "TP_INVARIANT_CHECK=1 on all ranks finds the first call in which they differ. This group cannot be used "
+            "any more: restart all ranks"
         )
         raise RuntimeError(self._error)
 
-    def _said(self, rank: int) -> str:
+    def _report_of(self, rank: int) -> str:
         length = self._words[rank * BYTES // 8 + _TEXT_BYTES]
         if not length:
             return "has not come to it"
@@ -159,32 +165,32 @@ class CallRecords:
         return bytes(self._memory[start : start + length]).decode(errors="replace")
 
     def _described(self, number: int) -> str:
-        kind, shape, dtype, backward, layer, comparing = self._calls[number % _KEPT]
+        kind, shape, dtype, backward, layer, comparing = self._calls[number % _RECORDED]
         if comparing is not None:
             return f"asks whether all ranks make this call, which is new to it: {comparing()}"
-        inside = "" if layer is None else f" in the forward of {described(layer)}"
+        inside = "" if layer is None else f" in the forward of {format_layer(layer)}"
         return f"starts {_NAMES[kind]} of {shape} {dtype}{' in a backward' if backward else inside}"
 
 
-def described(layer: Any) -> str:
-    """A layer in messages."""
+def format_layer(layer: Any) -> str:
+    """How messages name a layer."""
     return f"layer {layer.number} of the group, {layer.name}"
 
 
-# --- where they are kept --------------------------------------------------------------------------------------------
+# --- the records of each group --------------------------------------------------------------------------------------
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CallRecords] = weakref.WeakKeyDictionary()
 
 
-def records_of(group: Ranks, operand: Tensor) -> CallRecords | None:
-    """The records of the group, for collectives on `operand`; None where there are none."""
+def records_of(group: GroupLike, operand: Tensor) -> CallRecords | None:
+    """The group's records for collectives on `operand`; None if such collectives are not recorded."""
     return _records.get(group.process_group) if operand.is_cpu and group.process_group is not None else None
 
 
-def share(group: Ranks, gather: Callable[[bytes], list[bytes]]) -> None:
-    """Begins to record the collectives of a group, if all its ranks can reach the same memory. Collective.
+def share_records(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> None:
+    """Starts recording the collectives of a group if all its ranks can map the same memory. A collective.
 
-    gather: every rank's bytes, of one length, in rank order.
+    gather: returns every rank's bytes, which have one length, in rank order.
     """
     process_group = group.process_group
     assert process_group is not None
@@ -213,7 +219,7 @@ def _new_file(size: int) -> str:
     handle, path = tempfile.mkstemp(prefix="tp_invariant_calls_", dir=folder)
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)  # a full folder is an error here, later it would be a SIGBUS
+            os.posix_fallocate(handle, 0, size)  # a full file system raises here; later it would be a SIGBUS
         else:
             os.write(handle, bytes(size))
     except OSError:

@@ -1,4 +1,4 @@
-"""Collectives that move bytes and never add. The group is always an argument; regions.py has those with an adjoint.
+"""Collectives that move bytes and never add. The group is always an argument; regions.py adds autograd adjoints.
 
 Because nothing here adds, no algorithm, protocol, ring order or topology of NCCL or gloo can change a bit of a result.
 Activations are [..., features] or [rows, features]; see core/layout.py for the legend.
@@ -38,7 +38,7 @@ class Group:
     size: int
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
-    def __hash__(self) -> int:  # what dataclass would make takes all fields, and layers ask at every call
+    def __hash__(self) -> int:  # faster than dataclass's, which hashes all fields; layers hash it at every call
         return hash(self.process_group)
 
     def __copy__(self) -> Group:
@@ -52,19 +52,19 @@ class Group:
         if group is None:
             return Group, (None, self.rank, self.size)
         mesh = () if self.mesh is None else (self.mesh,)
-        if isinstance(group, _Elsewhere):
+        if isinstance(group, _MissingProcessGroup):
             return _unpickled_group, (group.name, group.ranks, self.rank, *mesh)
         return _unpickled_group, (str(group.group_name), ranks_of(self), self.rank, *mesh)
 
 
-class _Elsewhere:
-    """In place of a process group that the process which unpickled a Group does not have."""
+class _MissingProcessGroup:
+    """Replaces a process group that does not exist in the process which unpickled a Group."""
 
     def __init__(self, name: str, ranks: list[int]) -> None:
         self.name, self.ranks = name, ranks
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what pickle and copy ask for
+        if name.startswith("__"):  # pickle and copy look these up
             raise AttributeError(name)
         raise ValueError(
             f"this tp_group was pickled in a process where it was called {self.name!r} and had the global ranks "
@@ -77,13 +77,13 @@ def _unpickled_group(name: str, ranks: list[int], rank: int, mesh: DeviceMesh | 
         for process_group in c10d._world.pg_map:
             if str(process_group.group_name) == name and dist.get_process_group_ranks(process_group) == ranks:
                 return replace(resolve_group(process_group), mesh=mesh)
-    missing: Any = _Elsewhere(name, ranks)
+    missing: Any = _MissingProcessGroup(name, ranks)
     return Group(missing, rank, len(ranks), mesh)
 
 
 torch.serialization.add_safe_globals([Group, _unpickled_group])
 
-_OUTSIDE = "tp_group does not contain this rank (global rank {rank}): build its layers elsewhere"
+_NOT_A_MEMBER = "tp_group does not contain this rank (global rank {rank}): build its layers elsewhere"
 
 
 def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Group:
@@ -104,60 +104,61 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
                 'pass one dim of it, for example mesh["tp"]'
             )
         if tp_group.get_coordinate() is None:
-            raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
+            raise ValueError(_NOT_A_MEMBER.format(rank=dist.get_rank()))
         group = tp_group.get_group()
         return Group(group, dist.get_rank(group), dist.get_world_size(group), tp_group)
-    # torch hands ranks outside a new group a placeholder that is no ProcessGroup
+    # on ranks outside a new group torch returns a placeholder that is not a ProcessGroup
     if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
+        raise ValueError(_NOT_A_MEMBER.format(rank=dist.get_rank()))
     if not isinstance(tp_group, dist.ProcessGroup):
         raise TypeError(
             f"tp_group={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
         )
     rank = dist.get_rank(tp_group)
     if rank < 0:
-        raise ValueError(_OUTSIDE.format(rank=dist.get_rank()))
+        raise ValueError(_NOT_A_MEMBER.format(rank=dist.get_rank()))
     return Group(tp_group, rank, dist.get_world_size(tp_group))
 
 
 def ranks_of(group: Group) -> list[int]:
     """The global ranks of a group, in its order; this rank alone without a process group."""
-    if isinstance(group.process_group, _Elsewhere):
+    if isinstance(group.process_group, _MissingProcessGroup):
         return group.process_group.ranks
     if group.process_group is None:
         return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
     return dist.get_process_group_ranks(group.process_group)
 
 
-_side_groups: dict[Group, Group] = {}
+_prefetch_groups: dict[Group, Group] = {}
 
 
-def side_group(group: Group, device: torch.device) -> Group:
-    """The same ranks once more, for what is not needed at once. Collective the first time; the same one afterwards.
+def prefetch_group(group: Group, device: torch.device) -> Group:
+    """A second group of the same ranks, for prefetches. The first call is collective; later calls return its result.
 
-    device: of what it will carry.
+    device: of the tensors that it will move.
 
-    NCCL runs a communicator's collectives one after another, so a weight gathered ahead would hold up activations that
-    are needed now; a second communicator has a stream of its own. All ranks start both in the same order, and either
-    finishes without the other, so they cannot wait for each other in a circle. Gloo runs its own side by side. Where
-    the job is bound to devices (init_process_group(device_id=..)) torch splits a new communicator off the whole job's,
-    for which ranks outside this group would have to come along: then a smaller group goes without a second one. So it
-    does where the first call is captured in a CUDA graph, as NCCL cannot connect there.
+    NCCL runs a communicator's collectives one after another, so a prefetched weight would delay activations that are
+    needed now; a second communicator has its own stream. All ranks start the collectives of both in the same order, and
+    each communicator can finish without the other, so they cannot deadlock. Gloo runs collectives concurrently and
+    needs no second group. The result is `group` itself in two more cases. If the job is bound to devices
+    (init_process_group(device_id=..)), torch splits a new communicator off the whole job's, which is a collective of
+    all its ranks: a smaller group cannot do that alone. And if the first call is captured in a CUDA graph, NCCL cannot
+    connect.
     """
-    side = _side_groups.get(group)  # asked for with every weight that is gathered ahead
+    side = _prefetch_groups.get(group)  # looked up for every weight that is gathered ahead
     if side is not None:
         return side
     side = group
-    if may_have_another(group):
+    if can_duplicate(group):
         if is_capturing():
             return group
-        side = same_ranks_again(group, "nccl", "weights")
+        side = duplicate_group(group, "nccl", "weights")
         gather_major(torch.zeros(1, device=device), side)  # connects
-    _side_groups[group] = side
+    _prefetch_groups[group] = side
     return side
 
 
-def may_have_another(group: Group) -> bool:
+def can_duplicate(group: Group) -> bool:
     """Whether the group is on NCCL and its ranks alone can make a further communicator."""
     if group.process_group is None or "nccl" not in dist.get_backend_config(group.process_group):
         return False
@@ -165,14 +166,14 @@ def may_have_another(group: Group) -> bool:
     return group.size == dist.get_world_size() or world is None or world.bound_device_id is None
 
 
-def same_ranks_again(group: Group, backend: str, purpose: str, options: Any = None) -> Group:
-    """A new process group on `backend` of the ranks of `group`, which alone take part; once for each purpose.
+def duplicate_group(group: Group, backend: str, purpose: str, options: Any = None) -> Group:
+    """A new process group on `backend` with the ranks of `group`, and collective over these ranks only.
 
-    `options`: the backend's, a ProcessGroupNCCL.Options for NCCL.
+    It can be made once for each purpose. `options`: the backend's, a ProcessGroupNCCL.Options for NCCL.
 
-    dist.new_group(.., use_local_synchronization=True) names a group after how many groups the process has: ranks that
-    are in different numbers of groups would wait for each other under different names, for ever. So this goes by the
-    function below it, with a name that the ranks share.
+    dist.new_group(.., use_local_synchronization=True) names a group after the number of groups in the process: ranks
+    that are in different numbers of groups would use different names and wait for each other forever. So this calls the
+    function below it, with a name that is the same on these ranks.
 
     Raises:
         ValueError: the group has been made before.
@@ -199,18 +200,19 @@ set_group_type(Group, resolve_group)
 
 
 def is_capturing() -> bool:
-    """Whether this thread's work on the current CUDA stream goes into a graph."""
+    """Whether the current CUDA stream is being captured into a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Pending:
-    """A collective under way: `wait()` gives its result. Keeps the operands alive until then.
+    """A collective in flight: `wait()` returns its result. Keeps the operands alive until then.
 
-    `finish` makes the result from what was received. With `for_all_streams` set, on CUDA, a later `wait` may be on
-    another stream than the first. `lent`: the result is good until `release`, by whoever took it if `for_taker`.
+    `finish` computes the result from the received tensor. With `for_all_streams` set, on CUDA, a later `wait` may be on
+    another stream than the first. `leased`: the result is in a shared buffer and valid until `release`. `exclusive`:
+    the caller that took it is its only reader, and calls `release`.
     """
 
-    lent = for_taker = False
+    leased = exclusive = False
 
     def __init__(
         self,
@@ -226,7 +228,7 @@ class Pending:
         self.for_all_streams = self.waited = False
 
     def wait(self) -> Tensor:
-        """The result; errors as of wire.wait."""
+        """The result; raises the errors of wire.wait."""
         if self._work is not None:
             assert self._group is not None
             wire.wait(self._work, self._result, self._group)
@@ -241,11 +243,11 @@ class Pending:
         return self._result
 
     def release(self) -> None:
-        """Once all that reads the result has been launched: a lent buffer goes back, anything else stays."""
+        """Returns a leased buffer; else does nothing. Call it once all kernels that read the result are launched."""
 
     @property
     def result(self) -> Tensor:
-        """The result of a collective that was waited for, without waiting again."""
+        """The result of a collective after `wait`, without waiting again."""
         assert self.waited
         return self._result
 
@@ -329,7 +331,7 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Seque
     if group.size == 1:
         return x
     mine = row_sizes[group.rank]
-    # blocks of different widths, so they travel flat
+    # blocks differ in width, so they are sent as flat tensors
     out = x.new_empty(mine * sum(col_sizes))
     if sum(row_sizes) * sum(col_sizes) == 0:
         return out.view(mine, sum(col_sizes))

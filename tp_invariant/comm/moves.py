@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.layout import fresh_view
 from . import collectives, peer_copies, small_gathers
-from .collectives import Group, Pending, side_group
+from .collectives import Group, Pending, prefetch_group
 
 
 def start_gather_major(
@@ -31,7 +31,7 @@ def start_gather_major(
         pending = peer_copies.start_gather(x, group, early=early)
     if pending is not None:
         return pending
-    return collectives.start_gather_major(x, side_group(group, x.device) if early else group)
+    return collectives.start_gather_major(x, prefetch_group(group, x.device) if early else group)
 
 
 def start_exchange_rows(
@@ -43,7 +43,7 @@ def start_exchange_rows(
     pending = peer_copies.start_exchange_rows(x, send_sizes, group, early=early) if lend else None
     if pending is not None:
         return pending
-    return collectives.start_exchange_rows(x, send_sizes, side_group(group, x.device) if early else group)
+    return collectives.start_exchange_rows(x, send_sizes, prefetch_group(group, x.device) if early else group)
 
 
 def start_gather_dim(x: Tensor, dim: int, group: Group) -> Pending:
@@ -64,4 +64,4 @@ def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
 def _prepare(group: Group, device: torch.device, early: bool) -> None:
     peer_copies.prepare_for_graphs(group, device)
     if early:
-        side_group(group, device)
+        prefetch_group(group, device)

@@ -148,7 +148,7 @@ def _captured(group: Group, device: torch.device) -> CapturedCopies | None:
 class PeerPending(Pending):
     """A result in a lent buffer: to be released."""
 
-    lent = True
+    leased = True
 
     def __init__(self, lease: Lease, received: Tensor, operand: Tensor) -> None:
         super().__init__(received, None, operand)

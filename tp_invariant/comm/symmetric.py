@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import wire
-from .collectives import Group, Pending, is_capturing, may_have_another, same_ranks_again
+from .collectives import Group, Pending, can_duplicate, duplicate_group, is_capturing
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class CapturedBuffers(Buffers):
 class Leased(Pending):
     """A result in a leased buffer: to be waited for on every stream that reads it, and released after that."""
 
-    lent = True
+    leased = True
 
     def __init__(
         self, result: Tensor, work: dist.Work | None, group: Group, buffers: list[Buffer], stream: Callable[[], Any]
@@ -275,7 +275,7 @@ def why_not(group: Group, device: torch.device) -> str | None:
     """Why this process has no registered buffers on `device` for the group, by what it can tell alone."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the tensors are on {device.type}" if device.type != "cuda" else "torch is not built for CUDA"
-    if not may_have_another(group):
+    if not can_duplicate(group):
         return "the group is not on NCCL, or a part of a job that init_process_group(device_id=..) binds to devices"
     version = torch.cuda.nccl.version()
     if version < _OLDEST_NCCL:
@@ -318,7 +318,7 @@ def _channel(group: Group, device: torch.device, policy: int | None, limit: int)
     if policy is not None:
         options.config.cta_policy = policy
     purpose = "registered memory" if policy is None else f"registered memory, CTA policy {policy}"
-    again = same_ranks_again(group, "nccl", purpose, options)
+    again = duplicate_group(group, "nccl", purpose, options)
     wire.start_all_gather(torch.empty(group.size, device=device), torch.zeros(1, device=device), again)  # connects
     return Channel(again, device, Buffers(_allocator(again, device, []), limit))
 

@@ -1,4 +1,4 @@
-"""The calls of torch.distributed that move bytes, whose errors name the rank that is gone (liveness.py).
+"""The calls of torch.distributed that move bytes; their errors name ranks that have ended (liveness.py).
 
 `group` is a collectives.Group, or anything with its process_group, rank and size.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from .call_records import ALL_GATHER, ALL_TO_ALL, OBJECTS, records_of
-from .liveness import Ranks, explain
+from .liveness import GroupLike, explain
 
 T = TypeVar("T")
 
@@ -29,34 +29,34 @@ _GATHER_OPTIONS.asyncOp = _EXCHANGE_OPTIONS.asyncOp = True
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
-def explained(error: RuntimeError, operand: Tensor, group: Ranks, what: str) -> Exception:
-    """What to raise in place of `error`, with which the collective `what` failed: see liveness.explain.
+def diagnosed_error(error: RuntimeError, operand: Tensor, group: GroupLike, what: str) -> Exception:
+    """The exception to raise in place of `error`, with which the collective `what` failed; see liveness.explain.
 
-    Ranks that find that they make different calls end, which those still in a collective see as a lost connection: so
-    what the ranks have recorded comes first.
+    The ranks' records are checked first: a rank that finds that the ranks make different calls ends, and a rank still
+    in a collective sees that only as a lost connection.
     """
     records = records_of(group, operand)
     if records is not None:
         try:
-            records.look()
+            records.check()
         except RuntimeError as parted:
             return parted
     return explain(error, group, what)
 
 
-def _explained(error: RuntimeError, operand: Tensor, group: Ranks) -> Exception:
-    return explained(error, operand, group, f"moving {tuple(operand.shape)} {operand.dtype} between ranks")
+def _diagnosed_transfer_error(error: RuntimeError, operand: Tensor, group: GroupLike) -> Exception:
+    return diagnosed_error(error, operand, group, f"moving {tuple(operand.shape)} {operand.dtype} between ranks")
 
 
-def start_all_gather(out: Tensor, local: Tensor, group: Ranks) -> dist.Work | None:
-    """`out` has the ranks' contiguous `local` one after another; the shapes of both are of no matter."""
+def start_all_gather(out: Tensor, local: Tensor, group: GroupLike) -> dist.Work | None:
+    """Starts gathering all ranks' contiguous `local`, one after another, into `out`. Shapes do not matter."""
     records = records_of(group, local)
     if records is not None:
         records.begin(ALL_GATHER, local, (local.numel(),))
     try:  # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
         return getattr(group.process_group, _ALL_GATHER)(out.view(-1), local.view(-1), _GATHER_OPTIONS)
     except RuntimeError as error:
-        raise _explained(error, local, group) from error
+        raise _diagnosed_transfer_error(error, local, group) from error
 
 
 def start_all_to_all(
@@ -64,21 +64,21 @@ def start_all_to_all(
     x: Tensor,
     received: Sequence[int],
     sent: Sequence[int],
-    group: Ranks,
+    group: GroupLike,
     *,
     alike: Sequence[int] | None = None,
 ) -> dist.Work | None:
-    """`alike`: sizes that decide those of all messages and are the same on every rank; x's and `sent` if None."""
+    """alike: numbers, the same on every rank, that decide the sizes of all messages; None: x.numel() and `sent`."""
     records = records_of(group, x)
     if records is not None:
         records.begin(ALL_TO_ALL, x, (x.numel(), *sent) if alike is None else alike)
     try:
         return getattr(group.process_group, _ALL_TO_ALL)(out, x, list(received), list(sent), _EXCHANGE_OPTIONS)
     except RuntimeError as error:
-        raise _explained(error, x, group) from error
+        raise _diagnosed_transfer_error(error, x, group) from error
 
 
-def wait(work: dist.Work, operand: Tensor, group: Ranks) -> None:
+def wait(work: dist.Work, operand: Tensor, group: GroupLike) -> None:
     """Waits for a collective on `operand`.
 
     Raises:
@@ -92,11 +92,11 @@ def wait(work: dist.Work, operand: Tensor, group: Ranks) -> None:
         else:
             records.wait(work)
     except RuntimeError as error:
-        raise _explained(error, operand, group) from error
+        raise _diagnosed_transfer_error(error, operand, group) from error
 
 
-def gather_objects(own: T, group: Ranks) -> list[T]:
-    """Every rank's `own`, which is pickled, in rank order. Slow: for what is rare."""
+def gather_objects(own: T, group: GroupLike) -> list[T]:
+    """Every rank's `own`, which is pickled, in rank order. Slow: for rare calls."""
     if group.size == 1:
         return [own]
     everyone: list[Any] = [None] * group.size
@@ -106,5 +106,5 @@ def gather_objects(own: T, group: Ranks) -> list[T]:
     try:
         dist.all_gather_object(everyone, own, group=group.process_group)
     except RuntimeError as error:
-        raise explained(error, _NO_BYTES, group, f"gathering a {type(own).__name__} from all ranks") from error
+        raise diagnosed_error(error, _NO_BYTES, group, f"gathering a {type(own).__name__} from all ranks") from error
     return everyone

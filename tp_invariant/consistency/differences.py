@@ -1,4 +1,4 @@
-"""What the ranks of a group hold different values of, and which ranks hold which: found and said in one place."""
+"""Finds values that differ between the ranks of a group, and formats for messages which ranks hold which value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..comm.collectives import Group
 from ..comm.wire import gather_objects
 
 T = TypeVar("T", bound=Hashable)
-NOTHING = "nothing"  # stands for the value of a rank that does not have the name
+NOTHING = "nothing"  # the value for a rank that does not have the name
 
 
 def mark(value: Any) -> int:
@@ -44,10 +44,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_values(values: Mapping[Any, Iterable[int]]) -> str:
-    """How messages say who holds which value: "8 on rank 0, 2; 16 on rank 1"."""
+    """How messages say which ranks hold which value: "8 on rank 0, 2; 16 on rank 1"."""
     return "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in values.items())
 
 
 def format_unnamed(values: Mapping[Any, Iterable[int]]) -> str:
-    """The same for values that tell a reader nothing, such as hashes: "one value on rank 0, 2, another on rank 1"."""
+    """The same without the values, for hashes and the like: "one value on rank 0, 2, another on rank 1"."""
     return "one value on " + ", another on ".join(map(format_ranks, values.values()))

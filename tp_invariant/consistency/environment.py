@@ -1,4 +1,4 @@
-"""What of a process besides its calls decides bits: versions, the device, switches. All ranks must have it alike."""
+"""The properties of a process that affect bits: versions, the device, switches. They must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def installed(package: str) -> str | None:
 
 
 def architecture(device: torch.device) -> str:
-    """The kind of device whose bits these are: "cuda 9.0", "cpu x86_64 AVX512"."""
+    """The kind of device, as far as it affects bits: "cuda 9.0", "cpu x86_64 AVX512"."""
     if device.type == "cuda":
         return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
     if device.type == "cpu":
@@ -42,7 +42,7 @@ def _flushes_subnormals() -> bool:
 
 @cache
 def _kernel_sources() -> str:
-    """A digest of the kernels' source files: an edited copy has the version of the original."""
+    """A digest of the kernels' source files, because an edited copy has the same version as the original."""
     sha = hashlib.sha256()
     folder = Path(import_module("tp_invariant.kernels").__path__[0])
     for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
@@ -53,12 +53,12 @@ def _kernel_sources() -> str:
 def _switch(read: Callable[[], bool]) -> bool | str:
     try:
         return read()
-    except ValueError as error:  # a variable that cannot be read: the others are told, see agreement.refuse
+    except ValueError as error:  # an invalid value of the variable: the comparison shows it to the other ranks
         return str(error)
 
 
 def environment_facts(device: torch.device) -> dict[str, Any]:
-    """{what: its value here}, for tensors on `device`."""
+    """{name: value on this rank}, for tensors on `device`."""
     return {
         "the version of tp_invariant": __version__,
         "the source of tp_invariant's kernels": _kernel_sources(),

@@ -1,18 +1,18 @@
-"""Whether the gradients of whole parameters are the same on every rank that holds them.
+"""Checks that the gradients of replicated parameters are the same on every rank that holds them.
 
-Nothing on the way to a wrong gradient looks wrong: a plain norm in a sequence-parallel region sums over this rank's
-tokens alone, dropout or a batch of a rank's own changes what it computes, and the ranks drift apart. So a 64-bit digest
-of each whole gradient is made on its device (integers, so exact in any order), and sixteen bytes a rank travel: the sum
-of the digests, and a hash of what the call is about, so that ranks which do not agree about that are told apart too.
-Only if these differ does more travel, to find the first gradient that does.
+Several mistakes give wrong gradients without an error: a plain norm in a sequence-parallel region sums over this rank's
+tokens only, and dropout masks or batches that differ between ranks change a rank's results, so that the ranks drift
+apart. So a 64-bit digest of each such gradient is computed on its device (from integers, so exact in any order), and
+the ranks exchange sixteen bytes each: the sum of the digests, and a hash of the call's arguments, which also detects
+ranks that make different calls. Only if these differ is more exchanged, to find the first gradient that differs.
 
-When the answer is looked at:
+When the result is read:
 
     groups of CPUs (gloo)   at once, in every call, before anything is scaled
-    groups of GPUs          the first time that gradients of these shapes are seen, and with TP_INVARIANT_CHECK=1, at
-                            once: the host waits for the device. Otherwise in the next call, for which the answer has
-                            been copied to the host meanwhile: the error comes a step late, and no step waits
-    in a CUDA graph         nothing is compared; the calls before the capture are
+    groups of GPUs          at once in the first call with gradients of these shapes, and with TP_INVARIANT_CHECK=1 in
+                            every call: the host waits for the device. Otherwise in the next call; until then the result
+                            is copied to the host: the error comes one step late, and no step waits
+    in a CUDA graph         nothing is compared, except in the calls before the capture
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch import Tensor
 from ..comm.collectives import Group, gather_major, is_capturing, ranks_of
 from ..core.mode import is_call_check_enabled
 from ..kernels.select import select
-from .agreement import check_agreement, group_device, introduce
+from .agreement import check_agreement, compare_environments, group_device
 from .differences import format_ranks, mark, ranks_by_value
 
 
-class _Asked(NamedTuple):
-    """A comparison whose answer is on its way to the host."""
+class _PendingComparison(NamedTuple):
+    """A comparison whose result is being copied to the host."""
 
     arrived: torch.cuda.Event
     answers: Tensor
@@ -43,16 +43,16 @@ class _Asked(NamedTuple):
     why: str
 
 
-_asked: weakref.WeakKeyDictionary[dist.ProcessGroup, _Asked] = weakref.WeakKeyDictionary()
+_pending_comparisons: weakref.WeakKeyDictionary[dist.ProcessGroup, _PendingComparison] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-_MOST = 4096  # how many different calls are remembered, for each group
+_MAX_KNOWN = 4096  # how many different calls are remembered, for each group
 
 
-def circles(groups: Sequence[Group]) -> list[Group]:
-    """Of the groups those that are no part of another, in an order that is the same for all ranks.
+def maximal_groups(groups: Sequence[Group]) -> list[Group]:
+    """The groups that are not contained in another one, in an order that is the same on all ranks.
 
-    Collectives over them, one after another in this order, cannot wait for each other in a circle, whichever of them
-    each rank is in: it is one order of all the groups there are.
+    Collectives over these groups, one after another in this order, cannot deadlock, whichever groups a rank is in: the
+    order is part of one total order of all groups.
     """
     several = {group: ranks_of(group) for group in dict.fromkeys(groups) if group.size > 1}
     if len(several) == 1:
@@ -73,29 +73,29 @@ _mark = lru_cache(maxsize=256)(mark)
 
 
 class Question(NamedTuple):
-    """What the ranks of a group are to agree on.
+    """A comparison over a group.
 
-    facts    what the call is about, hashable
-    told     the same for an error, by name
-    whole    the gradients that all of them hold, this rank's part of each
-    names    what they are called
-    why      why they may differ, for an error
+    facts          the call's arguments, hashable
+    named_facts    returns the same by name, for an error
+    whole          the gradients of replicated parameters, as this rank holds them
+    names          the names of these gradients, for an error
+    why            why they may differ, for an error
     """
 
     group: Group
     facts: Hashable
-    told: Callable[[], Mapping[str, Any]]
+    named_facts: Callable[[], Mapping[str, Any]]
     whole: Sequence[Tensor]
     names: Sequence[str]
     why: str
 
 
-def compare(questions: Sequence[Question], device: torch.device, who: str) -> None:
-    """Compares calls and whole gradients over each question's group. A collective.
+def compare(questions: Sequence[Question], device: torch.device, caller: str) -> None:
+    """Compares calls and the gradients of replicated parameters over each question's group. A collective.
 
     Args:
         device: of the gradients.
-        who: what is called, for errors.
+        caller: the name of the calling function, for errors.
 
     Raises:
         RuntimeError: the same on every rank of the group, and on every rank that shares a group with these: names what
@@ -103,16 +103,16 @@ def compare(questions: Sequence[Question], device: torch.device, who: str) -> No
     """
     if is_capturing():
         return
-    late = {question.group: _look_up(question.group, who) for question in questions}
+    late = {question.group: _look_up(question.group, caller) for question in questions}
     _raise_together(late, device)
     found: dict[Group, str | None] = {}
     for question in questions:
-        introduce(question.group, device)
-        found[question.group] = _ask(question, device, who)
+        compare_environments(question.group, device)
+        found[question.group] = _ask(question, device, caller)
     _raise_together(found, device)
 
 
-def _ask(question: Question, device: torch.device, who: str) -> str | None:
+def _ask(question: Question, device: torch.device, caller: str) -> str | None:
     group, mark = question.group, _mark(question.facts)
     assert group.process_group is not None
     known = _known.setdefault(group.process_group, set())
@@ -120,50 +120,54 @@ def _ask(question: Question, device: torch.device, who: str) -> str | None:
     digests = _digests(question.whole, place)
     own = torch.stack([torch.full((), mark, dtype=torch.int64, device=place), digests.sum()])
     everyone = gather_major(own, group)
-    if place.type == "cuda" and (who, mark) in known and not is_call_check_enabled():
+    if place.type == "cuda" and (caller, mark) in known and not is_call_check_enabled():
         on_host = torch.empty(everyone.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         on_host.copy_(everyone, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        _asked[group.process_group] = _Asked(event, on_host, digests, question.names, question.why)
+        _pending_comparisons[group.process_group] = _PendingComparison(
+            event, on_host, digests, question.names, question.why
+        )
         return None
     answers = everyone.tolist()
     if any(marked != mark for marked, _ in answers):
-        check_agreement(question.told(), group, device, set())
-        raise RuntimeError(f"the {group.size} ranks of tp_group disagree about what {who} is given")
-    if len(known) >= _MOST:
+        check_agreement(question.named_facts(), group, device, set())
+        raise RuntimeError(f"the {group.size} ranks of tp_group disagree about what {caller} is given")
+    if len(known) >= _MAX_KNOWN:
         known.clear()
-    known.add((who, mark))
-    return _difference(answers, digests, group, question.names, who, question.why)
+    known.add((caller, mark))
+    return _difference(answers, digests, group, question.names, caller, question.why)
 
 
-def _look_up(group: Group, who: str) -> str | None:
-    """What the last comparison over this group has found, if nobody has looked yet."""
-    if group.process_group is None or (asked := _asked.pop(group.process_group, None)) is None:
+def _look_up(group: Group, caller: str) -> str | None:
+    """The error of the last comparison over this group, if its result has not been read yet; None if there is none."""
+    if group.process_group is None or (asked := _pending_comparisons.pop(group.process_group, None)) is None:
         return None
     asked.arrived.synchronize()
-    return _difference(asked.answers.tolist(), asked.digests, group, asked.names, f"the last call of {who}", asked.why)
+    return _difference(
+        asked.answers.tolist(), asked.digests, group, asked.names, f"the last call of {caller}", asked.why
+    )
 
 
 def _difference(
-    answers: Sequence[Sequence[int]], digests: Tensor, group: Group, names: Sequence[str], who: str, why: str
+    answers: Sequence[Sequence[int]], digests: Tensor, group: Group, names: Sequence[str], caller: str, why: str
 ) -> str | None:
     if len({tuple(answer) for answer in answers}) == 1:
         return None
     columns = gather_major(digests, group).t().tolist()
     others = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     if not others:
-        return f"{who}: the ranks of tp_group differ in their calls: every rank must make the same ones"
+        return f"{caller}: the ranks of tp_group differ in their calls: every rank must make the same ones"
     holders = ranks_by_value(enumerate(columns[others[0]])).values()
     alike = "; ".join(f"one on {format_ranks(ranks)}" for ranks in holders)
     more = f" and {len(others) - 1} more gradients of whole parameters differ" if len(others) > 1 else " differs"
-    return (
-        f"{who}: {names[others[0]]}{more} between the {group.size} ranks of the group {ranks_of(group)}: {alike}. {why}"
-    )
+    ranks = f"the {group.size} ranks of the group {ranks_of(group)}"
+    return f"{caller}: {names[others[0]]}{more} between {ranks}: {alike}. {why}"
 
 
 def _raise_together(found: Mapping[Group, str | None], device: torch.device) -> None:
-    """Raises what was found; where ranks are in several groups, on all that can be reached through them."""
+    """Raises the errors found; if ranks are in several groups, on all ranks that share a group, directly or through
+    others."""
     texts = [text for text in found.values() if text is not None]
     if len(found) > 1:
         flag = int(bool(texts))

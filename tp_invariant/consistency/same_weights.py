@@ -1,8 +1,9 @@
-"""Whether all ranks hold the same full model, before each keeps its own part of it: different weights never show again.
+"""Checks that all ranks hold the same full model before it is sharded.
 
-Each parameter and buffer (running statistics, a rotary embedding's frequencies, also those that no checkpoint holds) is
-hashed on its device (bits.leaf_hashes: integers, so exact in any order), and eight bytes of each travel, in one
-collective. The cost is one pass over the weights: milliseconds for a gigabyte on a GPU, a second or two on a CPU.
+After sharding, differing weights can no longer be detected. Each parameter and buffer (running statistics, a rotary
+embedding's frequencies, also buffers that are not in checkpoints) is hashed on its device (bits.slice_hashes: integers,
+so exact in any order), and one collective gathers eight bytes of each. The cost is one pass over the weights:
+milliseconds for a gigabyte on a GPU, a second or two on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Group, gather_major
-from ..core.bits import leaf_hashes
+from ..core.bits import slice_hashes
 from .agreement import check_agreement, group_device
 from .differences import format_unnamed, ranks_by_value
 
@@ -25,18 +26,18 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the tensor's bytes, never 0: int64, 0-dim, on its device. 0 for a tensor without values."""
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
-    tensor = tensor.resolve_conj().resolve_neg()  # whose bytes would be those of another value
-    rows = leaf_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
-    return leaf_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
+    tensor = tensor.resolve_conj().resolve_neg()  # such a view's bytes are those of another value
+    rows = slice_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
+    return slice_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
 
 
 def check_same_model(
     model: nn.Module, group: Group, facts: Mapping[str, Any], only: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Compares the ranks' models, tensor by tensor, and `facts` about what is to be done with them. A collective.
+    """Compares the ranks' models, tensor by tensor, and `facts`, the arguments of the calling function. A collective.
 
-    Tensors on the meta device are left out on ranks that have them there. only: the parameters that are compared; None
-    for all of them, and the buffers.
+    A tensor on the meta device is not compared on the ranks that have it there. only: the parameters that are compared;
+    None for all of them, and the buffers.
 
     Raises:
         RuntimeError: the same on every rank; names the first parameters and buffers that differ, and which ranks hold

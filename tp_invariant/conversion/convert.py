@@ -1,18 +1,18 @@
-"""parallelize: the modules of a model swapped, by a plan, for this library's; a Hugging Face model brings its own.
+"""parallelize: replaces modules of a model by this library's, according to a plan; Hugging Face models have a plan.
 
-First a survey (survey.py): what will take each module's place, and a list of all that cannot be honoured. Only if that
-list is empty is anything changed. What keeps a whole model invariant:
+First a survey (survey.py) determines the replacement of each module, and lists everything that cannot be done. Only if
+that list is empty is the model changed. The parts of an invariant model:
 
-    linear        nn.Linear -> tpi.Linear by its style; without one it stays whole, on invariant kernels
-    embedding     nn.Embedding -> tpi.VocabParallelEmbedding, by rows or whole
-    norm          -> ParallelNorm, which knows whether this rank has some of the tokens, or some of the heads
-    activation    -> WholeVectors, see core/elementwise.py
+    linear        nn.Linear -> tpi.Linear by its style; without a style it is replicated, on invariant kernels
+    embedding     nn.Embedding -> tpi.VocabParallelEmbedding, sharded by rows or replicated
+    norm          -> ParallelNorm, which knows whether its input is sharded by tokens or by heads
+    activation    -> PositionInvariantActivation, see core/elementwise.py
     attention     -> tpi.attention, see attention_choice.py; a Hugging Face model's loss: hugging_face/models.py
 
 With sequence_parallel the hidden states [B, S, H] are sharded along S from the first decoder layer to the last one.
-Hooks scatter what the first layer gets, gather what a block gets (a module with column-parallel layers: attention,
-MLP), since models take the sequence's length from that, and gather what the final norm returns; row-parallel layers
-scatter. Positions, masks and logits see the whole sequence.
+Hooks scatter the input of the first layer, gather the input of each block (a module with column-parallel layers:
+attention, MLP), because models read the sequence's length from it, and gather the output of the final norm;
+row-parallel layers scatter. Positions, masks and logits have the full sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import refuse
+from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
 from ..functional.attention_choice import SafeSdpa
@@ -52,38 +52,40 @@ def parallelize(
     verify: bool = False,
     example_inputs: Any = None,
 ) -> nn.Module:
-    """Swaps modules of `model`, in place, for tensor-parallel ones with this rank's part of their weights.
+    """Replaces modules of `model`, in place, by tensor-parallel ones with this rank's part of their weights.
 
         model = tpi.parallelize(AutoModelForCausalLM.from_pretrained(..), tp_group)
         mlp = tpi.parallelize(nn.Sequential(..), tp_group, {"0": "colwise", "2": "rowwise"})
 
-    Call it on every rank, also at TP=1, with the same full model, before the optimizer is made: a collective, which
-    compares the ranks' weights before anything is changed (consistency/same_weights.py has its cost). Parameters keep
-    their names, values, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and outputs
-    are whole and the same on every rank. The mode is read at every call: off, the same model runs stock tensor
-    parallelism with its own attention.
+    Call it on every rank, also at TP=1, with the same full model, before the optimizer is built. It is a collective: it
+    compares the ranks' weights before it changes anything (consistency/same_weights.py states the cost). Parameters
+    keep their names, values, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and
+    outputs of the model are full tensors, the same on every rank. The mode is read at every call: if it is off, the
+    model runs stock tensor parallelism with its own attention.
 
     Args:
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. Of a DeviceMesh every parameter of the model becomes
             a DTensor on it; modules that stay as they are see their local tensors (`replicate_`).
-        plan: {pattern: style or Part}, see plans.py; None takes the plan that a Hugging Face model brings.
+        plan: {pattern: style or Part}, see plans.py; None: the plan of a Hugging Face model.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
-            `layers` and a final `norm`. The degree must divide the sequence, so not for decoding token by token.
-        verify: run copies of the model first, with the plan and without, on the same input, forward and backward, and
-            compare outputs and gradients; see plan_check.py. It finds what no look at the modules can: a fused
-            projection whose output the model's code splits, a sum over features of which each rank has a part. The
-            copies take 12 bytes of each parameter's element for a while; the model is not touched if they differ.
-        example_inputs: what verify calls the model with: a tensor, a tuple of arguments, or a dict of them, the same on
-            every rank. Token ids are made up for a Hugging Face model.
-        gemm_fn: for all linear layers, as for Linear (attention has a kernel of its own; with a mask as a matrix it may
-            take the process-wide or bundled one).
+            `layers` and a final `norm`. The degree must divide the sequence length, so this does not work for decoding
+            token by token.
+        verify: first run copies of the model, with the plan and without, on the same input, forward and backward, and
+            compare outputs and gradients; see plan_check.py. This detects errors that cannot be seen in the modules: a
+            fused projection whose output the model's code splits, or a sum over features that are sharded. While it
+            runs, the copies take 12 bytes for each element of each parameter; if they differ, the model is not changed.
+        example_inputs: the arguments with which verify calls the model: a tensor, a tuple of arguments, or a dict of
+            them, the same on every rank. For a Hugging Face model the default is random token ids.
+        gemm_fn: for all linear layers, as for Linear (attention has its own kernel; with a mask as a matrix it may use
+            the process-wide or bundled gemm_fn).
 
     Raises:
-        ValueError: with one line for each thing that cannot be honoured, before anything is changed: unknown styles (of
+        ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, dropout, an attention that is forced and not safe. With verify, also the
-            first module whose output or gradient differs from the unsharded model's, and by how much. Without it, the
-            first forward that needs gradients names what would get a part of its gradient only (gradient_flow.py).
+            divide, modules of other classes, dropout, an attention implementation that is not invariant. With verify,
+            also the first module whose output or gradient differs from the unsharded model's, and by how much. Without
+            verify, the first forward that needs gradients names each parameter whose gradient would be incomplete
+            (gradient_flow.py).
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
@@ -111,14 +113,14 @@ def parallelize(
         f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
         "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
     )
-    if survey.distributed:  # other ranks hold other parts of it, so that there is nothing to compare
-        refuse(error, group, torch.device("cpu"), set())
+    if survey.distributed:  # ranks hold different parts of the model, so weights cannot be compared
+        share_error(error, group, torch.device("cpu"), set())
     else:
         check_same_model(model, group, facts)
     if survey.problems:
         raise error
     if verify:
-        bundled_fn = bundled()  # float32 is none of what a gemm_fn of the caller's must take
+        bundled_fn = bundled()  # the check runs in float32, which a user's gemm_fn need not accept
         alike = replace(group, mesh=None)  # plain tensors, which are compared as they are
         check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike)), example_inputs, group)
     _convert(model, survey)
@@ -129,11 +131,11 @@ def parallelize(
 
 
 def _convert(model: nn.Module, survey: Survey) -> nn.Module:
-    """What the survey found to be done, to the model that it looked at."""
+    """Changes the model as its survey says."""
     _swap(model, survey.swaps)
     if survey.is_hugging_face:
         hugging_face.install(model, survey.group.size)
-        # attention of a model's own that asks no interface; the output layer stands in the model itself
+        # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         callers = _callers(model, linears)
     else:
@@ -159,13 +161,13 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
 
 
 def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> None:
-    """Puts the new modules in the old ones' places; parameters that were one stay one."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a module may stand in several
+    """Replaces the old modules by the new ones; tied parameters stay tied."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a module may be at several places
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:
                 places.setdefault(id(child), []).append((parent, name))
-    tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one too, so that its id stays its own
+    tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the old one too, so that its id is not reused
     for name, make in swaps.items():
         old = model.get_submodule(name)
         with ties_are_kept():
@@ -180,7 +182,7 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
 
 
 def _callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
-    """By id, the modules whose forward calls the named ones: where attention happens."""
+    """{id: module} of the modules whose forward calls the named ones, which therefore may compute attention."""
     found = {}
     for name in names:
         while name := name.rpartition(".")[0]:
@@ -192,10 +194,11 @@ def _callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
 
 
 class _SequenceHooks:
-    """Into the sequence-parallel region and its blocks, and out of it; nothing moves in a group of one.
+    """Hooks that scatter and gather hidden states around the sequence-parallel region and its blocks.
 
-    `inside`: whether the hidden states are sharded now, which they are from the first layer to the final norm. A model
-    may use that norm before its layers, too; it then gets this rank's tokens as well, and its output is gathered.
+    In a group of one rank nothing is moved. `inside`: whether the hidden states are sharded now, as they are from the
+    first layer to the final norm. A model may call that norm before its layers too; then the hooks scatter the norm's
+    input and gather its output.
     """
 
     def __init__(self, group: Group) -> None:
@@ -216,7 +219,7 @@ class _SequenceHooks:
         return _with_first(_gather_into_block, self.group, args, kwargs)
 
     def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """Of a block that gathers its features itself: no row-parallel layer has scattered the tokens."""
+        """For a block that gathers its features itself, so that no row-parallel layer has scattered the tokens."""
         if isinstance(output, tuple):
             return scatter_sequence(output[0], self.group, SEQUENCE_DIM), *output[1:]
         return scatter_sequence(output, self.group, SEQUENCE_DIM)
@@ -230,7 +233,7 @@ class _SequenceHooks:
         return gather_sequence(output, self.group, SEQUENCE_DIM)
 
     def gather_hidden_states(self, owner: nn.Module, args: Any, output: Any) -> Any:
-        """Makes whole the hidden states of each layer (output_hidden_states=True) that are this rank's tokens."""
+        """Gathers the layers' hidden states (output_hidden_states=True) that have only this rank's tokens."""
         if isinstance(output, tuple):
             return tuple(self._whole(x) if isinstance(x, tuple) else x for x in output)
         if isinstance(states := getattr(output, "hidden_states", None), tuple):
@@ -247,13 +250,15 @@ class _SequenceHooks:
 
 
 def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Also a node of its own in the graph, with or without sequence parallelism: so autograd adds the gradients of the
-    block's uses of x to each other first, and to the residual's after, in one order at every degree."""
+    """gather_sequence with its own node in the autograd graph, also without sequence parallelism.
+
+    So autograd first adds the gradients from the block's uses of x, and then the residual's: one order at every degree.
+    """
     return gather_sequence(x.view_as(x), group, dim)
 
 
 def _with_first(move: Callable, group: Group, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a layer or block with its hidden states moved: the first one, or that of this name."""
+    """The arguments of a layer or block after `move` of its hidden states: the first argument, or `hidden_states`."""
     if args:
         return (move(args[0], group, SEQUENCE_DIM), *args[1:]), kwargs
     if "hidden_states" not in kwargs:

@@ -1,4 +1,4 @@
-"""Which modules may see only this rank's features: those in a block, from column-parallel to row-parallel layers."""
+"""The modules that may get only this rank's features: those between column-parallel and row-parallel layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @dataclass
 class FeatureBlocks:
-    """The blocks of a model: modules that directly hold layers which put out, or take in, a part of the features.
+    """The blocks of a model: modules that directly contain layers whose output or input features are sharded.
 
     Args:
         modules: {name: module}, of the whole model.
         options: {name: options of tpi.Linear} of what the plan names; {} of what is no linear layer.
         layers_prefix: of the names of the decoder layers ("model.layers."), None if there are none.
-        own_plan: whether the plan is the model's own, which leaves out what its authors know to see whole features.
-        head_dims: the config's; several where layers differ, none where it is not known.
+        own_plan: whether the plan is the model's own, which leaves out modules that get all features.
+        head_dims: the config's head sizes; several if layers differ, none if unknown.
     """
 
     modules: Mapping[str, nn.Module]
@@ -30,10 +30,12 @@ class FeatureBlocks:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        sharded = (name for name in self.options if _leaves_sharded(self.options[name]) or self._takes_sharded(name))
+        sharded = (
+            name for name in self.options if _output_is_sharded(self.options[name]) or self._input_is_sharded(name)
+        )
         return frozenset(name.rpartition(".")[0] for name in sharded)
 
-    def _takes_sharded(self, name: str) -> bool:
+    def _input_is_sharded(self, name: str) -> bool:
         options = self.options[name]
         return options.get("parallel_mode") == "row" and options.get("input_is_parallel", True)
 
@@ -81,7 +83,7 @@ class FeatureBlocks:
             if name.startswith(prefix) and name.removeprefix(prefix).partition(".")[0] == child:
                 break
             if name.startswith(prefix) and self.options.get(name):
-                sharded = _leaves_sharded(self.options[name])
+                sharded = _output_is_sharded(self.options[name])
         return sharded
 
     def _whole_sizes(self, block: str, prefix: str) -> set[int]:
@@ -94,12 +96,12 @@ class FeatureBlocks:
         return sizes
 
 
-def _leaves_sharded(options: Mapping[str, Any]) -> bool:
+def _output_is_sharded(options: Mapping[str, Any]) -> bool:
     return options.get("parallel_mode") == "column" and not options.get("gather_output")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether its class is called a norm, and it has parameters."""
+    """Whether the name of its class contains "norm", and it has parameters."""
     return "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False))
 
 

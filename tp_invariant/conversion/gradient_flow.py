@@ -1,19 +1,19 @@
-"""Whether every gradient of a tensor-parallel model will be complete: found along the graph that autograd made.
+"""Checks along the autograd graph that every gradient of a tensor-parallel model will be complete.
 
-In a tensor-parallel model a value is either whole, the same on every rank, or this rank's part: of the features from a
-column-parallel layer to the row-parallel one after it, of the tokens under sequence parallelism. Where something whole
-meets a part (a learned scale times this rank's heads), the gradient that comes back to it is a part of a sum, whose
-other parts are on other ranks, and nobody adds them up. Forward shows nothing of it. The layers of this library are
-where a whole value may meet a part, since their backward completes the gradient. So the rule, for each node:
+In a tensor-parallel model a value is either whole, the same on every rank, or a part: of the features, between a
+column-parallel layer and the next row-parallel one, or of the tokens, under sequence parallelism. If an operation
+combines a whole value with a part (a learned scale times this rank's heads), the whole value's gradient is one summand;
+the others are on other ranks, and nothing adds them. The forward shows no error. Only this library's layers may combine
+a whole value with a part, because their backward completes the gradient. So the rule for each node is:
 
-    whole and part -> error, unless the node is one of ours that completes it (a column-parallel layer, a norm of heads)
+    whole and part -> error, unless the node completes the gradient (a column-parallel layer, a norm of heads)
     part, or nothing that needs a gradient -> part
-    whole -> whole; out of a gather, or a row-parallel layer: whole
+    whole -> whole; the output of a gather, or of a row-parallel layer: whole
 
-It holds for every parameter and every activation, whatever modules they are in, and costs no arithmetic and no
-collective: a walk over the nodes of one forward. What autograd's graph does not show counts as unknown and is never an
-error: a compiled or captured part of the model, one under a reentrant checkpoint, what a collective of torch's own has
-moved, and parameters that stand in for the model's own (FSDP's).
+The rule applies to every parameter and activation, in any module. It needs no arithmetic and no collective, only a walk
+over the nodes of one forward. What autograd's graph does not show counts as unknown and is never an error: a compiled
+or captured part of the model, a part under a reentrant checkpoint, results of torch's own collectives, and parameters
+that replace the model's own (FSDP's).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from ..layers.vocab_embedding import _VocabEmbedding
 
 WHOLE, PART, UNKNOWN = "whole", "part", "unknown"
 
-# Autograd functions that say how they leave what they are given. (node, states of its inputs) -> the state of its
-# output; None where the general rule holds.
+# For an autograd function: (node, states of its inputs) -> the state of its output; None if the general rule applies.
 _Rule = Callable[[Any, list[str]], str | None]
 
 
@@ -60,14 +59,14 @@ _RULES: dict[type, _Rule] = {
     _VocabEmbedding: lambda node, states: WHOLE if node.call.sequence_dim is None else PART,
     _CrossEntropy: lambda node, states: WHOLE,
 }
-_OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's own, with a part of the model in them
-# torch's own collectives where they are no autograd functions in Python: operators, whose nodes are named after them,
-# and before torch 2.12 or so classes in C++.
+_OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's nodes that contain a part of the model
+# torch's own collectives that are not autograd functions in Python: operators, whose nodes are named after them, and
+# before about torch 2.12 classes in C++.
 _COLLECTIVES = ("c10d", "AllGatherIntoTensor", "ReduceScatterTensor", "AllToAllSingle")
 
 
-def _is_alone(node: Any) -> bool:
-    """Whether a node of this library is of a group of one rank, where nothing is scattered, gathered or completed."""
+def _is_single_rank(node: Any) -> bool:
+    """Whether the group of this library's node has one rank, so that nothing is scattered, gathered or completed."""
     holder = getattr(node, "call", node)
     group = getattr(getattr(holder, "shard", holder), "group", None)
     return group is not None and group.size == 1
@@ -78,7 +77,7 @@ def _by_rule(node: Any, states: list[str]) -> str | None:
     function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
     function = getattr(function, "of_plain", function)
     if function in _RULES:
-        return None if _is_alone(node) else _RULES[function](node, states)
+        return None if _is_single_rank(node) else _RULES[function](node, states)
     place = getattr(function, "__module__", "")
     unknown = (
         place.startswith("torch.distributed.")  # also what FSDP puts around a module's inputs, several through one node
@@ -91,12 +90,12 @@ def _by_rule(node: Any, states: list[str]) -> str | None:
 
 
 def _node_of(x: Tensor) -> Any:
-    """x's node in the graph, of a leaf the one that takes its gradient."""
+    """x's node in the graph; for a leaf, the node that accumulates its gradient."""
     return x.grad_fn if x.grad_fn is not None else x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class IncompleteGradient(ValueError):
-    """A gradient would be a part of a sum that nobody adds up."""
+    """A gradient would be one summand of a sum over ranks that nothing adds."""
 
 
 def _inputs(node: Any) -> list[Any]:
@@ -174,20 +173,20 @@ def _line(owners: tuple[str, ...], node: str) -> str:
     return f"{what}: the same on every rank, and meets this rank's part of the activations in {node}"
 
 
-HOW_TO_MEND = (
-    "Their gradients would be parts of sums over ranks that nobody adds up. A norm of each head has the style "
-    "'replicated_with_grad_allreduce' (give Part its heads and heads_dim). Anything else belongs outside of the "
-    "sharded region, before its column-parallel or after its row-parallel layer; or the layer before it gets the style "
-    "'colwise_gather_output' and the one after it 'rowwise_split_input', and it sees all features. An autograd "
-    "function of yours that sums its gradients over the ranks says so by sums_over_ranks = True."
+HOW_TO_FIX = (
+    "Their gradients would be parts of sums over ranks that nothing adds up. A norm of each head has the style "
+    "'replicated_with_grad_allreduce' (give Part its heads and heads_dim). Anything else belongs outside the sharded "
+    "region, before its column-parallel or after its row-parallel layer; or give the layer before it the style "
+    "'colwise_gather_output' and the one after it 'rowwise_split_input', so that it gets all features. Declare "
+    "sums_over_ranks = True in an autograd function of yours that sums its gradients over the ranks."
 )
 
 
 def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> bool:
-    """Looks for gradients that would be incomplete, in the graph of what a forward of `model` gave for whole `inputs`.
+    """Looks for incomplete gradients in the autograd graph of `outputs`, a forward of `model` for whole `inputs`.
 
     Returns:
-        Whether there was a graph to look at.
+        Whether there was a graph.
 
     Raises:
         IncompleteGradient: names each whole parameter, or whole activation, that meets a part.
@@ -204,14 +203,14 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
     given = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor)]
     if problems := incomplete_gradients(tensors, sharded, names, given):
         lines = "\n".join(f"  {line}" for line in problems)
-        raise IncompleteGradient(f"{type(model).__name__} would get wrong gradients:\n{lines}\n{HOW_TO_MEND}")
+        raise IncompleteGradient(f"{type(model).__name__} would get wrong gradients:\n{lines}\n{HOW_TO_FIX}")
     return True
 
 
 class FirstForward:
-    """A forward hook of a whole model that checks the first forward which has a graph, and then goes away.
+    """A forward hook of a whole model that checks the first forward with an autograd graph, and then removes itself.
 
-    All ranks make the same graph, so all get the same error, and nothing is exchanged.
+    All ranks have the same graph and so get the same error, without communication.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:

@@ -1,19 +1,20 @@
 """parallelize(.., verify=True): a model by its plan against the unsharded one, before the model itself is touched.
 
-A plan says which layers are sharded. What the code between them does with a part of the features nobody can read off
-names and shapes: it may split q, k and v out of one projection, or take a mean over features of which a rank has a
-half. So it is tried: copies of the model run forward and backward on the same random input,
+A plan says which layers are sharded. Names and shapes do not show what the code between these layers does with a part
+of the features: it may split q, k and v out of one projection, or compute a mean over sharded features. So the plan is
+tested: copies of the model run forward and backward on the same random input,
 
     exact    in float64, unsharded
     plain    in float32, unsharded
     ours     in float32, by the plan, over the ranks, in the mode as it is
 
-and each output of a module, each gradient of a parameter and of an input is compared with exact's. An error counts as
-rounding while it is at most TIMES that of plain, or leaves half of float32's digits; a plan that is wrong leaves one
-or none. Random outputs gradients go in at the end, so that no gradient is zero by symmetry.
+and the output of each module and the gradient of each parameter and input are compared with those of `exact`. An error
+counts as rounding if it is at most MAX_ERROR_RATIO times that of `plain`, or at most the square root of float32's
+epsilon; with a wrong plan about one digit is right, or none. Backward starts from random gradients of the outputs, so
+that no gradient is zero by symmetry.
 
-The copies take 12 bytes of each parameter's element while this runs, and nothing of the model changes: no gradient,
-buffer, hook or flag, and no state of a generator. So a large model is best verified by a small configuration of it.
+While this runs, the copies take 12 bytes for each element of each parameter. The model does not change: no gradient,
+buffer, hook or flag, and no state of a generator. Verify a large model by a small configuration of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoint.full_state import together
+from ..checkpoint.full_state import run_on_all_ranks
 from ..comm.collectives import Group
 from ..comm.wire import gather_objects
 from ..core.bits import digest, leaves
@@ -41,10 +42,10 @@ from ..layers.vocab_embedding import VocabParallelEmbedding
 from .gradient_flow import IncompleteGradient, check_gradient_flow
 
 _EPS = torch.finfo(torch.float32).eps
-TIMES = 10.0  # what rounding in another order may cost
+MAX_ERROR_RATIO = 10.0  # what rounding in another order may cost
 FLOOR = _EPS**0.5
-SMALL = _EPS**0.25  # of the root mean square of all gradients: one that is smaller is measured as if it were not
-TOKENS = 8  # at least, in a sequence made up for a Hugging Face model
+SMALL = _EPS**0.25  # times the root mean square of all gradients: errors are relative to no less than this
+TOKENS = 8  # at least, in the random sequence for a Hugging Face model
 
 
 # --- input ----------------------------------------------------------------------------------------------------------
@@ -100,12 +101,12 @@ def _floats(value: Any) -> list[Tensor]:
 
 
 def _kept(x: Tensor) -> Tensor:
-    """As it is now, whatever is done to it in place."""
+    """A copy, because x may be changed in place later."""
     return x.detach().to(torch.float64, copy=True)
 
 
 @contextmanager
-def _watched(model: nn.Module, run: Run) -> Iterator[None]:
+def _recorded_outputs(model: nn.Module, run: Run) -> Iterator[None]:
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             run.seen.setdefault(name, []).extend(_kept(t) for t in _floats(output))
@@ -159,7 +160,7 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
     """`like`: exact's, whose outputs tell the full shapes."""
     run = Run()
     model.zero_grad(set_to_none=True)
-    with _watched(model, run):
+    with _recorded_outputs(model, run):
         outputs, inputs = _forward(model, example, dtype)
     run.outputs = [_kept(y) for y in outputs]
     shapes = [y.shape for y in (run if like is None else like).outputs]
@@ -186,10 +187,10 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
 
 
 def _expected(module: nn.Module, full: Tensor, shape: torch.Size, group: Group) -> Tensor | None:
-    """What of the unsharded module's output `module` should give on this rank, or None where that is not known.
+    """The part of the unsharded module's output that `module` should return on this rank; None if that is not known.
 
-    Layers of this library say what they give. Others are compared where they give something whole: in between, code of
-    the model's own may hold the features in any order.
+    It is known for this library's layers. Other modules are compared if their output is whole: elsewhere the model's
+    code may have the features in any order.
     """
     if isinstance(module, Linear) and module.parallel_mode == "column" and not module.gather_output:
         stride = module.partition_stride if module.partition_sizes is None else module.partition_sizes
@@ -206,13 +207,13 @@ def _difference(value: Tensor, exact: Tensor, least: float = 0.0) -> float:
     return error / size if size else float(error > 0)
 
 
-class Wrong(NamedTuple):
+class Mismatch(NamedTuple):
     name: str
     error: float
     limit: float
 
 
-def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Wrong]:
+def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Mismatch]:
     found, modules = [], dict(model.named_modules())
     for name, theirs in exact.seen.items():
         if name not in ours.seen or len(ours.seen[name]) != len(theirs):
@@ -233,8 +234,8 @@ def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: G
     return found
 
 
-def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Wrong]:
-    """Nearest to the model's output first, where a wrong gradient comes from."""
+def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Mismatch]:
+    """In the order of backward: a wrong gradient first appears nearest to the model's output."""
     everything = torch.cat([grad.flatten() for grad in exact.grads.values()]) if exact.grads else torch.zeros(1)
     least = SMALL * float(everything.square().mean().sqrt())
     found = []
@@ -249,12 +250,12 @@ def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Wrong]:
     return found
 
 
-def _judge(name: str, error: float, plain_error: float) -> list[Wrong]:
-    limit = max(TIMES * plain_error, FLOOR)
-    return [] if error <= limit else [Wrong(name, error, limit)]
+def _judge(name: str, error: float, plain_error: float) -> list[Mismatch]:
+    limit = max(MAX_ERROR_RATIO * plain_error, FLOOR)
+    return [] if error <= limit else [Mismatch(name, error, limit)]
 
 
-def _percent(wrong: Wrong) -> str:
+def _percent(wrong: Mismatch) -> str:
     return f"{wrong.name} is off by {wrong.error:.2%} (rounding would be at most {wrong.limit:.2%})"
 
 
@@ -292,8 +293,8 @@ def _verdict(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) 
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Generators as they were afterwards; gradients on, autocast off inside."""
+def _preserved_state(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients are on and autocast is off; at the end the random generators are restored."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -329,7 +330,7 @@ def difference_by_plan(
         raise ValueError("verify=True needs a model with values: some of its parameters are on the meta device")
     example = example_of(model, example_inputs, group)
     alone = Group(None, 0, 1)
-    with _left_alone(model):
+    with _preserved_state(model):
         twin = _copied(model, torch.float64)
         with torch.no_grad():
             torch.manual_seed(1)
@@ -363,7 +364,7 @@ def check_plan(model: nn.Module, convert: Callable[[nn.Module], nn.Module], exam
     Raises:
         ValueError: some rank's results differ from the unsharded model's; see `difference_by_plan` for others.
     """
-    mine = together(group, "verify=True", lambda: difference_by_plan(model, convert, example_inputs, group))
+    mine = run_on_all_ranks(group, "verify=True", lambda: difference_by_plan(model, convert, example_inputs, group))
     verdicts = gather_objects(mine, group)
     wrong = [f"rank {rank} of {group.size}: {text}" for rank, text in enumerate(verdicts) if text]
     if wrong:

@@ -1,7 +1,7 @@
-"""Tensor-parallel plans as data: what each style means, which module a pattern speaks of, what models are special.
+"""Tensor-parallel plans as data: the meaning of each style, the modules that a pattern matches, and special models.
 
-A plan is {pattern: style}. A pattern is a module's name in which `*` stands for one component
-("layers.*.mlp.up_proj"). A style is a name below, Hugging Face's, or a `Part` that adds options to one.
+A plan is {pattern: style}. A pattern is a module's name in which `*` matches one component ("layers.*.mlp.up_proj"). A
+style is one of the names below, which are Hugging Face's, or a `Part` that adds options to one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, *WHOLE_STYLES)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a plan asks for one module.
+    """What a plan requests for one module.
 
     Args:
         style: one of STYLES.
@@ -82,19 +82,19 @@ class Part:
         return options
 
 
-# --- what plans do not say ------------------------------------------------------------------------------------------
+# --- what plans do not contain --------------------------------------------------------------------------------------
 
-# MLPs that take gate and up out of one projection by chunk(2, dim=-1). Their plan gathers its output, which keeps the
-# order of [gate; up]; with partition_stride=2 the shards keep it, and nothing needs gathering.
+# MLPs that split one projection's output into gate and up by chunk(2, dim=-1). Their plan gathers the output, which
+# keeps the order [gate; up]. With partition_stride=2 each shard has this order, so that no gather is needed.
 FUSED_GATE_UP = ("Glm4MLP", "GlmMLP", "Phi3MLP")
 _FUSED_STYLES = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """The plan that a Hugging Face model brings: its config's for the base model, merged with its class's.
+    """The plan of a Hugging Face model: its config's for the base model, merged with its class's.
 
     Raises:
-        ValueError: it brings none, or one that has nothing in its layers (for the output layer only, say).
+        ValueError: it has none, or one without patterns for its layers (for the output layer only, say).
     """
     config: Any = getattr(model, "config", None)
     base = getattr(config, "base_model_tp_plan", None) or {}

@@ -1,9 +1,9 @@
-"""Which dim of a module's input holds features that the plan shards: seen by running the model's forward, not by names.
+"""Finds the dim of a module's input that holds sharded features, by running the model's forward instead of by names.
 
-A Hugging Face model runs on fake tensors (torch's, which have shapes and no values, so that nothing is computed and no
-memory is taken), with all features, and again as one of P ranks would, where column-parallel layers put out 1/P of
-their features and row-parallel ones take so many. A dim of a module's input that is P times smaller in the second run
-holds what is sharded: heads, for a norm of q and k, wherever the model has put them.
+A Hugging Face model runs on fake tensors (torch's, which have shapes but no values, so that nothing is computed and no
+memory is used), first with all features, then as one of P ranks, where column-parallel layers return 1/P of their
+features and row-parallel ones take 1/P. A dim of a module's input that is P times smaller in the second run is sharded:
+the heads, for a norm of q and k, at whichever dim the model has them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WITH_ALL_FEATURES = "its forward raises"  # how a ProbeError of the first run be
 
 
 class ProbeError(Exception):
-    """Why the shapes could not be seen; in the words of the error that the model's forward raised."""
+    """Why the shapes could not be determined, with the error that the model's forward raised."""
 
 
 @dataclass(frozen=True)
 class ShardedInput:
-    """Of a module's first tensor argument: the dim that shrinks when features are sharded, and its whole size.
+    """For a module's first tensor argument: the dim that shrinks when features are sharded, and its full size.
 
-    `with_tokens`: whether the dim grows with the sequence, so that it holds more than features.
+    `with_tokens`: whether the dim grows with the sequence, so that it does not hold features only.
     """
 
     dim: int

@@ -1,4 +1,4 @@
-"""What parallelize will do to a model, and all that it cannot: found out before anything is changed."""
+"""Determines what parallelize will do to a model, and everything that it cannot do, before the model is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.dtensors import local_of
-from ..core.elementwise import WholeVectors
+from ..core.elementwise import PositionInvariantActivation
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..layers.linear import Linear, check_sizes
@@ -28,7 +28,7 @@ SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
 
 
 class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
-    """One whose output is multiplied by `scale_by`, rounded to the weight's dtype first (Gemma's)."""
+    """A VocabParallelEmbedding whose output is multiplied by `scale_by`, rounded to the weight's dtype (Gemma's)."""
 
     scale_by = 1.0
 
@@ -60,21 +60,21 @@ class Stack:
 
 @dataclass
 class Survey:
-    """What will be done, and what cannot be."""
+    """The replacements that will be made in a model, and the problems that prevent them."""
 
     model: nn.Module
     group: Group
     sequence_parallel: bool
     gemm_fn: GemmFn | None
-    own_plan: bool  # whether the plan is the model's own, which may speak of modules that it has not
+    own_plan: bool  # whether the plan is the model's own, which may name modules that do not exist
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
     problems: list[str] = field(default_factory=list)
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
     whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
-    # norm's name: where its input is sharded, None if nowhere; of the norms that a run on fake tensors has called
+    # norm's name: where its input is sharded, None if it is not; for the norms that a run on fake tensors has called
     sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
-    unseen: str = ""  # why there was no such run
+    unseen: str = ""  # why such a run was not possible
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
@@ -107,15 +107,15 @@ class Survey:
         self._plan_heads()
         for name, module in self.modules.items():
             try:
-                self._look_at(name, module)
-            except Exception as error:  # to look at a module may run its code, which is not this library's
+                self._survey_module(name, module)
+            except Exception as error:  # the survey of a module may run foreign code
                 self._problem(name, f"{type(module).__name__} was not understood: {type(error).__name__}: {error}")
         self._check_features()
         self._check_ties()
         self._check_config()
 
     def _distributed(self) -> str:
-        """What says that another tool has sharded the model already; "" if nothing does."""
+        """Why the model is known to be sharded already by another tool; "" if it is not."""
         kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # none before its import
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
@@ -160,7 +160,7 @@ class Survey:
                 self.parts.setdefault(name, Part(EMBEDDING_STYLE))
 
     def _plan_heads(self) -> None:
-        """Finds the norms of each head; the model's own plan may leave them out, as older ones do."""
+        """Finds the norms over each head, which older plans of Hugging Face models do not contain."""
         self._probe()
         for name, module in self.modules.items():
             whole = self.parts.get(name, Part("replicate")).style in WHOLE_STYLES
@@ -168,7 +168,7 @@ class Survey:
                 self.parts[name] = Part(HEADS_STYLE)
 
     def _probe(self) -> None:
-        """Sees, on fake tensors, where the inputs of norms beside sharded layers are sharded."""
+        """Determines, by a run on fake tensors, how the inputs of norms beside sharded layers are sharded."""
         options = {
             name: given
             for name, part in self.parts.items()
@@ -205,7 +205,7 @@ class Survey:
         options = self.parts.get(self._projection_of(norm_name), Part("replicate")).linear_options()
         return options.get("parallel_mode") == "column" and not options.get("gather_output")
 
-    def _look_at(self, name: str, module: nn.Module) -> None:
+    def _survey_module(self, name: str, module: nn.Module) -> None:
         part = self.parts.get(name)
         before = len(self.problems)
         if part is not None and part.style not in STYLES:
@@ -228,8 +228,8 @@ class Survey:
         elif part is not None and part.style == HEADS_STYLE:
             self._problem(name, f"style {part.style!r} needs a norm with a weight, not a {type(module).__name__}")
         elif _is_activation(module):
-            self.swaps[name] = lambda: WholeVectors(module)
-        elif part is None and any(True for _ in module.parameters(recurse=False)) and self._sees_part(name):
+            self.swaps[name] = lambda: PositionInvariantActivation(module)
+        elif part is None and any(True for _ in module.parameters(recurse=False)) and self._sees_local_tokens(name):
             self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
         if name in self.swaps and len(self.problems) == before:
             if not name:
@@ -240,8 +240,8 @@ class Survey:
     def _problem(self, name: str, text: str) -> None:
         self.problems.append(f"{name or type(self.model).__name__}: {text}")
 
-    def _sees_part(self, name: str) -> bool:
-        """Whether, under sequence_parallel, the module `name` gets this rank's tokens: in the stack, in no block."""
+    def _sees_local_tokens(self, name: str) -> bool:
+        """Whether, under sequence_parallel, module `name` gets only this rank's tokens: in the stack, in no block."""
         in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
         return self._in_stack(name) and not in_block
 
@@ -256,7 +256,7 @@ class Survey:
 
     def _linear(self, name: str, linear: nn.Linear, part: Part) -> None:
         if part.style in WHOLE_STYLES:
-            if self._sees_part(name):
+            if self._sees_local_tokens(name):
                 self._problem(name, "is in no pattern of the plan, and under sequence_parallel sees this rank's tokens")
             options: dict[str, Any] = dict(parallel_mode=None)
         elif part.style in LINEAR_STYLES:
@@ -287,7 +287,7 @@ class Survey:
         self._divides(name, "num_embeddings", embedding.num_embeddings, 1 if group is None else group.size)
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             self._problem(name, "max_norm, scale_grad_by_freq and sparse are not supported")
-        if self._sees_part(name):
+        if self._sees_local_tokens(name):
             self._problem(name, "is an embedding inside a decoder layer: not supported under sequence_parallel")
         scale = None
         if type(embedding) is not nn.Embedding:
@@ -311,7 +311,7 @@ class Survey:
         final = self.sequence_parallel and self.stack is not None and name == self.stack.norm_name
         options: dict[str, Any] = {}
         if recognise_norm(norm) is None:
-            if part.style not in WHOLE_STYLES or over_heads or final or self._sees_part(name):
+            if part.style not in WHOLE_STYLES or over_heads or final or self._sees_local_tokens(name):
                 self._problem(name, f"{type(norm).__name__} is no LayerNorm or RMSNorm that this library knows")
             return  # else every rank computes the same on the whole
         if part.style == HEADS_STYLE:
@@ -321,11 +321,11 @@ class Survey:
         elif over_heads:
             what = projection if projection in self.parts else "a column-parallel layer"
             self._problem(name, f"normalises what {what} has sharded: it needs the style {HEADS_STYLE!r}")
-        elif self._sees_part(name) and not self._is_layer(parent):
+        elif self._sees_local_tokens(name) and not self._is_layer(parent):
             self._problem(
                 name, "is a norm neither of a decoder layer itself nor in a block: which tokens it sees is unknown"
             )
-        elif self._sees_part(name) or final:
+        elif self._sees_local_tokens(name) or final:
             options = dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
         self.swaps[name] = lambda: ParallelNorm.from_norm(norm, tp_group=self.group, **options)
 
@@ -363,10 +363,10 @@ class Survey:
     # --- the whole model
 
     def _check_features(self) -> None:
-        """What has parameters inside a block and is in no pattern must be known to see all features.
+        """A module with parameters inside a block that no pattern matches must be known to get all features.
 
-        On this rank's features, or its heads, every gradient would be a part of a sum: that of a learned activation, of
-        attention sinks, of a norm or a linear layer of each head.
+        If it gets only this rank's features or heads, its gradient is one summand of a sum over ranks. Examples are a
+        learned activation, attention sinks, and a norm or a linear layer of each head.
         """
         blocks = FeatureBlocks(
             self.modules,
@@ -440,14 +440,14 @@ _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU,
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """An elementwise function with exp or tanh in it: torch's, or one of transformers/activations.py."""
+    """Whether it is an elementwise function with exp or tanh: torch's, or one of transformers/activations.py."""
     if any(True for _ in module.parameters()):
         return False
     return isinstance(module, _ACTIVATIONS) or type(module).__module__ == "transformers.activations"
 
 
 def _scale_of(embedding: nn.Embedding) -> float | None:
-    """The embed_scale of an embedding class whose output is that times the rows, found by trying; else None."""
+    """The embed_scale of an embedding class that returns embed_scale times the rows, found by running it; else None."""
     scale = getattr(embedding, "embed_scale", None)
     if scale is None:
         return None

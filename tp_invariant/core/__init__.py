@@ -1,1 +1,1 @@
-"""What every wing uses and no rank sends: the gate, layouts, comparing bits, custom operators, processes."""
+"""Shared by all wings, without communication: the mode, layouts, bit comparison, custom operators, processes."""

@@ -51,7 +51,7 @@ print("done", flush=True)
 
 
 @dataclass(frozen=True)
-class Death:
+class Crash:
     """How a process ended ("ended by SIGILL"), and in which product."""
 
     how: str
@@ -71,7 +71,7 @@ class Finding:
     """
 
     units: tuple[str, ...] = ()
-    died: Death | None = None
+    died: Crash | None = None
     helps: bool | None = None
 
     @property
@@ -94,7 +94,7 @@ def listed_units(cpuinfo: Path) -> tuple[str, ...]:
     return tuple(sorted(flag for flag in flags if flag.startswith("amx")))
 
 
-def probe(environment: Mapping[str, str]) -> Death | None:
+def probe(environment: Mapping[str, str]) -> Crash | None:
     """Runs torch's own 16-bit products, forward and backward, in a process of their own, about three seconds.
 
     Returns:
@@ -109,7 +109,7 @@ def probe(environment: Mapping[str, str]) -> Death | None:
         return None
     if done.returncode >= 0:
         return None
-    return Death(how_it_ended(done.returncode), (done.stdout.splitlines() or ["of torch's import"])[-1])
+    return Crash(how_it_ended(done.returncode), (done.stdout.splitlines() or ["of torch's import"])[-1])
 
 
 @functools.cache

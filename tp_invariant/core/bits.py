@@ -1,4 +1,4 @@
-"""Bits: what a tensor's bytes are, one digest for a nest of them, and a comparison that says what differs."""
+"""A tensor's bytes, a digest of nested containers of tensors, and a comparison that reports what differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# leaves whose repr says all that they are; empty containers are leaves, see `leaves`
+# leaves whose repr is complete; empty containers are leaves, see `leaves`
 _PLAIN = (bool, int, complex, str, bytes, list, tuple, dict, torch.dtype, torch.device)
 
 _BLOCK = 2**24  # elements hashed at once: 128 MiB for each of a few temporary tensors
@@ -32,7 +32,7 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
     """(name, leaf) for each leaf of nested mappings, sequences and dataclasses; names as in an expression: [0]['x']."""
     if isinstance(obj, (Mapping, list, tuple)) and not obj:
-        yield name or "value", obj  # an empty one is a leaf, so that it counts
+        yield name or "value", obj  # an empty container is a leaf, so that it is compared too
     elif isinstance(obj, Mapping):
         for key, value in obj.items():
             yield from leaves(value, f"{name}[{key!r}]")
@@ -49,11 +49,11 @@ def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
 def digest(obj: Any) -> str:
     """SHA-256, as 64 hex digits, of everything in `obj`: structure, dtypes, shapes and raw bytes of its tensors.
 
-    -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides, devices and the order of a mapping's keys do
-    not count.
+    -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides, devices and the order of a mapping's keys have
+    no effect.
 
     Raises:
-        TypeError: a leaf that is no tensor, number, string, bytes, dtype, device or None.
+        TypeError: a leaf that is not a tensor, number, string, bytes, dtype, device or None.
     """
     sha = hashlib.sha256()
     for name, leaf in sorted(leaves(obj), key=lambda named: named[0]):
@@ -75,17 +75,17 @@ def digest(obj: Any) -> str:
 
 
 def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
-    """Asserts that two nests of tensors (or plain values) are the same bytes, dtype and shape at every leaf.
+    """Asserts that two nested containers of tensors (or plain values) have equal bytes, dtype and shape at every leaf.
 
     Raises:
-        AssertionError: names the first leaf that differs, how many of its elements do, the first one's index, both
-            values and both bit patterns.
+        AssertionError: names the first leaf that differs, the number of differing elements, and the index, both values
+            and both bit patterns of the first one.
     """
     assert_leaves_equal(dict(leaves(actual, name)), dict(leaves(expected, name)))
 
 
 def assert_leaves_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """`assert_bitwise_equal` for what `leaves` made of two nests."""
+    """`assert_bitwise_equal` for the results of `leaves`."""
     if got.keys() != want.keys():
         only = sorted(got.keys() ^ want.keys())
         raise AssertionError(f"the structures differ: only one of the two has {', '.join(only[:5])}")
@@ -126,11 +126,11 @@ def _mix(z: Tensor) -> Tensor:
     return z
 
 
-def leaf_hashes(tensor: Tensor, dim: int) -> Tensor:
-    """A 64-bit hash of each index of `dim`: int64 [tensor.shape[dim]], on the tensor's device.
+def slice_hashes(tensor: Tensor, dim: int) -> Tensor:
+    """A 64-bit hash of the slice at each index of `dim`: int64 [tensor.shape[dim]], on the tensor's device.
 
-    A leaf's hash depends on its raw bytes and their order: the wrapping sum, exact in any order, of its words mixed
-    with their places. It is made to notice accidents, not forgeries.
+    A slice's hash depends on its raw bytes and their order. It is the wrapping sum, exact in any order, of the slice's
+    words, each mixed with its position. It detects accidental differences; it is not cryptographic.
     """
     tensor = tensor.detach()
     if tensor.is_complex():

@@ -1,18 +1,18 @@
-"""The layers' autograd functions as custom ops, which torch.compile puts into its graph whole.
+"""The layers' autograd functions as custom ops, each of which torch.compile puts into its graph as one node.
 
-`opaque(Function, ..)` gives what is called in place of `Function.apply`. Eagerly it is Function.apply; while
-torch.compile traces it is an op `tp_invariant::name` whose kernel runs Function.forward, with
-`tp_invariant::name_backward` as its derivative, whose kernel runs Function.backward. So a compiled graph computes by
-the very code that eager mode runs, and there is no second formula that could give other bits. An op takes tensors, the
-name of a process group, sizes that may be symbolic, and a text: the settings (a LinearCall, say). They are part of the
-graph, and what they came from is guarded like any Python value: the mode, weight.partition_stride, autocast's dtype.
+`as_custom_op(Function, ..)` returns the function to call in place of `Function.apply`. In eager mode it calls
+Function.apply. While torch.compile traces it calls an op `tp_invariant::name` whose kernel runs Function.forward; the
+op's derivative is `tp_invariant::name_backward`, whose kernel runs Function.backward. So a compiled graph runs the same
+code as eager mode, and there is no second formula that could give other bits. An op takes tensors, the name of a
+process group, sizes that may be symbolic, and a text: the configs (a LinearCall, say). The text is part of the graph,
+and the Python values that it was made from have guards: the mode, weight.partition_stride, autocast's dtype.
 
-The order of collectives. Inductor orders kernels that do not depend on each other by memory, and by what it measured;
-ranks that did so differently would hang or mix up data. Ops of a group of several ranks (`name_ranks`) are therefore
-registered with torch's ordered effect: a token goes from one to the next, through forward and through backward, and
-every rank runs them in the order of the program. It costs one thing: torch does not recompute such ops in a graph, so
-torch.utils.checkpoint inside of a compiled region is an error while compiling (compile what it is given instead). At
-TP=1 there is no token.
+The order of collectives. Inductor orders independent kernels by memory use and by measurements; if ranks ordered them
+differently, they would hang or mix up data. Ops of a group of several ranks (`name_ranks`) are therefore registered
+with torch's ordered effect: each op passes a token to the next one, through forward and through backward, so that
+every rank runs them in program order. The disadvantage: torch does not recompute such ops in a graph, so
+torch.utils.checkpoint inside a compiled region is an error at compile time (compile the function that is passed to it
+instead). At TP=1 there is no token.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as 
 
 
 def constant(fn: Callable) -> Callable:
-    """Marks fn for torch.compile: called while it traces, its result a constant of the graph.
+    """Marks fn for torch.compile: fn is called during tracing, and its result is a constant of the graph.
 
-    torch.compiler.assume_constant_result, which would import the compiler with all it needs.
+    The same as torch.compiler.assume_constant_result, without importing the compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
-# --- settings as text -----------------------------------------------------------------------------------------------
+# --- configs as text ------------------------------------------------------------------------------------------------
 
-_settings: dict[str, type] = {}  # frozen dataclasses by name
+_op_configs: dict[str, type] = {}  # frozen dataclasses by name
 _callables: dict[str, Callable] = {}
 _group_type: type = type(None)
-_new_group: Callable[[dist.ProcessGroup | None], Any] = id  # both until comm/collectives.py says what a group is
+_new_group: Callable[[dist.ProcessGroup | None], Any] = id  # comm/collectives.py sets both
 
 
-def setting(cls: type) -> type:
-    """Marks a frozen dataclass that is told to ops."""
-    _settings[cls.__name__] = cls
+def op_config(cls: type) -> type:
+    """Registers a frozen dataclass whose instances can be passed to ops, as text."""
+    _op_configs[cls.__name__] = cls
     return cls
 
 
 def set_group_type(cls: type, new_group: Callable[[dist.ProcessGroup | None], Any]) -> None:
-    """Which class stands for a group, with its attribute process_group, and how to get one from a process group."""
+    """Sets the class of groups, which has the attribute process_group, and the function that makes one from it."""
     global _group_type, _new_group
     _group_type, _new_group = cls, lru_cache(maxsize=64)(new_group)
 
 
 @constant
-def name_of(fn: Callable) -> str:
-    """A name for a gemm_fn, the same on every rank that gives them names in the same order."""
+def callable_id(fn: Callable) -> str:
+    """A name for a gemm_fn; the same on every rank if all ranks name their gemm_fns in the same order."""
     for name, known in _callables.items():
         if known is fn:
             return name
@@ -75,12 +75,12 @@ def name_of(fn: Callable) -> str:
 
 
 def group_name(group: Any) -> str:
-    """What ops are told of a group: "" if it is of one rank."""
+    """The name by which ops refer to a group; "" for a group of one rank."""
     return group.process_group.group_name if group.size > 1 else ""
 
 
-def group_named(name: str) -> Any:
-    """By torch's own table of names, in which a group that was destroyed is no more."""
+def group_by_name(name: str) -> Any:
+    """The group with this name in torch's own table, from which destroyed groups are removed."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return _new_group(resolve(name) if name else None)
 
@@ -107,15 +107,16 @@ def define(
     return getattr(torch.ops.tp_invariant, name).default
 
 
-def plain(value: Any) -> Any:
-    """A setting that text can be made of: a number (an eps), or a tuple with such.
+def specialize(value: Any) -> Any:
+    """`value` with symbolic numbers replaced by their values, so that it can be written as text; also inside tuples.
 
-    torch.compile makes a symbol of a number once it has met another value: here it is the value again, and guarded.
+    torch.compile replaces a number (an eps, say) by a symbol once it has seen two values of it. Here the symbol becomes
+    the number again, with a guard.
     """
     if not torch.compiler.is_compiling():
         return value
     if isinstance(value, tuple):
-        return tuple([plain(item) for item in value])
+        return tuple([specialize(item) for item in value])
     if not isinstance(value, (int, float)):
         return value
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy, so only here
@@ -129,20 +130,20 @@ def _encode(value: Any, groups: list[str]) -> Any:
         groups.append(group_name(value))
         return ("group",)
     if isinstance(value, (int, float)):
-        return plain(value)
+        return specialize(value)
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, tuple):
         return ("tuple", *[_encode(item, groups) for item in value])
     name = type(value).__name__
-    if name in _settings:
+    if name in _op_configs:
         return (name, *[_encode(getattr(value, field), groups) for field in _fields(name)])
-    return ("callable", name_of(value))
+    return ("callable", callable_id(value))
 
 
 @constant
 def _fields(name: str) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(_settings[name]))
+    return tuple(field.name for field in dataclasses.fields(_op_configs[name]))
 
 
 def _decode(value: Any, group: Any) -> Any:
@@ -154,7 +155,7 @@ def _decode(value: Any, group: Any) -> Any:
     if kind == "callable":
         return _callables[items[0]]
     decoded = [_decode(item, group) for item in items]
-    return tuple(decoded) if kind == "tuple" else _settings[kind](*decoded)
+    return tuple(decoded) if kind == "tuple" else _op_configs[kind](*decoded)
 
 
 @lru_cache(maxsize=4096)
@@ -165,12 +166,12 @@ def _read(text: str, group: Any) -> tuple:
 # --- functions without a result -------------------------------------------------------------------------------------
 
 
-def at_run_time(function: Callable[..., None], *, name: str, arguments: str) -> Callable[..., None]:
-    """`function`, and while torch.compile traces an op that calls it, in the order of the ops of several ranks.
+def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -> Callable[..., None]:
+    """`function`; while torch.compile traces, an op that calls it when the graph runs, ordered like multi-rank ops.
 
-    Its first argument is a tensor, be it an empty one, which tells inductor on which device the op runs. Inductor
-    collects C++ loops and writes them out before the next op that has a device. One without is written at once, before
-    the loops that it comes after, and so are the `del` of buffers that these loops have yet to read.
+    Its first argument is a tensor, possibly an empty one, from which inductor knows the op's device. Inductor collects
+    C++ loops and emits them before the next op that has a device. It would emit an op without a device at once, before
+    the loops that precede it, together with the `del` of buffers that these loops have not read yet.
     """
     if not arguments.startswith("Tensor "):
         raise ValueError(f"tp_invariant::{name}({arguments}) must take a tensor first, which says where it runs")
@@ -186,7 +187,7 @@ def at_run_time(function: Callable[..., None], *, name: str, arguments: str) -> 
 
 
 class _Context:
-    """What Function.forward and Function.backward are given in place of autograd's context."""
+    """The context object for Function.forward and Function.backward inside an op, in place of autograd's."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
@@ -204,18 +205,18 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
-_NOTHING = (0, 0, 0)  # the shape that stands for None among saved tensors: no tensor of ours has it
+_NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; no other saved tensor has it
 
 
-def _own(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
-    """Contiguous, and with bytes of its own: an op's output may not be a view of what it was given."""
+def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
+    """`tensor`, contiguous and in memory of its own: an op's output must not be a view of its inputs."""
     storage = tensor.untyped_storage().data_ptr()
     if storage and any(other is not None and other.untyped_storage().data_ptr() == storage for other in others):
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()
 
 
-def opaque(
+def as_custom_op(
     function: type[torch.autograd.Function],
     *,
     name: str,
@@ -242,34 +243,44 @@ def opaque(
         inputs, (group, sizes, text) = [_alias(t) for t in args[:count]], args[count:]
         ctx = _Context()
         ctx.needs_input_grad = (False,) * len(args)
-        result = function.forward(ctx, *inputs, *_with_sizes(_read(text, group_named(group)), sizes))
+        result = function.forward(ctx, *inputs, *_with_sizes(_read(text, group_by_name(group)), sizes))
         extras = [t for t, position in zip(ctx.saved_tensors, saved, strict=True) if position is None]
         return [
-            _own(result, inputs),
-            *(result.new_empty(_NOTHING) if t is None else _own(t, inputs) for t in extras),
+            _with_own_memory(result, inputs),
+            *(result.new_empty(_NONE_SHAPE) if t is None else _with_own_memory(t, inputs) for t in extras),
         ]
 
     def run_fake(*args: Any) -> list[Tensor]:
         inputs, (group, sizes, text) = args[:count], args[count:]
-        made_up = outputs(*inputs, *_with_sizes(_read(text, group_named(group)), sizes))
-        return [inputs[0].new_empty(_NOTHING) if t is None else t for t in made_up]
+        made_up = outputs(*inputs, *_with_sizes(_read(text, group_by_name(group)), sizes))
+        return [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
 
     def run_backward(
-        grad: Tensor, kept: list[Tensor | None], needs: list[bool], shapes: Sequence[int], group: str, text: str
+        grad: Tensor,
+        saved_tensors: list[Tensor | None],
+        needs: list[bool],
+        shapes: Sequence[int],
+        group: str,
+        text: str,
     ) -> list[Tensor]:
-        settings, _, dtypes = _read(text, group_named(group))
+        configs, _, dtypes = _read(text, group_by_name(group))
         ctx = _Context()
-        ctx.saved_tensors = tuple(_alias(t) for t in kept)
-        ctx.needs_input_grad = (*needs, *[False] * len(settings))
-        restore(ctx, [getattr(torch, name) if name else None for name in dtypes], *settings)
+        ctx.saved_tensors = tuple(_alias(t) for t in saved_tensors)
+        ctx.needs_input_grad = (*needs, *[False] * len(configs))
+        restore(ctx, [getattr(torch, name) if name else None for name in dtypes], *configs)
         grads = function.backward(ctx, grad)
         wanted = [g for g, need in zip(grads, needs, strict=False) if need]
-        return [_own(g, [grad, *kept]) for g in wanted]
+        return [_with_own_memory(g, [grad, *saved_tensors]) for g in wanted]
 
     def run_backward_fake(
-        grad: Tensor, kept: list[Tensor | None], needs: list[bool], shapes: Sequence[int], group: str, text: str
+        grad: Tensor,
+        saved_tensors: list[Tensor | None],
+        needs: list[bool],
+        shapes: Sequence[int],
+        group: str,
+        text: str,
     ) -> list[Tensor]:
-        _, dims, dtype_names = _read(text, group_named(group))
+        _, dims, dtype_names = _read(text, group_by_name(group))
         left, grads = list(shapes), []
         for need, dim, dtype_name in zip(needs, dims, dtype_names, strict=True):
             shape, left = left[:dim], left[dim:]
@@ -279,21 +290,21 @@ def opaque(
 
     def setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
         own, extras = inputs[:count], iter(output[1:])
-        kept = [next(extras) if position is None else own[position] for position in saved]
+        saved_tensors = [next(extras) if position is None else own[position] for position in saved]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved_tensors)
         ctx.shapes = [] if not count else [size for t in own if t is not None for size in t.shape]
         names = tuple("" if t is None else str(t.dtype).removeprefix("torch.") for t in own)
         ctx.group, sizes, text = inputs[count:]
-        ctx.of_sizes = None if sizes else []  # autograd wants a list for an empty list
+        ctx.of_sizes = None if sizes else []  # autograd expects an empty list as the gradient of an empty list
         dims = tuple(0 if t is None else t.dim() for t in own)
         ctx.text = repr(("tuple", ast.literal_eval(text), ("tuple", *dims), ("tuple", *names)))
 
     def derivative(backward_op: Callable) -> Callable:
         def backward(ctx: Any, grads: list[Tensor]) -> tuple:
             needs = list(ctx.needs_input_grad[:count])
-            kept = [None if tuple(t.shape) == _NOTHING else t for t in ctx.saved_tensors]
-            found = iter(backward_op(grads[0], kept, needs, ctx.shapes, ctx.group, ctx.text))
+            saved_tensors = [None if tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
+            found = iter(backward_op(grads[0], saved_tensors, needs, ctx.shapes, ctx.group, ctx.text))
             return *(next(found) if need else None for need in needs), None, ctx.of_sizes, None
 
         return backward
@@ -313,7 +324,7 @@ def opaque(
             setup_context=setup_context,
         )
         ops.append(op)
-    alone, of_ranks = ops
+    single_rank_op, multi_rank_op = ops
     of_dtensors = with_dtensors(function)
 
     def apply(*args: Any) -> Tensor:
@@ -322,17 +333,17 @@ def opaque(
         args = (*map(as_local, args[:count]), *args[count:])
         groups: list[str] = []
         sizes: list[int] = []
-        settings = []
+        configs = []
         for value in args[count:]:
             if isinstance(value, torch.Size):
                 sizes.extend(value)
                 value = ("sizes",)
-            settings.append(_encode(value, groups))
-        op = of_ranks if groups[0] else alone
-        return op(*args[:count], groups[0], sizes, repr(("tuple", *settings)))[0]
+            configs.append(_encode(value, groups))
+        op = multi_rank_op if groups[0] else single_rank_op
+        return op(*args[:count], groups[0], sizes, repr(("tuple", *configs)))[0]
 
     return apply
 
 
-def _with_sizes(settings: tuple, sizes: Sequence[int]) -> tuple:
-    return tuple(list(sizes) if value == ("sizes",) else value for value in settings)
+def _with_sizes(configs: tuple, sizes: Sequence[int]) -> tuple:
+    return tuple(list(sizes) if value == ("sizes",) else value for value in configs)

@@ -15,15 +15,15 @@ from .mode import is_tp_invariant_mode_enabled
 
 
 def in_whole_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """fn(x) for an elementwise fn; on a CPU by blocks of whole vectors, forward and backward, so that bits are x's."""
+    """fn(x) for an elementwise fn; on a CPU in blocks of full vectors, so that an element's bits depend on it alone."""
     if x.device.type != "cpu" or not x.numel():
         return fn(x)
     flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
     return torch.cat([fn(block) for block in flat.split(BLOCK)])[: x.numel()].view(x.shape)
 
 
-class WholeVectors(nn.Module):
-    """An activation module without parameters, called by `in_whole_vectors` while the mode is on."""
+class PositionInvariantActivation(nn.Module):
+    """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ _NAMES = (
     "cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma i0 special_i0e pow atan2 logaddexp logaddexp2 xlogy "
     "add sub"
 )
-# Overloads whose CPU kernel was seen to give an element other bits by its position, and their kin.
-BY_POSITION: frozenset[OpOverload] = frozenset(
+# Overloads whose CPU kernel gave an element different bits at different positions in a test, and related overloads.
+POSITION_DEPENDENT: frozenset[OpOverload] = frozenset(
     op
     for name in _NAMES.split()
     for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_", None))
@@ -52,10 +52,11 @@ BY_POSITION: frozenset[OpOverload] = frozenset(
 )
 
 
-def at_no_position(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """func(*args, **kwargs) of BY_POSITION, below autograd; on a CPU by blocks of whole vectors. out= and in place too.
+def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """func(*args, **kwargs) of POSITION_DEPENDENT, below autograd; on a CPU in blocks of full vectors.
 
-    Sums round by position only where they scale: with alpha = 1, the usual case, they go to torch as they are.
+    Also with out= and in place. An add or sub depends on the position only with a factor: with alpha = 1, the usual
+    case, torch computes it.
     """
     if any(isinstance(value, Tensor) and value.is_cuda for value in args):
         return func(*args, **kwargs)
@@ -73,7 +74,7 @@ def at_no_position(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Ten
     size = count + -count % VECTORS
 
     def padded(value: Any) -> list[Any]:
-        """One for each block; a tensor without dims among others stays one, as it counts less for the dtype."""
+        """`value` for each block. A 0-dim tensor among others stays 0-dim, because type promotion depends on that."""
         if not isinstance(value, Tensor) or (value.dim() == 0 and len(shape)):
             return [value] * -(-size // BLOCK)
         flat = value.new_zeros(size)

@@ -1,7 +1,7 @@
-"""What a callable is, in words that are the same in every process which was given the same one.
+"""The identity of a callable as text, which is the same in every process that has the same callable.
 
-A callable that holds what differs between ranks and does not matter, such as a rank number, a device or a counter of
-its calls, declares what it is instead:
+A callable may hold values that differ between ranks but do not affect its results, such as a rank number, a device or a
+counter of its calls. Such a callable declares its identity:
 
     class MyGemm:
         tp_invariant_identity = "my_gemm 3, tiles of 128"       # or a method that returns it

@@ -1,12 +1,12 @@
-"""Where the elements of a sharded tensor stand. Pure functions of tensors; no communication, no arithmetic but sums.
+"""The order of a sharded tensor's elements. Pure functions of tensors, without communication.
 
-Legend, for this room and those that import it:
+Legend, for this module and those that import it:
     P        tensor-parallel degree; rank r of P
-    stride   partition_stride S: each rank's part of a sharded dim is S stacked pieces ([gate_r; up_r] for S = 2), so
-             the full dim is walked as (stride, rank, local) while concatenating ranks gives (rank, stride, local).
-             A tuple in its place is the full sizes of pieces that are not all alike, ([q; k; v] with fewer heads in k
-             and v), of each of which a rank has its part; S stands for S equal ones.
-    *_shard  this rank's part; *_full the whole; *_major a rank-major gathered buffer [P, ...shard]
+    stride   partition_stride S: each rank's part of a sharded dim consists of S stacked pieces ([gate_r; up_r] for
+             S = 2). The full dim has the order (stride, rank, local); concatenating ranks gives (rank, stride, local).
+             A tuple instead of S gives the full sizes of pieces that differ in size ([q; k; v] with fewer heads in k
+             and v); each rank has its part of each piece. An int S means S pieces of equal size.
+    *_shard  this rank's part; *_full the full tensor; *_major a rank-major gathered buffer [P, ...shard]
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ Stride = int | tuple[int, ...]
 
 
 def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x with another shape, for an x that nothing else refers to: autograd does not count it as a view.
+    """x with another shape, for an x that nothing else refers to: autograd does not treat the result as a view.
 
-    What an autograd function returns as a view cannot be changed in place, which users do (`y += residual`, ReLU).
+    A view that an autograd function returns cannot be changed in place, as users do (`y += residual`, ReLU).
     """
     return torch.ops.aten._unsafe_view.default(x, list(shape))
 
 
-def own_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """fresh_view of what a kernel of this library has just made and nobody else holds: x itself, at a fifth of the
-    host's time; fresh_view of what is a view of something, and where a dispatch mode (selective checkpointing) may hold
-    it. Contiguous: what a kernel lays out as its input is laid out (a norm of a transposed x) is copied."""
+def reshape_in_place(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """fresh_view for the new result of one of this library's kernels, to which nothing else refers.
+
+    Resizes x itself, in a fifth of the host's time. Falls back to fresh_view if x is a view, or under a dispatch mode
+    (selective checkpointing), which may hold x. The result is contiguous: x is copied if the kernel has given it other
+    strides, those of its input (a norm of a transposed x).
+    """
     if x._is_view() or not x.is_contiguous() or torch._C._len_torch_dispatch_stack():
         return fresh_view(x.contiguous(), shape)
-    return x.resize_(shape)  # in place, and of the same size: nothing moves
+    return x.resize_(shape)  # in place; the number of elements is the same, so no data moves
 
 
 def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
@@ -118,26 +121,26 @@ def unshard(shards: Sequence[Tensor] | Tensor, *, dim: int, stride: Stride = 1) 
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """How the tokens of an activation [..., features] are split over ranks: along `sequence_dim`, or not at all (P=1).
+    """How the tokens of an activation [..., features] are sharded over ranks: along `sequence_dim`; P=1: not sharded.
 
-    `tokens` counts and `order` views speak of the full activation flattened to [T, features] in TP=1's order.
+    The order of tokens is that of the full activation flattened to [T, features], as at TP=1.
     """
 
     world: int
     sequence_dim: int
 
     def local_run(self, local_shape: Sequence[int]) -> int:
-        """How many consecutive tokens of the flattened full activation a rank holds at a stretch.
+        """The number of consecutive tokens of the flattened full activation in each contiguous run on a rank.
 
         `local_shape` is the shape of this rank's activation, features included.
         """
         return math.prod(local_shape[self.sequence_dim : -1])
 
-    def leaves_fit(self, local_shape: Sequence[int], leaf_rows: int) -> bool:
-        """Whether leaves of `leaf_rows` consecutive tokens never cross from one rank's tokens into another's."""
-        return self.world == 1 or self.local_run(local_shape) % leaf_rows == 0
+    def partial_sums_fit(self, local_shape: Sequence[int], rows_per_sum: int) -> bool:
+        """Whether no block of `rows_per_sum` consecutive tokens contains tokens of two ranks."""
+        return self.world == 1 or self.local_run(local_shape) % rows_per_sum == 0
 
-    def order_leaves(self, leaves_major: Tensor, local_shape: Sequence[int]) -> Tensor:
-        """Leaves gathered rank-major [P, leaves, H] -> [all leaves, H] in the order of the full activation's tokens."""
+    def order_partial_sums(self, partial_sums_major: Tensor, local_shape: Sequence[int]) -> Tensor:
+        """Partial sums gathered rank-major [P, sums of a rank, H] -> [all sums, H] in the full activation's order."""
         outer = math.prod(local_shape[: self.sequence_dim])
-        return rearrange(leaves_major, "rank (outer leaf) h -> (outer rank leaf) h", outer=max(outer, 1))
+        return rearrange(partial_sums_major, "rank (outer part) h -> (outer rank part) h", outer=max(outer, 1))

@@ -1,4 +1,4 @@
-"""The gate: whether the tensor-parallel layers compute invariant bits or take the stock path."""
+"""The mode: whether the tensor-parallel layers compute invariant bits or take the stock path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _VALUES = {"0": False, "1": True}
 _override: bool | None = None
 
 
-# What stands inside os.environ: reading it there takes a tenth of the time, and every call of a layer reads. Besides,
-# torch.compile takes os.environ for a constant but guards the dict inside it: so a graph follows the variable.
+# The keys of the dict inside os.environ. Every call of a layer reads the variables, and reading that dict takes a tenth
+# of the time. Also, torch.compile treats os.environ as a constant but guards this dict, so a compiled graph notices a
+# change of the variable.
 _KEYS = {name: os.environ.encodekey(name) for name in (MODE_VARIABLE, ALIAS_VARIABLE, CHECK_VARIABLE)}
 
 
@@ -58,7 +59,7 @@ def is_call_check_enabled() -> bool:
 
     `1` is on, `0` or unset off; read at every call, in both modes, and the same on all ranks. Costs an all-gather of
     eight bytes and a wait for it in each forward and each backward of a layer: tens of microseconds on a GPU, a
-    millisecond on gloo, and whatever the host was ahead of the device. To find where ranks part, not to train with.
+    millisecond on gloo, and the host loses its lead over the device. For finding where ranks diverge, not for training.
 
     Raises:
         ValueError: the variable holds anything else.
@@ -67,10 +68,10 @@ def is_call_check_enabled() -> bool:
 
 
 class set_tp_invariant_mode:
-    """Turns the mode on (True), off (False), or hands it back to the environment (None).
+    """Turns the mode on (True) or off (False), or lets the environment decide again (None).
 
-    As a plain call it holds until the next call; as a context manager it restores what was there before, also when
-    the body raises, and nests. A layer looks at the mode in forward; its backward follows its forward.
+    As a plain call it holds until the next call. As a context manager it restores the previous state, also when the
+    body raises, and can be nested. A layer reads the mode in forward; its backward uses the mode of its forward.
 
         tpi.set_tp_invariant_mode(True)
         with tpi.set_tp_invariant_mode(False):

@@ -1,4 +1,4 @@
-"""The words that options take, as types: a type checker refuses a misspelled one, and an editor lists them."""
+"""The values of options as Literal types: a type checker refuses a misspelled value, and an editor lists them."""
 
 from __future__ import annotations
 

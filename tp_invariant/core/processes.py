@@ -1,4 +1,4 @@
-"""How processes end, and the folders that they leave behind where they are killed."""
+"""How processes end, and the removal of folders that killed processes have left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_parent() -> None:
-    """From now on this process ends once its parent has gone, also while it computes."""
+    """Makes this process end once its parent has ended, even while it computes."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -43,9 +43,9 @@ def end_with_parent() -> None:
 def temporary_folder(purpose: str) -> Iterator[Path]:
     """A folder of this process's own, removed at the end of the block.
 
-    A process that is killed removes nothing. So each folder holds a file that its owner keeps locked, which the
-    operating system unlocks when the owner ends, however it does; whoever makes a folder of the same purpose next
-    removes those whose owner has gone.
+    A process that is killed removes nothing. So each folder contains a file that its owner keeps locked. The operating
+    system removes the lock when the owner ends, in whatever way. The next process that makes a folder with the same
+    purpose removes the folders whose owners have ended.
     """
     prefix = f"{_PREFIX}{purpose}_"
     _remove_leftovers(prefix)
@@ -71,7 +71,7 @@ def _remove_leftovers(prefix: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """With some patience: rank processes whose parent was killed may write there for another second."""
+    """Retries for some seconds, because rank processes whose parent was killed may write there for another second."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while folder.exists():
         shutil.rmtree(folder, ignore_errors=time.monotonic() < deadline)

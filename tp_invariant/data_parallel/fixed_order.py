@@ -1,26 +1,27 @@
-"""Gradient sums over data-parallel (DP) ranks that no bucket layout, ring order or topology can change.
+"""Gradient sums over data-parallel (DP) ranks that do not depend on bucket layout, ring order or topology.
 
-Every sum here is taken the same way: an all-to-all gives each rank its share of the elements from all ranks, the rank
-adds them by a fixed binary tree (16-bit gradients in fp32, with one rounding at the end), an all-gather hands out the
-result. Collectives move bytes only, and an element's bits depend on the summands alone, not on where it lies.
+All sums here are computed in the same way: an all-to-all gives each rank its share of the elements from all ranks, the
+rank adds them by a fixed binary tree (16-bit gradients in fp32, with one rounding at the end), and an all-gather
+distributes the result. Collectives move bytes only, and an element's bits depend on its summands, not on its position.
 
     fixed_order_hook           for DistributedDataParallel
-    fix_reduction_order        for FSDP2's fully_shard; FixedOrderReduceScatter is the part that it puts in
-    MicroBatchTree             for a loop of its own: the same bits at every DP degree, too (micro_batch_tree.py)
+    fix_reduction_order        for FSDP2's fully_shard; it installs a FixedOrderReduceScatter
+    MicroBatchTree             for a training loop without DDP or FSDP: the same bits at every DP degree, too
+                               (micro_batch_tree.py)
 
-The first two fix the bits for one DP degree: at another one, ranks add up other micro-batches in backward. Only the
+The first two fix the bits for one DP degree: at another degree, ranks add other micro-batches in backward. Only the
 tree of micro-batches has one order for all degrees.
 
-What the user gets is the *sum* over ranks of what each rank's backward gave, also where stock DDP and FSDP give the
-mean: DDP divides nowhere once a hook is installed, and fix_reduction_order sets FSDP's divide factor to 1. So write the
-loss as a sum over tokens and let a TokenCount divide by the number of all ranks' tokens, once, after the sum in fp32
-(`TokenCount(dp_group).set(1)`, once, gives the mean over ranks). A loss that is a mean already needs no TokenCount; one
-that is a mean over a rank's own tokens is another loss at every degree.
+The result is the *sum* over ranks of each rank's gradients, also where stock DDP and FSDP return the mean: DDP does not
+divide once a hook is installed, and fix_reduction_order sets FSDP's divide factor to 1. So define the loss as a sum
+over tokens, and let a TokenCount divide by the number of all ranks' tokens, once, after the sum in fp32
+(`TokenCount(dp_group).set(1)`, called once, gives the mean over ranks). A loss that is already a mean over all tokens
+needs no TokenCount; a mean over a rank's own tokens is a different loss at every degree.
 
-Gradient accumulation under DDP's no_sync() or FSDP's set_requires_gradient_sync(False) adds up on the rank, and the
-last backward's reduction takes the sum of it all; set the TokenCount to the tokens of all those micro-batches.
+Gradient accumulation under DDP's no_sync() or FSDP's set_requires_gradient_sync(False) adds gradients on the rank, and
+the last backward reduces their sum; set the TokenCount to the tokens of all those micro-batches.
 
-These do what they say with the mode on or off: not installing them is the stock path.
+All of this works with the mode on or off; the stock path is not to install it.
 """
 
 # no `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves
@@ -38,12 +39,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of
 from ..comm.wire import gather_objects
-from ..consistency.agreement import agreed_in, check_agreement, introduce, refuse
+from ..consistency.agreement import agreed_in, check_agreement, compare_environments, share_error
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
-from .micro_batch_tree import BinaryTree, compared, resolve_dp_group
+from .micro_batch_tree import BinaryTree, errors_name_dp_group, resolve_dp_group
 
-_NO_COUNT = -(1 << 63)  # travels in place of a count that is none, so that no rank waits for one that has raised
+_INVALID_COUNT = -(1 << 63)  # sent in place of an invalid count, so that no rank waits for one that has raised
 
 
 class TokenCount:
@@ -71,17 +72,17 @@ class TokenCount:
             ValueError: on every rank, where a count is negative or all are 0.
             RuntimeError: on every rank, the first time, where ranks differ in software or settings.
         """
-        fits = isinstance(local_count, int) and not isinstance(local_count, bool) and abs(local_count) < -_NO_COUNT
+        fits = isinstance(local_count, int) and not isinstance(local_count, bool) and abs(local_count) < -_INVALID_COUNT
         device = torch.device("cpu")
         if self.group.process_group is not None and dist.get_backend(self.group.process_group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        with compared("TokenCount.set", self.group):
-            introduce(self.group, device)
-        own = torch.tensor([local_count if fits else _NO_COUNT], device=device)
+        with errors_name_dp_group("TokenCount.set", self.group):
+            compare_environments(self.group, device)
+        own = torch.tensor([local_count if fits else _INVALID_COUNT], device=device)
         counts = gather_major(own, self.group).view(-1).tolist()
-        if _NO_COUNT in counts:
+        if _INVALID_COUNT in counts:
             said = enumerate(gather_objects(repr(local_count), self.group))
-            values = "; ".join(f"{value} on rank {rank}" for rank, value in said if counts[rank] == _NO_COUNT)
+            values = "; ".join(f"{value} on rank {rank}" for rank, value in said if counts[rank] == _INVALID_COUNT)
             raise TypeError(f"local_count is {values} of dp_group: pass an int of at most 63 bits on every rank")
         if min(counts) < 0 or sum(counts) == 0:
             raise ValueError(
@@ -122,7 +123,7 @@ def _sum(x: Tensor, group: Group, divide_by: int | None) -> Tensor:
 
 
 def _divisor(tokens: TokenCount | None) -> str:
-    """By its kind: the total is another one at every step."""
+    """Describes by what gradients are divided, without the total, which changes at every step."""
     return "nothing" if tokens is None else "a TokenCount that is not set" if tokens._total is None else "a TokenCount"
 
 
@@ -146,8 +147,8 @@ def fixed_order_hook(
     Accumulate micro-batches under DDP's no_sync(): a backward outside of it hands over what .grad holds besides the new
     gradient, which a mean keeps in scale and a sum counts once for each rank.
 
-    On CUDA everything runs on a stream of its own while backward goes on; on a CPU it is done when the hook returns.
-    Needs the bucket's size once more, and in fp32 for 16-bit gradients, for as long as it runs.
+    On CUDA it runs on its own stream while backward continues; on a CPU it has finished when the hook returns. While it
+    runs it needs additional memory of the bucket's size, in fp32 for 16-bit gradients.
 
     Args:
         state: DDP's process group (a 1-D DeviceMesh will do), or a TokenCount over it.
@@ -170,7 +171,7 @@ def fixed_order_hook(
             "its number of elements": bucket.buffer().numel(),
             "its dtype": str(bucket.buffer().dtype),
         }
-        with compared("fixed_order_hook", group):
+        with errors_name_dp_group("fixed_order_hook", group):
             check_agreement(facts, group, bucket.buffer().device, agreed_in(group))
     divide_by = None if tokens is None else tokens.total
     refuse_fused(bucket.parameters(), f"fixed_order_hook on rank {group.rank}")
@@ -229,8 +230,8 @@ class FixedOrderReduceScatter:
         try:
             kind = self._check(dp_group, op, async_op)
         except (NotImplementedError, ValueError) as error:
-            with compared("FixedOrderReduceScatter", dp_group):
-                refuse(error, dp_group, device, self._agreed)
+            with errors_name_dp_group("FixedOrderReduceScatter", dp_group):
+                share_error(error, dp_group, device, self._agreed)
             raise
         if dp_group.size > 1:
             facts = {
@@ -238,7 +239,7 @@ class FixedOrderReduceScatter:
                 "the number of elements a rank": output_tensor.numel(),
                 "their dtype": str(input_tensor.dtype),
             }
-            with compared("FixedOrderReduceScatter", dp_group):
+            with errors_name_dp_group("FixedOrderReduceScatter", dp_group):
                 check_agreement(facts, dp_group, device, self._agreed)
         divide_by = dp_group.size if kind == "AVG" else None if self._tokens is None else self._tokens.total
         sizes = [output_tensor.numel()] * dp_group.size
@@ -306,14 +307,14 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
     if model in _guards:
         _guards.pop(model).remove()
     _guards[model] = model.register_forward_pre_hook(
-        functools.partial(_refuse_late_ones, frozenset(modules), FSDPModule)
+        functools.partial(_refuse_later_modules, frozenset(modules), FSDPModule)
     )
 
 
 _guards: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def _refuse_late_ones(fixed: frozenset[nn.Module], kind: type, model: nn.Module, args: tuple) -> None:
+def _refuse_later_modules(fixed: frozenset[nn.Module], kind: type, model: nn.Module, args: tuple) -> None:
     late = [name for name, module in model.named_modules() if isinstance(module, kind) and module not in fixed]
     if late:
         more = f" and {len(late) - 5} more" if len(late) > 5 else ""

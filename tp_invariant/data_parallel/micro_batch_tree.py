@@ -1,10 +1,10 @@
 """Gradients of a step's micro-batches, summed over one binary tree at every data-parallel (DP) degree.
 
-The tree is a function of the number of micro-batches alone: its node (level, index) is the sum of the micro-batches
-[index * 2^level, (index + 1) * 2^level), as far as there are so many, taken as the sum of its two halves. Whoever holds
-the micro-batches of a node adds them up; a rank with consecutive micro-batches ends with a few whole nodes, one if the
-counts are powers of two, and the rest of the tree is added where all of them meet. The way of a binary counter, known
-from pairwise summation.
+The tree depends on the number of micro-batches alone: its node (level, index) is the sum of the micro-batches
+[index * 2^level, (index + 1) * 2^level), as far as they exist, computed as the sum of its two halves. A rank that holds
+all micro-batches of a node computes it. A rank with consecutive micro-batches obtains a few complete nodes, one if the
+counts are powers of two; the remaining additions are done after an all-to-all of these nodes. This is pairwise
+summation, organised like a binary counter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
 from ..comm.liveness import DeadRankError
-from ..consistency.agreement import introduce
+from ..consistency.agreement import compare_environments
 from ..consistency.differences import format_values, gather_differences
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
 
-_CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that what reduce() needs besides stays small
+_CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that reduce() needs little additional memory
 
 
 def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group, name: str = "dp_group") -> Group:
@@ -45,8 +45,8 @@ def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group, name: str
 
 
 @contextmanager
-def compared(who: str, group: Group) -> Iterator[None]:
-    """Around agreement.py's comparisons over a dp_group: an error speaks of dp_group, or says whom `who` waited for."""
+def errors_name_dp_group(caller: str, group: Group) -> Iterator[None]:
+    """For agreement.py's comparisons over a dp_group: makes errors name dp_group and the function `caller`."""
     try:
         yield
     except DeadRankError:
@@ -55,18 +55,18 @@ def compared(who: str, group: Group) -> Iterator[None]:
         text = str(error)
         if "ranks of tp_group disagree" in text:
             text = text.replace("tp_group", "dp_group").partition(" with the same settings, and under")[0]
-            raise RuntimeError(f"{text} with the same settings ({who})") from None
+            raise RuntimeError(f"{text} with the same settings ({caller})") from None
         raise RuntimeError(
-            f"{who} on rank {group.rank} of dp_group could not compare its first calls with the other ranks: use it on "
-            f"every rank of dp_group, in the same order among the group's collectives, or on none ({text})"
+            f"{caller} on rank {group.rank} of dp_group could not compare its first calls with the other ranks: use it "
+            f"on every rank of dp_group, in the same order among the group's collectives, or on none ({text})"
         ) from error
 
 
 class BinaryTree:
-    """A sum over `leaves` summands in the tree's order, of nodes that come from left to right.
+    """A sum over `leaves` summands in the tree's order; nodes are pushed from left to right.
 
-    `nodes` holds (level, index, value) of what is summed so far, each one as high as it goes. Takes over the values
-    that are pushed: a left one is added to in place.
+    `nodes` holds the (level, index, value) of the sums so far, each at the highest possible level. The tree owns the
+    values that are pushed: it adds into a left one in place.
     """
 
     def __init__(self, leaves: int, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
@@ -75,12 +75,12 @@ class BinaryTree:
 
     def push(self, level: int, index: int, value: Any) -> None:
         while True:
-            if index % 2:  # a right half: goes up where its left half is here
+            if index % 2:  # a right half: added to its left half if that is here
                 if not self.nodes or self.nodes[-1][:2] != (level, index - 1):
                     break
                 value = self._add(self.nodes.pop()[2], value)
             elif index == 0 or (index + 1) << level < self._leaves:
-                break  # the root, or a left half that waits for its right half; one that has none goes up as it is
+                break  # the root, or a left half that waits for its right half; without one it moves up unchanged
             level, index = level + 1, index // 2
         self.nodes.append((level, index, value))
 
@@ -91,7 +91,7 @@ class BinaryTree:
 
 
 def _nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
-    """(level, index) of the nodes that a rank with the leaves `share` ends with."""
+    """(level, index) of the nodes that a rank with the leaves `share` obtains."""
     tree = BinaryTree(leaves, lambda left, right: None)
     for leaf in share:
         tree.push(0, leaf, None)
@@ -110,8 +110,8 @@ def _check_alike(facts: dict[str, Any], group: Group) -> None:
 class MicroBatchTree:
     """Sums gradients over a step's micro-batches and DP ranks: the same bits at every DP degree.
 
-    The micro-batches are a fixed global list, of which each rank takes the consecutive ones in `share`. Do not wrap the
-    model in DDP: reduce() does what DDP would.
+    The micro-batches are a fixed global list; each rank processes the consecutive ones in `share`. Do not wrap the
+    model in DDP: reduce() replaces its reduction.
 
         tree = tpi.data_parallel.MicroBatchTree(model.parameters(), dp_group, micro_batches=8)
         for step in range(steps):
@@ -156,8 +156,8 @@ class MicroBatchTree:
         self.group = resolve_dp_group(dp_group)
         self.micro_batches = micro_batches
         self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        with compared("MicroBatchTree", self.group):
-            introduce(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
+        with errors_name_dp_group("MicroBatchTree", self.group):
+            compare_environments(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
         facts: dict[str, Any] = {"micro_batches": repr(micro_batches), "number of parameters": len(self._parameters)}
         for index, p in enumerate(self._parameters):
             facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}"
@@ -168,7 +168,7 @@ class MicroBatchTree:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
         self._check_parameters()
         self._sizes = [p.numel() for p in self._parameters]
-        # everybody's share, and the nodes that everybody ends with
+        # every rank's share, and the nodes that it obtains
         bounds = [0, *itertools.accumulate(split_sizes(micro_batches, self.group.size))]
         shares = [range(*pair) for pair in itertools.pairwise(bounds)]
         self._shares, self._nodes = shares, [_nodes_of(share, micro_batches) for share in shares]
@@ -202,7 +202,8 @@ class MicroBatchTree:
     def add(self, *, count: int | Tensor | None = None) -> None:
         """Takes this rank's next micro-batch: adds every .grad to the tree and sets it to None.
 
-        A parameter without .grad got none from this micro-batch. One call too many is told by reduce(), on every rank.
+        A parameter without .grad got none from this micro-batch. If add() is called too often, reduce() raises an error
+        on every rank.
 
         Args:
             count: what reduce() divides by is the sum of these over all micro-batches: the number of valid tokens in
@@ -276,11 +277,11 @@ class MicroBatchTree:
                 p.grad = grad
 
     def _agree(self, main_grad: bool) -> tuple[int | None, list[bool]]:
-        """(what to divide by, whether each parameter has a gradient on any rank), from what every rank has to say."""
-        say = [int(main_grad), self._added, self._counted, int(self._count), *map(int, self._has_grad)]
-        header = torch.tensor(say, dtype=torch.int64, device=self._parameters[0].device)
-        said = gather_major(header, self.group).tolist()
-        modes, added, counted, counts = (list(column) for column in list(zip(*said, strict=True))[:4])
+        """(the divisor, whether each parameter has a gradient on any rank), from the reports of all ranks."""
+        own_report = [int(main_grad), self._added, self._counted, int(self._count), *map(int, self._has_grad)]
+        header = torch.tensor(own_report, dtype=torch.int64, device=self._parameters[0].device)
+        reports = gather_major(header, self.group).tolist()
+        modes, added, counted, counts = (list(column) for column in list(zip(*reports, strict=True))[:4])
         ranks = f"the {self.group.size} ranks of dp_group"
         expected = [len(share) for share in self._shares]
         if added != expected:
@@ -299,11 +300,11 @@ class MicroBatchTree:
                 f"the counts that {ranks} gave are {counts} in sum: gradients cannot be divided by {sum(counts)}; skip "
                 "a step without tokens on every rank"
             )
-        has_grad = [any(column) for column in list(zip(*said, strict=True))[4:]]
+        has_grad = [any(column) for column in list(zip(*reports, strict=True))[4:]]
         return (sum(counts) if any(counted) else None), has_grad
 
     def _sum_over_ranks(self, pieces: list[Tensor], chunk: Tensor, divide_by: int | None) -> Tensor:
-        """The root over all ranks' nodes of this chunk's elements, in chunk's shape and dtype."""
+        """The sum over all ranks' nodes for this chunk's elements, in chunk's shape and dtype."""
         # [elements, nodes], padded to the most nodes that a rank has: an all-to-all wants one shape everywhere
         most = max(map(len, self._nodes))
         padding = [torch.zeros_like(chunk, dtype=torch.float32) for _ in range(most - len(pieces))]

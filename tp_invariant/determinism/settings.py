@@ -32,8 +32,8 @@ class Setting:
     value      what determinism.enable sets
     accepted   other values that serve as well and are left alone
     default    what torch starts with: anything else that is not accepted is the user's own
-    started    what reads the setting once when it starts ("CUDA", "NCCL"), None where it is read at every use
-    keep       -> a function that puts back what is set now; None where writing what was read does
+    started    the library that reads the setting once, when it starts ("CUDA", "NCCL"); None if it is read at every use
+    keep       () -> a function that restores the current state; None if it is enough to write the value that was read
     """
 
     name: str
@@ -49,15 +49,15 @@ class Setting:
     started: str | None = None
     keep: Callable[[], Callable[[], None]] | None = None
 
-    def kept(self) -> Callable[[], None]:
-        """A function that puts back what is set now."""
+    def restorer(self) -> Callable[[], None]:
+        """A function that restores the current state."""
         if self.keep is not None:
             return self.keep()
         value = self.read()
         return lambda: self.write(value)
 
     def holds(self) -> bool:
-        """Whether the value, or another one that serves, is set now."""
+        """Whether the current value is `value` or one of `accepted`."""
         current = self.read()
         return current == self.value or current in self.accepted
 

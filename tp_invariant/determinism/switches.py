@@ -37,8 +37,8 @@ _written: dict[str, Any] = {}
 _in_force: dict[str, tuple[str, weakref.WeakSet]] = {}
 
 
-def _serves(setting: Setting) -> bool:
-    """Whether the setting holds, or what has started read it while it did."""
+def _is_effective(setting: Setting) -> bool:
+    """Whether the setting has its value now, or had it when the library that reads it once was started."""
     if setting.holds():
         return True
     value, groups = _in_force.get(setting.name, (None, ()))
@@ -57,7 +57,7 @@ def _selected(profiles: Sequence[str], warn_only: bool) -> list[Setting]:
 
 
 def _check(settings: Sequence[Setting], override: bool) -> None:
-    """Raises for what cannot be set, before anything is."""
+    """Raises for a setting that cannot be set, before anything is set."""
     for setting in settings:
         if setting.holds():
             continue
@@ -67,7 +67,7 @@ def _check(settings: Sequence[Setting], override: bool) -> None:
                 f"{setting.name} is {current!r} and should be {setting.value!r} ({setting.why}): unset it, or pass "
                 "override=True to have it replaced"
             )
-        if setting.started and has_started(setting.started) and not _serves(setting):
+        if setting.started and has_started(setting.started) and not _is_effective(setting):
             raise RuntimeError(
                 f"{setting.name} is {current!r} and should be {setting.value!r}, but {setting.started} has started in "
                 f"this process and has read it: call this before the first use of {setting.started}, or start the "
@@ -94,7 +94,7 @@ def _has_read(setting: Setting) -> bool:
     return True
 
 
-def _put_back(setting: Setting, restore: Callable[[], None], written: Any, started: bool) -> None:
+def _restore(setting: Setting, restore: Callable[[], None], written: Any, started: bool) -> None:
     if setting.started and not started and has_started(setting.started) and setting.holds() and _has_read(setting):
         _in_force[setting.name] = setting.read(), weakref.WeakSet(nccl_groups())
     restore()
@@ -102,15 +102,15 @@ def _put_back(setting: Setting, restore: Callable[[], None], written: Any, start
 
 
 def _apply(settings: Sequence[Setting]) -> contextlib.ExitStack:
-    """Sets what does not hold; closing the stack puts back what was there, last first, also of what did hold."""
+    """Sets the settings that do not have their values; closing the stack restores all of them, in reverse order."""
     undo = contextlib.ExitStack()
     try:
         for setting in settings:
             if setting.holds():
-                undo.callback(setting.kept())
+                undo.callback(setting.restorer())
             else:
                 started = setting.started is not None and has_started(setting.started)
-                undo.callback(_put_back, setting, setting.kept(), _written.get(setting.name), started)
+                undo.callback(_restore, setting, setting.restorer(), _written.get(setting.name), started)
                 setting.write(setting.value)
                 _written[setting.name] = setting.value
     except BaseException:
@@ -200,7 +200,7 @@ def checkpoint_kwargs() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """How one setting stands: `is_set` says whether `current` serves; `meaning` what happens otherwise."""
+    """The state of one setting: `is_set` says whether `current` is sufficient; `meaning` what happens otherwise."""
 
     name: str
     where: str
@@ -240,7 +240,7 @@ class Report:
 def _note(setting: Setting) -> str:
     if setting.started is None or not has_started(setting.started):
         return ""
-    if not setting.holds() and _serves(setting):
+    if not setting.holds() and _is_effective(setting):
         return f"{setting.started} started inside deterministic() and has read {_in_force[setting.name][0]}"
     if setting.holds() and setting.name not in _in_force and setting.name not in _written:
         return (
@@ -251,7 +251,7 @@ def _note(setting: Setting) -> str:
 
 
 def report(profiles: Sequence[str] = PROFILES) -> Report:
-    """How every setting of the profiles stands now; sets nothing, starts nothing.
+    """The current state of every setting of the profiles; sets nothing, starts nothing.
 
     Raises:
         ValueError: a profile that does not exist.
@@ -263,8 +263,8 @@ def report(profiles: Sequence[str] = PROFILES) -> Report:
                 where=setting.where,
                 current=setting.read(),
                 wanted=setting.value,
-                is_set=_serves(setting),
-                too_late=not _serves(setting) and setting.started is not None and has_started(setting.started),
+                is_set=_is_effective(setting),
+                too_late=not _is_effective(setting) and setting.started is not None and has_started(setting.started),
                 meaning=setting.why,
                 cost=setting.cost,
                 profiles=setting.profiles,

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint.full_state import WHOLE, Entry, together
+from ..checkpoint.full_state import WHOLE, Entry, run_on_all_ranks
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import check_agreement
 from ..core import bits
-from ..core.bits import leaf_hashes
+from ..core.bits import slice_hashes
 from ..core.layout import unshard
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..layers.parameters import named_shard_specs
@@ -75,7 +75,7 @@ class DigestLog:
                 for name, p, spec in named_shard_specs(model)
             },
         }
-        self._file = together(self.group, f"opening {path}", lambda: self._open(Path(path)))
+        self._file = run_on_all_ranks(self.group, f"opening {path}", lambda: self._open(Path(path)))
         self._append(header)
 
     def _open(self, path: Path) -> Any:
@@ -162,9 +162,9 @@ def _scalar_entry(value: Tensor | float) -> Entry:
 
 
 def _gathered_hashes(entries: Iterable[Entry], group: Group) -> list[Tensor]:
-    """Each tensor's leaf hashes in TP=1's order, on the CPU."""
+    """The hashes of each tensor's slices in TP=1's order, on the CPU."""
     entries = list(entries)
-    hashes = [leaf_hashes(e.tensor if e.tensor.dim() else e.tensor.view(1), e.spec.dim or 0) for e in entries]
+    hashes = [slice_hashes(e.tensor if e.tensor.dim() else e.tensor.view(1), e.spec.dim or 0) for e in entries]
     sharded = [i for i, e in enumerate(entries) if e.spec.dim is not None and e.spec.group.size > 1]
     if sharded:
         sizes = [hashes[i].numel() for i in sharded]

@@ -27,7 +27,7 @@ _REDUCTIONS: tuple[Reduction, ...] = ("none", "mean")
 
 
 def _part(full: Tensor, dim: int, group: Group, stride: int = 1) -> Tensor:
-    """This rank's part of `full` along dim, as a leaf that takes gradients where it can."""
+    """This rank's part of `full` along dim, as a leaf that requires a gradient if its dtype allows it."""
     part = shard(full, dim=dim, rank=group.rank, world=group.size, stride=stride)
     return part.detach().clone().requires_grad_(full.is_floating_point())
 

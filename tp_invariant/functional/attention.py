@@ -3,14 +3,15 @@
     q [B, h, Sq, D]   k, v [B, kv, Sk, D]    query head i meets key head i kv / h, query i is at position Sk - Sq + i
     out = softmax(cap(scale q kᵀ) over the keys that the query sees) v
 
-A head's out, dq, dk and dv are the same bits whichever heads, sequences or neighbours in a packing are in the call with
-it; and a query's row of out is the same whichever other queries are: a prefill at once, in chunks, or token by token
-against a cache of keys. What runs is decided by device and D alone:
+The bits of a head's out, dq, dk and dv do not depend on which other heads, sequences or packed neighbours are in the
+call. The bits of a query's row of out do not depend on the other queries: a prefill may run at once, in chunks, or
+token by token against a cache of keys. Device and D alone decide which implementation runs:
 
     CUDA, D up to 256       the Triton kernel (fp32: IEEE, never TF32)
     CPU; CUDA, larger D     plain torch on the bundled GEMM, in fp32 throughout
 
-In compiled graphs (fullgraph=True), and wherever else torch watches operators, it is one, of torch.library.
+In compiled graphs (fullgraph=True), and wherever else torch traces or intercepts operators, it is a custom operator of
+torch.library.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..kernels.select import select
 from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
 
 _KERNEL_HEAD_DIM = 256  # at most; kernels/attention/forward.py
-_WIDEST = 2**30  # a window: no sequence is longer, and operators take 64 bits
+_MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
 
 
 def attention(
@@ -48,29 +49,30 @@ def attention(
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
     q [B, h, Sq, D], k [B, kv, Sk, D], v [B, kv, Sk, E] -> [B, h, Sq, E] in q's dtype. bfloat16, float16 or float32, all
-    three of one dtype and device (under torch.autocast, of autocast's dtype); any strides. h is a multiple of kv, and
-    heads are not repeated. Unlike torch's, the last query stands at the last key, as in flash-attn 2.1 and later: with
-    Sq < Sk the first Sk - Sq keys are a cache. A query that sees nothing gives zeros.
-    k and v must be finite, those that no query sees too: their weights are 0, and 0 times Inf is NaN.
+    three of one dtype and on one device (under torch.autocast they are cast to autocast's dtype); any strides. h is a
+    multiple of kv; do not repeat the heads of k and v. Unlike in torch, the last query is at the position of the last
+    key, as in flash-attn 2.1 and later: with Sq < Sk the first Sk - Sq keys are a cache. A query that sees no key gives
+    zeros. k and v must be finite, also where no query sees them: their weights are 0, and 0 times Inf is NaN.
 
     Packed sequences: B = 1, all sequences one after another along S, and cu_seqlens. They cover every token: padding at
-    the end is a sequence of its own. A sequence sees nothing of the others, NaN neither.
+    the end is a sequence of its own. Nothing of one sequence reaches another, not even a NaN.
 
     Args:
         causal: a query at position p sees keys 0 .. p.
-        scale: 1 / sqrt(D) if None; positive. It, window, softcap and the longest lengths are numbers, not tensors.
-        window: of those the last `window` ones, itself among them; needs causal.
+        scale: positive; 1 / sqrt(D) if None. scale, window, softcap and max_seqlen_* are numbers, not tensors.
+        window: a query sees only the last `window` of these keys, its own position included; needs causal.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
-        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], from 0 to Sq and Sk: where each sequence starts; those of k
-            are q's if None, and then Sk is Sq.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence's length; found if None, which waits for the GPU.
-            Given on CUDA, they and cu_seqlens are checked there without waiting: wrong ones end the process's work with
-            the GPU by a device-side assertion, as an index out of range does, also in a replayed CUDA graph.
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], from 0 to Sq and Sk: where each sequence starts. If
+            cu_seqlens_k is None, k has the same lengths as q, and Sk must equal Sq.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence's length; computed if None, which waits for the GPU.
+            If they are given on CUDA, the device checks them and cu_seqlens without making the host wait: wrong values
+            fail a device-side assertion, as an index out of range does, also in a replayed CUDA graph. The process can
+            then no longer use the GPU.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit each other.
-        TypeError: a dtype that is not supported; a tensor where a number is meant, or whatever else is of another type.
-        NotImplementedError: a second derivative, in its backward; another kind of device.
+        ValueError: shapes, devices or options that are not compatible.
+        TypeError: a dtype that is not supported; an argument of the wrong type, such as a tensor in place of a number.
+        NotImplementedError: another kind of device; in backward, a second derivative.
         RuntimeError: forward-mode derivatives.
     """
     q, k, v = in_autocasts_dtype(q, k, v)
@@ -113,9 +115,20 @@ def attention(
     elif value_dim > head_dim:
         q, k = (F.pad(x, (0, value_dim - head_dim)) for x in (q, k))
     longest = max_seqlen_q or 0, max_seqlen_k or 0
-    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, causal, scale, min(window or 0, _WIDEST), softcap or 0.0
+    arguments = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *longest,
+        causal,
+        scale,
+        min(window or 0, _MAX_WINDOW),
+        softcap or 0.0,
+    )
     out: Tensor
-    if _is_watched(q, k, v):
+    if _is_traced(q, k, v):
         out, _ = _operator(*arguments)
     elif forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -126,11 +139,11 @@ def attention(
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
-def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether operators are made into a graph, faked, recorded or handled otherwise: then the call must be one.
+def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch traces, fakes, records or otherwise intercepts operators: then the call must be an operator.
 
-    torch.compile; a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); tensors with no memory of
-    their own (fake ones, DTensor), which a kernel would read at address 0.
+    That is so under torch.compile; under a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); and
+    for tensors without memory of their own (fake tensors, DTensor), which a kernel would read at address 0.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
@@ -155,7 +168,10 @@ def _spec(causal: bool, scale: float, window: int, softcap: float) -> Any:
 def _lengths(
     q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool
 ) -> Any:
-    """PackedLengths or None; 0 for a longest length that is not known. check: unless another call has, on CUDA."""
+    """PackedLengths, or None without packing. max_q and max_k are 0 if not known.
+
+    check: whether to check lengths on CUDA; backward does not repeat what its forward has checked.
+    """
     if cu_q is None or cu_k is None:
         return None
     from ..kernels.attention.spec import PackedLengths
@@ -180,7 +196,7 @@ def _lengths(
 
 
 def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
-    """The same by the device, which nobody waits for."""
+    """The same check by the device; the host does not wait for it."""
     sizes = cu.diff()
     fits = (sizes.clamp(0, longest) == sizes).all()
     torch._assert_async(fits, f"cu_seqlens_{name} must rise, by at most max_seqlen_{name}={longest}")
@@ -229,9 +245,9 @@ def _backward(
 
 
 class _Attention(torch.autograd.Function):
-    """Where nobody watches: an operator costs the host 40 us more in forward, and 100 with a gradient.
+    """The eager path: a custom operator would cost the host 40 us more in forward, and 100 us with a gradient.
 
-    It has no jvp, so autograd refuses tangents, which the kernels alone would drop.
+    The function has no jvp, so autograd refuses tangents, which the kernels would silently drop.
     """
 
     @staticmethod

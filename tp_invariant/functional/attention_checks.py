@@ -1,4 +1,4 @@
-"""What attention's arguments may be, said before anything runs: attention.py's checks, and attention_choice.py's."""
+"""Checks of attention's arguments, made before anything runs; for attention.py and attention_choice.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..kernels.dtypes import DTYPES
 
 
 def in_autocasts_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under torch.autocast, of autocast's dtype.
+    """q, k and v, cast to autocast's dtype under torch.autocast.
 
     Raises:
-        TypeError: what is no tensor.
+        TypeError: one of them is not a tensor.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
@@ -39,7 +39,7 @@ def check_score_options(q: Tensor, scale: float | None, softcap: float | None) -
 
 
 def number(value: Any, kind: type, name: str) -> Any:
-    """`value` as an int or a float, so that a call has one type for it, whatever launched the kernel first."""
+    """`value` as `kind`, int or float, so that all calls pass one type: a kernel is compiled for argument types."""
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -1,18 +1,19 @@
-"""Attention whose heads do not see each other: the one that parallelised models get while the mode is on.
+"""Attention in which a head's bits do not depend on the other heads; parallelized models use it while the mode is on.
 
-Tensor parallelism gives a rank some of the heads, and most kernels give a head other bits when fewer heads are in the
-call, above all in backward. So does SDPA on a CPU: head sizes of 16 and 64 never differed, but of 20, 24 and 80 did, in
-fp32 on the math path (96 of 672 dv) and in bf16 on both paths (45 and 34). Three ways hold, and `safe_attention` takes
-the first that applies; which one is a matter of arguments, dtype and device, never of how many heads there are:
+Tensor parallelism gives each rank some of the heads, and most kernels give a head different bits when fewer heads are
+in the call, above all in backward. SDPA on a CPU does so too: head sizes of 16 and 64 never differed, but 20, 24 and 80
+did, in fp32 on the math path (96 of 672 dv) and in bf16 on both paths (45 and 34). Three implementations are invariant,
+and `safe_attention` takes the first that applies. The choice depends on arguments, dtype and device, never on the
+number of heads:
 
     no mask, or is_causal    this library's own (attention.py)
     a mask; CUDA, 16 bit     SDPA's memory-efficient kernel, its backward under use_deterministic_algorithms(True): 0 of
                              96 comparisons of head slices differed on an H200, 33 without that flag
     else                     head by head: both products through the process-wide or bundled gemm_fn, softmax by rows
 
-Where there is a mask, key and value heads that several query heads share are repeated, and the gradients of the copies
-are added in head order. `safe_attention` takes the place of F.scaled_dot_product_attention inside modules (`SafeSdpa`)
-and of the attention function of a Hugging Face model (hugging_face/models.py).
+With a mask, key and value heads that several query heads share are repeated, and the gradients of the copies are added
+in head order. `safe_attention` replaces F.scaled_dot_product_attention inside modules (`SafeSdpa`) and the attention
+function of a Hugging Face model (hugging_face/models.py).
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ def safe_attention(
     softcap: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(scale q kᵀ + mask) v for each head; a head's bits do not depend on which others are in the call.
+    """softmax(scale q kᵀ + mask) v for each head; a head's bits do not depend on which other heads are in the call.
 
-    q [B, h, S, D], k [B, kv, T, D], v [B, kv, T, E] -> [B, h, S, E]. Meant as F.scaled_dot_product_attention.
+    q [B, h, S, D], k [B, kv, T, D], v [B, kv, T, E] -> [B, h, S, E], as F.scaled_dot_product_attention.
 
     Args:
-        attn_mask: broadcasts to [B, h, S, T]: bool (True takes part), or floating point, added; gets no gradient.
-            Of other dtypes nobody can say which of both is meant.
+        attn_mask: broadcasts to [B, h, S, T]: bool (True: the query sees the key), or floating point, added to the
+            scores; gets no gradient. Other dtypes are refused, because either meaning is possible.
         is_causal: query i sees keys 0 .. i.
         scale: 1 / sqrt(D) if None; positive.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2).
         enable_gqa: allows h to be a multiple of kv; query heads i * h / kv .. share key head i.
 
-    A query that may see nothing gives zeros. Under torch.autocast its dtype wins.
+    A query that sees no key gives zeros. Under torch.autocast, q, k and v are cast to autocast's dtype.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit, a mask together with is_causal or one that needs a
-            gradient, or a torch.nn.attention.sdpa_kernel that allows neither MATH nor EFFICIENT_ATTENTION (which
-            compiled code does not look at).
+        ValueError: shapes, devices or options that are not compatible, a mask together with is_causal, a mask that
+            needs a gradient, or a torch.nn.attention.sdpa_kernel that allows neither MATH nor EFFICIENT_ATTENTION
+            (not checked in compiled code).
         TypeError: a dtype that the kernels do not take, a mask of integers.
     """
     q, k, v = in_autocasts_dtype(q, k, v)
@@ -77,7 +78,7 @@ def safe_attention(
     check_dtype(None, q, "q")
     check_alike(q, k, v)
     scale, softcap = check_score_options(q, scale, softcap)
-    if (attn_mask is None and q.dtype in DTYPES) or k.shape[2] == 0:  # of no keys a mask hides none
+    if (attn_mask is None and q.dtype in DTYPES) or k.shape[2] == 0:  # without keys a mask has no effect
         return _without_mask(q, k, v, is_causal, scale=scale, softcap=softcap)
     if groups > 1:
         k, v = _RepeatHeads.apply(k, groups), _RepeatHeads.apply(v, groups)
@@ -98,7 +99,7 @@ def safe_attention(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
-    """How many query heads share a key head."""
+    """The number of query heads that share a key head."""
     fit = q.dim() == k.dim() == v.dim() == 4 and k.shape[:-1] == v.shape[:-1]
     fit = fit and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
     fit = fit and 0 not in (k.shape[1], k.shape[-1], v.shape[-1])
@@ -130,18 +131,18 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
 
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
-    """Here the first query stands at the first key: the last ones' alignment holds for as many keys as queries."""
+    """As SDPA, whose first query is at the position of the first key; `attention` aligns the last query and key."""
     if not is_causal or q.shape[2] == k.shape[2]:
         return attention(q, k, v, causal=is_causal, **options)
     both = min(q.shape[2], k.shape[2])
     out = attention(q[:, :, :both], k[:, :, :both], v[:, :, :both], causal=True, **options)
     if both == q.shape[2]:
         return out
-    return torch.cat([out, attention(q[:, :, both:], k, v, **options)], dim=2)  # these stand behind all keys
+    return torch.cat([out, attention(q[:, :, both:], k, v, **options)], dim=2)  # these queries see all keys
 
 
 def _check_not_forced() -> None:
-    """An error under an sdpa_kernel(..) that leaves no safe way."""
+    """Raises under an sdpa_kernel(..) that allows no invariant implementation."""
     if not (torch.backends.cuda.mem_efficient_sdp_enabled() or torch.backends.cuda.math_sdp_enabled()):
         raise ValueError(
             "torch.nn.attention.sdpa_kernel(..) allows neither SDPBackend.EFFICIENT_ATTENTION nor SDPBackend.MATH: "
@@ -173,13 +174,13 @@ class _RepeatHeads(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch.use_deterministic_algorithms(True), strictly: with warn_only the kernel keeps its fast order."""
+    """torch.use_deterministic_algorithms(True) without warn_only, under which the kernel keeps its fast order."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # would write every new tensor once more
+    settings.fill_uninitialized_memory = False  # True would fill every new tensor
     try:
         yield
     finally:
@@ -196,7 +197,7 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 class _EfficientAttention(torch.autograd.Function):
-    """SDPA's memory-efficient kernel, by its own name so that backward runs under the flag: autograd runs it later."""
+    """SDPA's memory-efficient kernel, called by its own name so that backward, too, can run under the flag."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -266,7 +267,10 @@ class _Softmax(torch.autograd.Function):
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """[.., T] -> [.., 1]: the first half plus the second, elementwise, until one is left; an order of T's alone."""
+    """[.., T] -> [.., 1]: adds the first half and the second, elementwise, until one element is left.
+
+    The order depends on T alone.
+    """
     while (width := x.shape[-1]) > 1:
         half = width // 2
         folded = x[..., :half] + x[..., half : 2 * half]
@@ -285,7 +289,7 @@ def _headwise(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 class _Reroute(TorchFunctionMode):
-    """Asks for the mode at each call: an interrupt in a forward skips the hooks that take this away again."""
+    """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -320,10 +324,10 @@ def check_no_dropout(p: float, name: str) -> None:
 
 
 class SafeSdpa:
-    """Hooks that make F.scaled_dot_product_attention safe inside a module's forward, while the mode is on.
+    """Hooks that replace F.scaled_dot_product_attention inside a module's forward by _safe_sdpa, while the mode is on.
 
-    Not inside a function that torch.utils.checkpoint runs again in backward, outside of any module's forward: give it
-    a module, as transformers does with its layers.
+    The hooks do not act in a function that torch.utils.checkpoint recomputes in backward, outside any module's forward:
+    pass a module to torch.utils.checkpoint, as transformers does with its layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -337,5 +341,5 @@ class SafeSdpa:
             self._entered[-1].__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._entered:  # also called where _enter was not, after an error in another hook
+        if self._entered:  # after an error in another hook this may run without _enter
             self._entered.pop().__exit__(None, None, None)

@@ -2,13 +2,13 @@
 
 Legend: P ranks, T tokens, V ids in the vocabulary, n = (V + padding) / P columns on each rank.
 
-    1. largest logit (and smallest, for label smoothing) and the target's logit of each row: by columns held, gathered
-    2. sum of exp(x - top), and of x - top: in fixed point over columns held, gathered, added as integers
+    1. largest logit (and smallest, for label smoothing) and target's logit of each row: over local columns, gathered
+    2. sum of exp(x - top), and of x - top: in fixed point over local columns, gathered, added as integers
     3. loss = log_sum - (x_target - top), with label smoothing and z-loss; summed over tokens by halves
-    4. backward: elementwise from the local logits, top and log_sum; nothing travels
+    4. backward: elementwise from the local logits, top and log_sum, without communication
 
-A maximum and a sum of integers have no order, so it does not matter where the vocabulary is cut. What travels is two
-or three fp32 and one or two int64 per token and rank; no rank ever sees [T, V].
+The results of a maximum and of a sum of integers do not depend on the order, so it does not matter where the vocabulary
+is split. The communication is two or three fp32 and one or two int64 per token and rank; no rank ever holds [T, V].
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, resolve_group
-from ..consistency.agreement import agreed_in, check_agreement, check_gradient, refuse
-from ..core.compiled import opaque, setting
+from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
+from ..core.compiled import as_custom_op, op_config
 from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
@@ -37,13 +37,13 @@ from .linear import flatten_tokens
 from .vocab import VocabShard, check_ids
 
 REDUCTIONS = get_args(Reduction)
-MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and what V of them lose is below 2^-19; for V = 2^18, below 2^-25
+MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and the error of V terms is below 2^-19; for V = 2^18, below 2^-25
 
 
-@setting
+@op_config
 @dataclass(frozen=True)
 class CrossEntropyCall:
-    """What one call is told besides its tensors."""
+    """The arguments of one call besides its tensors."""
 
     shard: VocabShard
     label_smoothing: float
@@ -66,11 +66,11 @@ def vocab_parallel_cross_entropy(
     """torch's cross_entropy over the last dim of logits that are sharded along it; the same bits at every degree.
 
     Args:
-        logits: [.., n], this rank's columns of the vocabulary in rank order, all tokens: what a column-parallel Linear
-            returns. bfloat16, float16 or float32; fp32 inside.
+        logits: [.., n], this rank's columns of the vocabulary in rank order, all tokens, as a column-parallel Linear
+            returns them. bfloat16, float16 or float32; computed in fp32.
         target: [..], int64 or int32, ids of the whole vocabulary, the same on every rank.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
-        vocab_size: V where n * P is more: the columns from V on are padding, which is never read and gets no gradient.
+        vocab_size: V, if n * P is larger: the columns from V on are padding, which is never read and gets no gradient.
         label_smoothing: from 0 up to but not including 1, spread over all V ids.
         ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits.
         reduction: "mean" over the tokens that are not ignored (NaN if there are none), "sum" or "none".
@@ -80,7 +80,7 @@ def vocab_parallel_cross_entropy(
         fp32, the same on every rank: 0-dim, or shaped as target for "none".
 
     Raises:
-        ValueError: an option out of range, or shapes that do not fit each other.
+        ValueError: an option out of range, or shapes that are not compatible.
         TypeError: logits or target of another dtype.
         IndexError: an id out of range, on a CPU; on CUDA a device-side assertion fails instead (see vocab.check_ids).
         RuntimeError: ranks that disagree.
@@ -93,7 +93,7 @@ def vocab_parallel_cross_entropy(
         check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
         invariant = is_tp_invariant_mode_enabled()
     except (IndexError, TypeError, ValueError) as error:
-        refuse(error, group, logits.device, agreed)
+        share_error(error, group, logits.device, agreed)
         raise
     call = CrossEntropyCall(shard, label_smoothing, ignore_index, reduction, z_loss)
     if group.size > 1:
@@ -179,7 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
         dx = select("cross-entropy", logits.device.type).logits_grad(
             flatten_tokens(logits), call.shard.real, call.shard.first, ids, call.ignore_index, top, log_sum, factors
         )
-        if dx.device.type == "cpu":  # where a NaN's bits depend on what is in one vector with it; a GPU makes one NaN
+        if dx.device.type == "cpu":  # there a NaN's bits depend on its neighbours in a SIMD vector; a GPU has one NaN
             dx.masked_fill_(dx.isnan(), math.nan)
         return dx.view(logits.shape), None, None
 
@@ -197,7 +197,7 @@ def _restore(ctx: Any, dtypes: Any, call: CrossEntropyCall) -> None:
     ctx.call = call
 
 
-_cross_entropy = opaque(
+_cross_entropy = as_custom_op(
     _CrossEntropy,
     name="cross_entropy",
     tensors=("logits", "target"),
@@ -208,12 +208,12 @@ _cross_entropy = opaque(
 
 
 def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, top, log_sum), each fp32 [T], from x [T, n]: lse = top + log_sum, kept apart for the digits."""
+    """(loss, top, log_sum), each fp32 [T], from x [T, n]. lse = top + log_sum; not added, to keep all digits."""
     kernels, shard, smoothing = select("cross-entropy", x.device.type), call.shard, call.label_smoothing
     high, low = kernels.row_extremes(x, shard.real, with_low=smoothing > 0)
     at_target = x.gather(1, shard.local(ids).unsqueeze(1)).squeeze(1).float()
     extremes = gather_major(torch.stack([high, at_target] + ([] if low is None else [low])), shard.group)
-    top = extremes[:, 0].amax(0) + 0.0  # of 0.0 and -0.0 the largest is either; the sum makes it 0.0
+    top = extremes[:, 0].amax(0) + 0.0  # the maximum of 0.0 and -0.0 may be either; adding 0.0 makes it 0.0
     x_target = extremes[:, 1].gather(0, shard.owner(ids).unsqueeze(0)).squeeze(0)
 
     exp_bits = 62 - shard.size.bit_length()  # V terms of at most 2^exp_bits stay below 2^62
@@ -235,11 +235,11 @@ def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tenso
         loss = (1.0 - smoothing) * loss + smoothing * (log_sum - mean_shift)
     if call.z_loss:
         loss = loss + call.z_loss * (top + log_sum).square()
-    return loss.masked_fill(loss.isnan(), math.nan), top, log_sum  # one NaN, whichever rank's and sum's it was
+    return loss.masked_fill(loss.isnan(), math.nan), top, log_sum  # one NaN bit pattern, from whichever sum it came
 
 
 def _sum_of_tokens(losses: Tensor) -> Tensor:
-    """fp32 [T] -> fp64 0-dim: the first half plus the second, with zeros up to a power of two, until one is left."""
+    """fp32 [T] -> fp64 0-dim: padded with zeros to a power of two; adds first and second half until one is left."""
     missing = (1 << max(losses.numel() - 1, 0).bit_length()) - losses.numel()
     total = F.pad(losses.double(), (0, missing))
     while total.numel() > 1:

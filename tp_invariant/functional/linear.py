@@ -27,18 +27,18 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import moves
 from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
-from ..core.compiled import opaque, setting
-from ..core.layout import Stride, fresh_view, own_shape
+from ..core.compiled import as_custom_op, op_config
+from ..core.layout import Stride, fresh_view, reshape_in_place
 from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.scheduler import scheduler
 from .main_grad import MainGrad
 
 
-@setting
+@op_config
 @dataclass(frozen=True)
 class LinearCall:
-    """What one call of a linear layer is told besides its tensors. Frozen, so that backward follows its forward."""
+    """The arguments of one call of a linear layer besides its tensors. Frozen: backward uses the values of forward."""
 
     group: Group
     sequence_parallel: bool
@@ -46,15 +46,15 @@ class LinearCall:
     stride: Stride
     owner_map: str
     gemm_fn: GemmFn | None
-    grad: bool = field(default_factory=torch.is_grad_enabled)  # inside an autograd function it is off
-    main_grad: MainGrad | None = None  # where dw is added, instead of being returned
+    grad: bool = field(default_factory=torch.is_grad_enabled)  # inside an autograd function grad mode is always off
+    main_grad: MainGrad | None = None  # dw is added there instead of being returned
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens in TP=1's order, from this rank's tokens if they are sharded."""
         return gather_dim(x, self.sequence_dim, self.group) if self.sequence_parallel else x
 
     def start_gather_tokens(self, x: Tensor, user: Tensor | None = None) -> Pending:
-        """Starts `gather_tokens`; one gather for all layers that read this x, if `user` is the weight of one."""
+        """Starts `gather_tokens`. With `user`, the calling layer's weight, layers with the same x share one gather."""
         if not self.sequence_parallel:
             return Pending(x, None)
         if user is None:
@@ -64,7 +64,7 @@ class LinearCall:
     def start_product(self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None) -> Callable[[], Tensor]:
         """a [.., K/P], all tokens -> [.., N], all tokens or this rank's; weight sharded along its `k_dim`.
 
-        What must travel first starts now; calling what is returned does the rest.
+        The first communication starts now; the returned function does the rest and returns the result.
         """
         scatter = self.sequence_parallel and self.group.size > 1
         lead = list(a.shape[:-1])
@@ -95,7 +95,7 @@ def flatten_tokens(x: Tensor) -> Tensor:
     """[.., features] -> [T, features]; a view where strides allow."""
     if x.dim() < 3:
         return x if x.dim() == 2 else x.unsqueeze(0)
-    # a view takes the host half as long as flatten
+    # view takes half of flatten's host time
     return x.view(-1, x.shape[-1]) if x.is_contiguous() and x.numel() else x.flatten(0, -2)
 
 
@@ -105,8 +105,8 @@ def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -
 
 
 def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """c [T, N], contiguous, as `shape`: another gemm_fn's result may lie otherwise, and may be kept by it."""
-    return own_shape(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
+    """c [T, N] as `shape`, contiguous. A user's gemm_fn may return other strides, or a tensor that it still holds."""
+    return reshape_in_place(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
 
 
 def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -120,7 +120,7 @@ def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | 
 def _weight_grads(
     ctx: Any, weight: Tensor, dy: Callable[[], Tensor] | None, x: Callable[[], Tensor] | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dw and db where autograd asks for them; dy and x give all tokens, and are there where they are needed."""
+    """dw and db, each None unless autograd needs it. dy() and x() return all tokens; None where they are not needed."""
     _, need_w, need_b, *_ = ctx.needs_input_grad
     dw = db = None
     if need_w:
@@ -132,23 +132,23 @@ def _weight_grads(
     return dw, db
 
 
-def _read(gathered: Pending | None) -> None:
-    """Once all that reads it has been launched."""
-    if gathered is not None and gathered.for_taker:
+def _release_if_exclusive(gathered: Pending | None) -> None:
+    """Releases a gather that is not shared. Call it once all kernels that read the result have been launched."""
+    if gathered is not None and gathered.exclusive:
         gathered.release()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
+    def save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         ctx.weight, ctx.tokens = weakref.ref(weight), None
 
     @staticmethod
-    def kept(ctx: Any) -> tuple[Tensor, Tensor]:
-        """x and weight. Hooks on saved tensors (checkpointing) may give another tensor with the weight's memory: then
-        the weight itself, which the weight cache knows."""
+    def saved_tensors_of(ctx: Any) -> tuple[Tensor, Tensor]:
+        """x and weight. Hooks on saved tensors (checkpointing) may return another tensor object with the weight's
+        memory. Then this returns the weight itself, which is the key in the weight cache."""
         x, weight = ctx.saved_tensors
         original = ctx.weight()
         if original is None or original is weight:
@@ -167,7 +167,7 @@ class ColumnLinear(_Linear):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        _Linear.keep(ctx, x, weight, bias, call)
+        _Linear.save(ctx, x, weight, bias, call)
         if call.sequence_parallel and call.grad and ctx.needs_input_grad[1]:
             # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -176,12 +176,12 @@ class ColumnLinear(_Linear):
         try:
             return _local(call, gathered.wait(), weight.t(), bias)
         finally:
-            _read(gathered)
+            _release_if_exclusive(gathered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _Linear.kept(ctx)
+        x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
         need_x, need_w, *_ = ctx.needs_input_grad
         if ctx.tokens is not None:
@@ -191,8 +191,8 @@ class ColumnLinear(_Linear):
         try:
             dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
         finally:
-            _read(x_full)
-            del x_full  # dgrad needs its memory more
+            _release_if_exclusive(x_full)
+            del x_full  # frees its memory before dgrad
         return None if dgrad is None else dgrad(), dw, db, None
 
 
@@ -205,7 +205,7 @@ class RowLinear(_Linear):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        _Linear.keep(ctx, x, weight, bias, call)
+        _Linear.save(ctx, x, weight, bias, call)
         if call.sequence_parallel and call.grad:
             ctx.tokens = scheduler.tokens_before(call.group)
         return call.start_product(x, weight, 1, bias)()
@@ -213,10 +213,10 @@ class RowLinear(_Linear):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _Linear.kept(ctx)
+        x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
         gathered = Pending(dy, None)
-        if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share it
+        if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share this gather
             gathered = moves.start_gather_dim(dy, call.sequence_dim, call.group)
         dy_full = gathered.wait()
         scheduler.start_tokens(ctx.tokens)
@@ -229,20 +229,20 @@ class RowLinear(_Linear):
 
 
 class ReplicatedLinear(_Linear):
-    """Nothing sharded but, under SP, the tokens: y = x Wᵀ + b, with dw and db summed over all ranks' tokens.
+    """A replicated weight: y = x Wᵀ + b. Under SP the tokens are sharded; dw and db are sums over all ranks' tokens.
 
     x [.., K]     w [N, K]     b [N] or None     y [.., N]
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        _Linear.keep(ctx, x, weight, bias, call)
+        _Linear.save(ctx, x, weight, bias, call)
         return _local(call, x, weight.t(), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _Linear.kept(ctx)
+        x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         dy_full = call.start_gather_tokens(dy).wait if need_w or need_b else None
@@ -252,9 +252,9 @@ class ReplicatedLinear(_Linear):
 
 
 class ExpandBias(torch.autograd.Function):
-    """bias [N] -> a view of shape [.., N], so that the sum over tokens of its gradient is ours and not the caller's.
+    """bias [N] -> a view of shape [.., N], so that this function, not the caller, sums the gradient over tokens.
 
-    `tokens_sharded`: the view stands beside a y_seq_shard, so its gradient is gathered over ranks before the sum.
+    `tokens_sharded`: the view belongs to a y_seq_shard, so its gradient is gathered over ranks before the sum.
     """
 
     @staticmethod
@@ -273,7 +273,7 @@ class ExpandBias(torch.autograd.Function):
 
 
 def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall], tuple[int, int]]) -> Callable:
-    """`scale`: by what the tokens of y are more than those of x, and by what they are fewer, under SP."""
+    """scale: call -> (m, d): under SP, y has m / d times as many tokens as x."""
 
     def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> list[Tensor]:
         shape = [*x.shape[:-1], weight.shape[0]]
@@ -286,7 +286,9 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
         ctx.call, ctx.bias_dtype = call, dtypes[2]
         ctx.weight, ctx.tokens = weakref.ref(ctx.saved_tensors[1]), None
 
-    return opaque(function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore)
+    return as_custom_op(
+        function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore
+    )
 
 
 column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1))
@@ -294,8 +296,11 @@ row_linear = _linear_op(RowLinear, "row_linear", lambda call: (1, call.group.siz
 replicated_linear = _linear_op(ReplicatedLinear, "replicated_linear", lambda call: (1, 1))
 
 
-def no_op(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """function.apply, never as an op, which may not write into a main_grad that it is not given: a graph break."""
+def without_custom_op(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """function.apply without a custom op: torch.compile breaks the graph there.
+
+    An op must not write to a tensor that is not among its arguments, as main_grad would be.
+    """
 
     def apply(*args: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -305,16 +310,16 @@ def no_op(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     return apply
 
 
-column_linear_into_main_grad = no_op(ColumnLinear)
-row_linear_into_main_grad = no_op(RowLinear)
-replicated_linear_into_main_grad = no_op(ReplicatedLinear)
+column_linear_into_main_grad = without_custom_op(ColumnLinear)
+row_linear_into_main_grad = without_custom_op(RowLinear)
+replicated_linear_into_main_grad = without_custom_op(ReplicatedLinear)
 
 
 def _restore_bias(ctx: Any, dtypes: Any, lead: Any, tokens_sharded: bool, call: LinearCall) -> None:
     ctx.tokens_sharded, ctx.call = tokens_sharded, call
 
 
-expand_bias = opaque(
+expand_bias = as_custom_op(
     ExpandBias,
     name="expand_bias",
     tensors=("bias",),

@@ -1,13 +1,13 @@
-"""Weight gradients that are added into `weight.main_grad`, in fp32, and do not become `weight.grad`.
+"""Weight gradients that are added to `weight.main_grad`, in fp32, instead of being stored in `weight.grad`.
 
-The attributes of the weight, by the names of Transformer Engine (`fuse_wgrad_accumulation`) and Megatron-LM
-(`gradient_accumulation_fusion`):
+The weight's attributes have the names that Transformer Engine (`fuse_wgrad_accumulation`) and Megatron-LM
+(`gradient_accumulation_fusion`) use:
 
-    main_grad                  float32, of the weight's shape; belongs to whoever steps the optimizer
-    overwrite_main_grad        True: written instead of added to
-    grad_added_to_main_grad    set to True where it exists. Megatron's hooks then wait for a `.grad`, whose value they
-                               ignore, or add under `zero_out_wgrad`: they get zeros. Where it does not exist `.grad`
-                               stays as it is
+    main_grad                  float32, of the weight's shape; managed by the code that runs the optimizer
+    overwrite_main_grad        True: the gradient is written to main_grad instead of added
+    grad_added_to_main_grad    set to True if the attribute exists. Then `.grad` is zeros: Megatron's hooks wait for a
+                               `.grad` and ignore its value, or add it under `zero_out_wgrad`. If the attribute does not
+                               exist, `.grad` is not changed
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class MainGrad:
-    """Where the gradient of `weight` goes: the parameter itself, also where autocast hands the layer a copy."""
+    """Adds the gradient of `weight` to its main_grad. `weight` is the parameter, not the copy that autocast makes."""
 
     weight: Tensor
     name: str  # for errors
     rank: int
 
     def buffer(self) -> Tensor:
-        """main_grad as it is now.
+        """The current main_grad.
 
         Raises:
-            ValueError: none, or one of another shape or device, or without contiguous rows.
-            TypeError: no tensor, or not float32.
+            ValueError: it is missing, has another shape or device than the weight, or is not contiguous.
+            TypeError: it is not a tensor, or not float32.
         """
         weight, where = self.weight, f"main_grad of {self.name} on rank {self.rank}"
         main_grad = getattr(weight, "main_grad", None)
@@ -58,7 +58,7 @@ class MainGrad:
         return not getattr(self.weight, "overwrite_main_grad", False)
 
     def done(self, weight: Tensor) -> Tensor | None:
-        """What autograd is given as the gradient of `weight`, the tensor that the layer multiplied by."""
+        """The gradient to return to autograd for `weight`, the tensor that the layer multiplied by."""
         self.weight._gradient_is_in_main_grad = True  # type: ignore[attr-defined]
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
@@ -66,16 +66,20 @@ class MainGrad:
         return torch.zeros_like(weight)
 
 
-def refuse_fused(parameters: Iterable[Tensor], who: str, start: int = 0) -> None:
-    """For what takes gradients from .grad alone. start: the number of the first parameter, for errors.
+def refuse_fused(parameters: Iterable[Tensor], caller: str, start: int = 0) -> None:
+    """To be called by code that reads gradients from .grad only.
+
+    Args:
+        caller: its name, for errors.
+        start: the index of the first parameter, for errors.
 
     Raises:
-        RuntimeError: a layer has added the gradient of one of them into its main_grad.
+        RuntimeError: a layer has added the gradient of one of the parameters to its main_grad.
     """
     for index, p in enumerate(parameters, start):
         if getattr(p, "_gradient_is_in_main_grad", False):
             raise RuntimeError(
-                f"{who} takes gradients from .grad, but a layer with fuse_wgrad_accumulation=True has added that of "
+                f"{caller} takes gradients from .grad, but a layer with fuse_wgrad_accumulation=True has added that of "
                 f"parameter {index} with shape {tuple(p.shape)} into its main_grad, micro-batch by micro-batch: build "
                 "the layer with fuse_wgrad_accumulation=False"
             )

@@ -1,9 +1,10 @@
-"""LayerNorm and RMSNorm with invariant gradients, for activations whole or sharded along the sequence.
+"""LayerNorm and RMSNorm with invariant gradients, for activations that are replicated or sharded along the sequence.
 
-The gradients of gamma and beta are sums over tokens. They are split into leaves of LEAF_ROWS consecutive tokens of the
-full activation, wherever its tokens live; each rank sums the leaves that it holds, the leaves are gathered and folded
-in token order on every rank. Where a shard boundary would cut a leaf, the operands are gathered instead. A norm of each
-head of q or k has its heads spread over ranks instead of its tokens: there a head's sum is one leaf.
+The gradients of gamma and beta are sums over tokens. They are split into partial sums over ROWS_PER_SUM consecutive
+tokens of the full activation, whichever rank holds them. Each rank computes the partial sums of its tokens; these are
+gathered, and every rank adds them in token order. If a shard boundary would split a partial sum, the operands are
+gathered instead. In a norm over each head of q or k the heads are sharded instead of the tokens: there each head has
+one partial sum.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import Group, Pending, gather_dim
 from ..comm.small_gathers import start_gather_major
-from ..core.compiled import opaque, setting
-from ..core.layout import TokenSharding, own_shape
+from ..core.compiled import as_custom_op, op_config
+from ..core.layout import TokenSharding, reshape_in_place
 from ..core.options import Normalization
 from ..kernels.select import select
 from .linear import flatten_tokens
 from .stock import complete_grad
 
-LEAF_ROWS = 32
+ROWS_PER_SUM = 32
 
 NORMALIZATIONS = get_args(Normalization)
 
 
-setting(TokenSharding)
+op_config(TokenSharding)
 
 
-@setting
+@op_config
 @dataclass(frozen=True)
 class NormCall:
-    """What one call of a norm is told besides its tensors. `sharding.world` is 1 unless the tokens are sharded.
+    """The arguments of one call of a norm besides its tensors. `sharding.world` is 1 unless the tokens are sharded.
 
-    `heads_dim`: the dim of x that holds this rank's heads, for a norm over what each head has; None for others.
+    `heads_dim`: for a norm over each head's features, the dim of x that holds this rank's heads; else None.
     """
 
     group: Group
@@ -66,7 +67,7 @@ class Norm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        return own_shape(y, x.shape)
+        return reshape_in_place(y, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -75,30 +76,30 @@ class Norm(torch.autograd.Function):
         call: NormCall = ctx.call
         kernels = select("norm", x.device.type)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = dweight = dbias = leaves = None
-        dy = dy.contiguous()  # once for all that reads it
+        dx = dweight = dbias = partial_sums = None
+        dy = dy.contiguous()  # once, for all kernels that read it
         dy_rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
-        if need_weight or need_bias:  # before dx, behind which they travel
-            start = _start_leaves if call.heads_dim is None else _start_head_leaves
-            leaves = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
+        if need_weight or need_bias:  # before dx, whose kernel overlaps their gather
+            start = _start_partial_sums if call.heads_dim is None else _start_head_sums
+            partial_sums = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
         if need_x:
             dx = kernels.norm_backward_input(
                 dy_rows, x_rows, weight, mean, rstd, rms=call.rms, zero_centered=call.zero_centered
             )
-            dx = own_shape(dx, x.shape)
-        if leaves is not None:
-            weight_leaves, bias_leaves = leaves()
+            dx = reshape_in_place(dx, x.shape)
+        if partial_sums is not None:
+            weight_sums, bias_sums = partial_sums()
             if need_weight:
-                dweight = kernels.fold_leaves(weight_leaves, weight.dtype)
-            if bias_leaves is not None:
-                dbias = kernels.fold_leaves(bias_leaves, ctx.bias_dtype)
+                dweight = kernels.fold_partial_sums(weight_sums, weight.dtype)
+            if bias_sums is not None:
+                dbias = kernels.fold_partial_sums(bias_sums, ctx.bias_dtype)
         return dx, dweight, dbias, None
 
 
-_Leaves = tuple[Tensor, Tensor | None]  # of gamma and of beta
+_PartialSums = tuple[Tensor, Tensor | None]  # of gamma and of beta
 
 
-def _start_leaves(
+def _start_partial_sums(
     kernels: ModuleType,
     call: NormCall,
     dy: Tensor,
@@ -107,29 +108,29 @@ def _start_leaves(
     mean: Tensor | None,
     rstd: Tensor,
     with_bias: bool,
-) -> Callable[[], _Leaves]:
-    """The leaves of the full activation, in token order, on every rank: on their way, and there when called.
+) -> Callable[[], _PartialSums]:
+    """Starts gathering the partial sums of the full activation; the returned function gives them in token order.
 
-    dy, x: [T, H], this rank's, of an activation of this shape.
+    dy, x: [T, H], this rank's rows of an activation of this shape.
     """
-    fits = call.sharding.leaves_fit(shape, LEAF_ROWS)
+    fits = call.sharding.partial_sums_fit(shape, ROWS_PER_SUM)
     if not fits:
         dim, group = call.sharding.sequence_dim, call.group
         dy, x = (flatten_tokens(gather_dim(t.view(shape), dim, group)) for t in (dy, x))
         rstd = gather_dim(rstd.view(shape[:-1]), dim, group).reshape(-1)
         mean = None if mean is None else gather_dim(mean.view(shape[:-1]), dim, group).reshape(-1)
-    leaves, bias_leaves = kernels.norm_weight_leaves(
-        dy, x, mean, rstd, leaf_rows=LEAF_ROWS, rms=call.rms, with_bias=with_bias
+    partial_sums, bias_sums = kernels.norm_weight_partial_sums(
+        dy, x, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=call.rms, with_bias=with_bias
     )
     if call.sharding.world == 1 or not fits:
-        return lambda: (leaves, bias_leaves)
+        return lambda: (partial_sums, bias_sums)
     # one collective for both
-    local = leaves if bias_leaves is None else torch.cat([leaves, bias_leaves], dim=1)
+    local = partial_sums if bias_sums is None else torch.cat([partial_sums, bias_sums], dim=1)
     pending = start_gather_major(local, call.group)
 
-    def finish() -> _Leaves:
-        ordered = call.sharding.order_leaves(pending.wait(), shape)
-        if bias_leaves is None:
+    def finish() -> _PartialSums:
+        ordered = call.sharding.order_partial_sums(pending.wait(), shape)
+        if bias_sums is None:
             return ordered, None
         weight_part, bias_part = ordered.split(shape[-1], dim=1)
         return weight_part, bias_part
@@ -137,7 +138,7 @@ def _start_leaves(
     return finish
 
 
-def _start_head_leaves(
+def _start_head_sums(
     kernels: ModuleType,
     call: NormCall,
     dy: Tensor,
@@ -146,9 +147,10 @@ def _start_head_leaves(
     mean: Tensor | None,
     rstd: Tensor,
     with_bias: bool,
-) -> Callable[[], _Leaves]:
-    """One leaf for each head of all ranks, in head order: the sum over its tokens, taken by blocks of LEAF_ROWS.
+) -> Callable[[], _PartialSums]:
+    """Starts gathering one partial sum for each head of all ranks; the returned function gives them in head order.
 
+    A head's sum over its tokens is computed in blocks of ROWS_PER_SUM tokens.
     dy, x: [T * heads, D], of an activation of this shape.
     """
     dim, last = call.heads_dim, len(shape) - 2
@@ -160,12 +162,12 @@ def _start_head_leaves(
             t = t.view(*shape[:-1], *t.shape[1:]).movedim(dim, last)
         return t.reshape(-1, *sizes)
 
-    leaves = kernels.norm_weight_leaves(
+    partial_sums = kernels.norm_weight_partial_sums(
         heads_last(dy, heads * shape[-1]),
         heads_last(x, heads * shape[-1]),
         None if mean is None else heads_last(mean, heads),
         heads_last(rstd, heads),
-        leaf_rows=LEAF_ROWS,
+        rows_per_sum=ROWS_PER_SUM,
         rms=call.rms,
         with_bias=with_bias,
     )
@@ -173,14 +175,14 @@ def _start_head_leaves(
     def start(blocks: Tensor | None) -> Pending | None:
         if blocks is None:
             return None
-        return start_gather_major(kernels.fold_leaves(blocks).view(heads, shape[-1]), call.group)
+        return start_gather_major(kernels.fold_partial_sums(blocks).view(heads, shape[-1]), call.group)
 
-    pending = [start(blocks) for blocks in leaves]
+    pending = [start(blocks) for blocks in partial_sums]
 
-    def finish() -> _Leaves:
-        weight_leaves, bias_leaves = (None if p is None else p.wait().flatten(0, 1) for p in pending)
-        assert weight_leaves is not None
-        return weight_leaves, bias_leaves
+    def finish() -> _PartialSums:
+        weight_sums, bias_sums = (None if p is None else p.wait().flatten(0, 1) for p in pending)
+        assert weight_sums is not None
+        return weight_sums, bias_sums
 
     return finish
 
@@ -194,7 +196,7 @@ def _restore(ctx: Any, dtypes: Any, call: NormCall) -> None:
     ctx.call, ctx.bias_dtype = call, dtypes[2]
 
 
-invariant_norm = opaque(
+invariant_norm = as_custom_op(
     Norm,
     name="norm",
     tensors=("x", "weight", "bias?"),

@@ -1,11 +1,11 @@
-"""Into and out of the regions where activations are sharded: collectives of bytes with their autograd adjoints.
+"""Entering and leaving the regions where activations are sharded: collectives of bytes with their autograd adjoints.
 
-    gather_sequence, scatter_sequence    out of and into sequence parallelism; public, so ranks compare what they pass
-    gather_features, scatter_features    the layers' own, along the last dim, in TP=1's order
+    gather_sequence, scatter_sequence    out of and into sequence parallelism; public, so the ranks compare arguments
+    gather_features, scatter_features    used by the layers, along the last dim, in TP=1's order
 
-A gradient of something whole is whole and complete on every rank, so that no adjoint sums over ranks. Results and
-gradients are contiguous at every degree, and gather_sequence and scatter_sequence give new memory at every degree: what
-torch does with them afterwards, a sum over tokens or an addition in place, is then the same thing at each.
+The gradient of a replicated tensor is complete on every rank, so no adjoint sums over ranks. Results and gradients are
+contiguous at every degree, and gather_sequence and scatter_sequence return new memory at every degree. So torch's
+operations on them, such as a sum over tokens or an addition in place, run in the same way at every degree.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_dim, resolve_group
-from ..consistency.agreement import agreed_in, check_agreement, check_gradient, refuse
-from ..core.compiled import opaque
+from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
+from ..core.compiled import as_custom_op
 from ..core.layout import Stride, check_divides, deinterleave, shard
 
 # --- operators of two moves, the one the other's adjoint ------------------------------------------------------------
 
 
-def _remember(ctx: Any, dtypes: Any, *settings: Any) -> None:
-    ctx.settings, ctx.group = settings, settings[-1]
+def _set_context(ctx: Any, dtypes: Any, *configs: Any) -> None:
+    ctx.configs, ctx.group = configs, configs[-1]
 
 
 def region_function(
     name: str, move: Callable[..., Tensor], adjoint: Callable[..., Tensor]
 ) -> type[torch.autograd.Function]:
-    """The autograd function whose forward is `move` and whose backward is `adjoint`, both of (x, *settings).
+    """The autograd function whose forward is `move` and whose backward is `adjoint`, both of (x, *configs).
 
-    The last setting is the group.
+    The last of configs is the group.
     """
 
-    def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
-        _remember(ctx, None, *settings)
-        return move(x, *settings)
+    def forward(ctx: Any, x: Tensor, *configs: Any) -> Tensor:
+        _set_context(ctx, None, *configs)
+        return move(x, *configs)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return adjoint(grad, *ctx.settings), *[None] * len(ctx.settings)
+        return adjoint(grad, *ctx.configs), *[None] * len(ctx.configs)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
-    # No class statement: torch names the node of the graph by the name that the class has when it is made.
+    # Not a class statement: torch names the graph's node after the name that the class has at its creation.
     return type(name, (torch.autograd.Function,), methods)
 
 
-def longer(size: int) -> tuple[int, int]:
-    """`scale` of what gathers over `size` ranks."""
+def gather_scale(size: int) -> tuple[int, int]:
+    """`scale` of an operator that gathers over `size` ranks."""
     return size, 1
 
 
-def shorter(size: int) -> tuple[int, int]:
-    """`scale` of what keeps one rank's part of `size`."""
+def scatter_scale(size: int) -> tuple[int, int]:
+    """`scale` of an operator that returns one rank's part of `size`."""
     return 1, size
 
 
@@ -70,18 +70,18 @@ def region_op(
     """The operator of a `region_function`.
 
     Args:
-        scale: by what a dim is longer in the result than in x, and by what it is shorter; None if no dim changes.
-        dim: the dim that changes; None for the one that the first setting names.
+        scale: (size of the group) -> (m, d): a dim of the result has m / d times x's size; None if no dim changes.
+        dim: the dim that changes; None: the first of configs is the dim.
     """
 
-    def outputs(x: Tensor, *settings: Any) -> list[Tensor]:
+    def outputs(x: Tensor, *configs: Any) -> list[Tensor]:
         shape = list(x.shape)
         if scale is not None:
-            (by, over), changed = scale(settings[-1].size), settings[0] if dim is None else dim
+            (by, over), changed = scale(configs[-1].size), configs[0] if dim is None else dim
             shape[changed] = shape[changed] * by // over
         return [x.new_empty(shape)]
 
-    return opaque(function, name=name, tensors=("x",), outputs=outputs, restore=_remember)
+    return as_custom_op(function, name=name, tensors=("x",), outputs=outputs, restore=_set_context)
 
 
 # --- along the sequence ---------------------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ _ScatterSequence = region_function(
     lambda x, dim, group: _part(x, dim, group).clone(memory_format=torch.contiguous_format),
     lambda grad, dim, group: gather_dim(grad, dim, group).contiguous(),
 )
-_gather_sequence = region_op(_GatherSequence, "gather_sequence", longer)
-_scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", shorter)
+_gather_sequence = region_op(_GatherSequence, "gather_sequence", gather_scale)
+_scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", scatter_scale)
 
 
 def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Tensor, dim: int, group: Group) -> Tensor:
@@ -115,7 +115,7 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
         if fn is _scatter_sequence:
             check_divides(x.shape[dim], group.size, size_name=f"size of sequence_dim {dim}", parts_name="TP degree")
     except (IndexError, ValueError) as error:
-        refuse(error, group, x.device, agreed)
+        share_error(error, group, x.device, agreed)
         raise
     if group.size == 1:
         return fn(x, dim, group)
@@ -127,15 +127,15 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
 def gather_sequence(
     x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
 ) -> Tensor:
-    """Leaves a sequence-parallel region: the shards [.., S/P, ..] -> the whole [.., S, ..], the same on every rank.
+    """Leaves a sequence-parallel region: the shards [.., S/P, ..] -> the full [.., S, ..], the same on every rank.
 
-    A new contiguous tensor, at TP=1 too. Its adjoint takes this rank's slice: a gradient of the whole is complete on
-    every rank, as everywhere in this library, so nothing is summed over ranks.
+    The result is a new contiguous tensor, at TP=1 too. Its adjoint takes this rank's slice of the gradient: a gradient
+    of a full tensor is complete on every rank, as everywhere in this library, so nothing is summed over ranks.
 
     Raises:
         IndexError: x has no such dim.
-        RuntimeError: the ranks' shapes, dtypes or dims differ; the same on every rank. Compared when first seen, with
-            TP_INVARIANT_CHECK=1 at every call, and in backward.
+        RuntimeError: the ranks' shapes, dtypes or dims differ; the same error on every rank. Ranks compare them at the
+            first call of each kind; with TP_INVARIANT_CHECK=1 at every call, and in backward.
     """
     return _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, resolve_group(tp_group))
 
@@ -167,8 +167,8 @@ def _part_of_features(x: Tensor, stride: Stride, group: Group) -> Tensor:
 
 _GatherFeatures = region_function("_GatherFeatures", _whole_features, _part_of_features)
 _ScatterFeatures = region_function("_ScatterFeatures", _part_of_features, _whole_features)
-_gather_features = region_op(_GatherFeatures, "gather_features", longer, dim=-1)
-_scatter_features = region_op(_ScatterFeatures, "scatter_features", shorter, dim=-1)
+_gather_features = region_op(_GatherFeatures, "gather_features", gather_scale, dim=-1)
+_scatter_features = region_op(_ScatterFeatures, "scatter_features", scatter_scale, dim=-1)
 
 
 def gather_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:

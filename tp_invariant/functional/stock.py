@@ -1,7 +1,7 @@
-"""The stock tensor-parallel path that the mode off takes: torch's matmul, and collectives that add.
+"""The stock tensor-parallel path, used with the mode off: torch's matmul, and collectives that add.
 
-The only room that adds on the wire. It is here so that the same model code runs both ways and the difference that the
-mode makes is one variable away. After Megatron-LM, arXiv 1909.08053 and 2205.05198.
+The only module whose collectives add. With it the same model code runs with the mode on and off, so that the mode's
+effect can be seen by changing one variable. After Megatron-LM, arXiv 1909.08053 and 2205.05198.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from ..comm.collectives import Group, gather_dim
-from ..comm.wire import explained
+from ..comm.wire import diagnosed_error
 from ..core.compiled import constant
-from .linear import LinearCall, flatten_tokens, no_op
-from .regions import longer, region_function, region_op, shorter
+from .linear import LinearCall, flatten_tokens, without_custom_op
+from .regions import gather_scale, region_function, region_op, scatter_scale
 
 logger = logging.getLogger(__name__)
 _logged = False
 
 
 def log_once(group: Group) -> None:
-    """Says once per process, at INFO, that bits depend on the degree here: when called, or when compiled."""
+    """Logs once per process, at INFO, that bits depend on the degree: at the first call, or when it is compiled."""
     if group.size > 1:
         _log_once(group.size)
 
@@ -55,7 +55,7 @@ def _sum(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
         if records is not None:
             records.wait(work)
     except RuntimeError as error:
-        raise explained(error, total, group, f"all-reduce of {tuple(x.shape)} {x.dtype}") from error
+        raise diagnosed_error(error, total, group, f"all-reduce of {tuple(x.shape)} {x.dtype}") from error
     return total
 
 
@@ -72,12 +72,12 @@ def _sum_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         if records is not None:
             records.wait(work)
     except RuntimeError as error:
-        raise explained(error, moved, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
+        raise diagnosed_error(error, moved, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
     return out.movedim(0, dim)
 
 
 class _MaxOverRanks(torch.autograd.Function):
-    """The largest of each element; no gradient."""
+    """The elementwise maximum over ranks; no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -91,8 +91,8 @@ _GatherForRegion = region_function("_GatherForRegion", gather_dim, _sum_scatter)
 _ReduceScatterFromRegion = region_function("_ReduceScatterFromRegion", _sum_scatter, gather_dim)
 _copy_to_region = region_op(_CopyToRegion, "copy_to_region")
 _reduce_from_region = region_op(_ReduceFromRegion, "reduce_from_region")
-_gather_for_region = region_op(_GatherForRegion, "gather_for_region", longer)
-_reduce_scatter_from_region = region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", shorter)
+_gather_for_region = region_op(_GatherForRegion, "gather_for_region", gather_scale)
+_reduce_scatter_from_region = region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", scatter_scale)
 _max_over_ranks = region_op(_MaxOverRanks, "max_over_ranks")
 
 
@@ -106,7 +106,7 @@ def sum_over_ranks(x: Tensor, group: Group, scatter_dim: int | None = None) -> T
 
 
 def max_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """The largest of each element; no gradient."""
+    """The elementwise maximum over ranks; no gradient."""
     largest = x.detach()
     return largest.clone() if group.size == 1 else _max_over_ranks(largest, group)
 
@@ -119,7 +119,7 @@ def complete_grad(parameter: Tensor | None, group: Group, tokens_sharded: bool) 
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
-    """F.linear whose weight gradient, in fp32, goes into main_grad; `sum_dw`: summed over ranks before."""
+    """F.linear whose weight gradient, in fp32, is added to main_grad; with `sum_dw` after a sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, sum_dw: bool) -> Tensor:
@@ -149,7 +149,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         return dx, dw, rows.sum(0) if need_b else None, None, None
 
 
-_linear_into_main_grad = no_op(_LinearIntoMainGrad)
+_linear_into_main_grad = without_custom_op(_LinearIntoMainGrad)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, sum_dw: bool = False) -> Tensor:
@@ -192,9 +192,10 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
 
 
 def grad_norm(params: list[Tensor], over: list[Group]) -> Tensor:
-    """The L2 norm of all gradients, fp32: sharded parameters summed over the ranks of their groups, whole ones counted
-    once. over: for each the group over which its attributes say that it is sharded, one of size 1 if over none.
+    """The L2 norm of all gradients, fp32: squares of sharded parameters are summed over the ranks of their groups,
+    replicated parameters count once.
 
+    over: for each parameter the group over which it is sharded according to its attributes; of size 1 if it is not.
     A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
     """
     grads = [p.grad for p in params if p.grad is not None]

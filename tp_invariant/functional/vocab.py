@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks: which ids a rank holds, and whether ids are in it at all."""
+"""A vocabulary sharded over ranks: which ids each rank holds, and the check that ids are in range."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Group
-from ..core.compiled import at_run_time, setting
+from ..core.compiled import as_runtime_op, op_config
 
 
-@setting
+@op_config
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of a vocabulary of `size` ids: `width` columns or rows from `first` on, the last ones padding.
+    """This rank's part of a vocabulary of `size` ids: `width` columns or rows from `first` on.
 
-    All ranks have the same width, so that the padded vocabulary is width * P.
+    All ranks have the same width. The padded vocabulary is width * P; the columns or rows from `size` on are padding.
     """
 
     group: Group
@@ -29,23 +29,23 @@ class VocabShard:
 
     @property
     def real(self) -> int:
-        """How many of this rank's `width` are no padding."""
+        """How many of this rank's `width` columns or rows are not padding."""
         return min(max(self.size - self.first, 0), self.width)
 
     def owner(self, ids: Tensor) -> Tensor:
-        """The rank that holds each id; some rank for ids that are in no vocabulary."""
+        """The rank that holds each id; an arbitrary rank for ids that are out of range."""
         return (ids // self.width).clamp(0, self.group.size - 1)
 
     def local(self, ids: Tensor) -> Tensor:
-        """Each id's place on its owner; on other ranks, and for ids in no vocabulary, some place that exists."""
+        """Each id's index on its owner; an arbitrary valid index on other ranks and for ids that are out of range."""
         return (ids - self.first).clamp(0, self.width - 1)
 
 
 def check_ids(ids: Tensor, size: int, *, name: str, rank: int, ignored: int | None = None) -> None:
     """Refuses ids that are neither from 0 to size - 1 nor `ignored`.
 
-    On CUDA by an assertion on the device, which does not wait for it and stops the process later, as torch's own
-    embedding and cross-entropy do.
+    On CUDA this is an assertion on the device: the host does not wait for it, and a later call fails, as with torch's
+    own embedding and cross-entropy.
 
     Raises:
         TypeError: ids that are not int64 or int32.
@@ -71,6 +71,6 @@ def _check_range_now(ids: Tensor, size: int, name: str, rank: int, ignored: int 
         )
 
 
-_check_range = at_run_time(
+_check_range = as_runtime_op(
     _check_range_now, name="check_ids", arguments="Tensor ids, int size, str name, int rank, int? ignored"
 )

@@ -1,4 +1,4 @@
-"""Every matrix product: the gemm_fn, who computes what (owner maps), and what is gathered ahead of use."""
+"""Every matrix product: the gemm_fn, which rank computes what (owner maps), and gathers that start ahead of use."""
 
 from .gemm_fn import (
     BUNDLED_DTYPES,

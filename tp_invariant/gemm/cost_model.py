@@ -1,10 +1,11 @@
-"""What the owner maps `rows` and `cols` cost, in microseconds: what owner_map="auto" goes by.
+"""The cost of the owner maps `rows` and `cols`, in microseconds, by which owner_map="auto" chooses.
 
-For C [T, N] = A [T, K] B [K, N] with K sharded over P ranks a map's cost is that of moving A, of what cannot hide of
-moving B, of the GEMM, and of bringing C where it belongs. A move takes a fixed time and its bytes over the link's
-bandwidth; a GEMM its flops at the matrix units' rate or its bytes at the memory's, whichever takes longer. The answer
-is a function of global sizes, of what is cached and of a device's numbers, so it is the same on every rank where these
-are; which numbers a rank goes by is among the things that ranks compare at their first call (consistency/agreement.py).
+For C [T, N] = A [T, K] B [K, N] with K sharded over P ranks, a map's cost is the time to move A, the exposed time to
+move B (the part that no other work overlaps), the GEMM, and the time to redistribute C. A move takes a fixed latency
+plus its bytes over the link's bandwidth; a GEMM takes its flops at the matrix units' rate or its bytes at the memory's
+bandwidth, whichever is longer. The choice is a function of global sizes, of what is cached and of the device's numbers,
+so it is the same on every rank on which these are the same. Ranks compare the numbers at their first call
+(consistency/agreement.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Costs:
 
     @cached_property
     def text(self) -> str:
-        """All of it, for ranks to compare."""
+        """All fields as text, for ranks to compare."""
         return repr(self)
 
 
@@ -47,28 +48,28 @@ _OTHER = Costs("any other device", gather=20e3, exchange=20e3, latency=50.0, mem
 # Not measured: the same link, memory by its data sheet.
 _H100 = Costs("NVIDIA H100", gather=271e3, exchange=249e3, latency=40.0, memory=3.0e6, flops=650e6)
 
-# A weight that is gathered ahead travels beside this product's GEMM and about as much again of others before it (FC1
+# A weight that is gathered ahead overlaps this product's GEMM and about as much GEMM time of layers before it (FC1
 # before FC2; two weight gradients and a dgrad between two column-parallel dgrads).
-_HIDES_BEHIND = 2.0
+_OVERLAPPED_GEMMS = 2.0
 
 _override: Costs | None = None
 
 
 def set_costs(costs: Costs | None) -> None:
-    """Sets what owner_map="auto" goes by on every device; None goes back to the table. The same on every rank."""
+    """Sets the costs for owner_map="auto" on every device; None restores the table. Set the same on every rank."""
     global _override
     _override = costs
 
 
 def costs_of(device: torch.device | str | None = None) -> Costs:
-    """The numbers for a device: set_costs', else the table's by the device's name, else cautious ones."""
+    """The costs for a device: those of set_costs, else the table's by the device's name, else conservative ones."""
     if _override is not None:
         return _override
-    return _tabled(device)
+    return _tabulated_costs(device)
 
 
 @cache
-def _tabled(device: torch.device | str | None) -> Costs:
+def _tabulated_costs(device: torch.device | str | None) -> Costs:
     name = device
     if isinstance(device, torch.device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -80,11 +81,11 @@ def _tabled(device: torch.device | str | None) -> Costs:
 class Problem(NamedTuple):
     """C [rows, cols] = A B with K sharded over `world` ranks.
 
-    scatter_rows                each rank wants its rows of C alone, else all of C
+    scatter_rows                whether each rank needs only its rows of C; else all ranks need all of C
     itemsize                    bytes of an element
-    rows_cached, cols_cached    whether what the map needs of B is here, or on its way
+    rows_cached, cols_cached    whether the part of B that the map needs is gathered already, or being gathered
     ahead                       whether B is gathered ahead of its use
-    kept                        whether B stays after use and does not change, so that moving it once counts for nothing
+    kept                        whether B stays cached after use and does not change, so that moving it once is free
     """
 
     rows: int
@@ -113,19 +114,19 @@ class Terms(NamedTuple):
 
 
 def _terms(p: Problem, costs: Costs) -> dict[str, Terms]:
-    away = p.itemsize * (p.world - 1) / p.world  # bytes of an element times the share that other ranks hold
+    remote_bytes = p.itemsize * (p.world - 1) / p.world  # bytes of an element times the share on other ranks
 
     def move(elements: float, rate: float) -> float:
-        return costs.latency + elements * away / rate if elements and p.world > 1 else 0.0
+        return costs.latency + elements * remote_bytes / rate if elements and p.world > 1 else 0.0
 
     def gemm(rows: int, cols: int) -> float:
         read = p.itemsize * (rows * p.k + p.k * cols + rows * cols)
         return max(2 * rows * cols * p.k / costs.flops, read / costs.memory)
 
-    def left(moving: float, cached: bool, behind: float) -> float:
+    def exposed(moving: float, cached: bool, behind: float) -> float:
         if cached or p.kept:
             return 0.0
-        return max(0.0, moving - _HIDES_BEHIND * behind) if p.ahead else moving
+        return max(0.0, moving - _OVERLAPPED_GEMMS * behind) if p.ahead else moving
 
     # the slowest rank's share; elements that a rank ends up with
     rows, cols = -(-p.rows // p.world), -(-p.cols // p.world)
@@ -134,13 +135,13 @@ def _terms(p: Problem, costs: Costs) -> dict[str, Terms]:
     return {
         "rows": Terms(
             move(rows * p.k, costs.exchange),
-            left(move(all_b, costs.gather), p.rows_cached, by_rows),
+            exposed(move(all_b, costs.gather), p.rows_cached, by_rows),
             by_rows,
             0.0 if p.scatter_rows else move(all_c, costs.gather),
         ),
         "cols": Terms(
             move(all_a, costs.gather),
-            left(move(cols * p.k, costs.exchange), p.cols_cached, by_cols),
+            exposed(move(cols * p.k, costs.exchange), p.cols_cached, by_cols),
             by_cols,
             move(rows * p.cols, costs.exchange) if p.scatter_rows else move(all_c, costs.gather),
         ),
@@ -154,7 +155,7 @@ def choose(problem: Problem, costs: Costs) -> str:
 
 
 def explain(problem: Problem, costs: Costs) -> str:
-    """What `choose` says and the terms that it compares, as lines of text."""
+    """The result of `choose` and the terms that it compares, as lines of text."""
     p = problem
     lines = [
         f"C [{p.rows}, {p.cols}] = A [{p.rows}, {p.k}] B, K over {p.world} ranks, {p.itemsize} bytes an element, "

@@ -1,4 +1,4 @@
-"""The gemm_fn protocol: the one door through which every GEMM of every layer goes.
+"""The gemm_fn protocol: the one function that computes every GEMM of every layer.
 
     gemm_fn(a, b, *, bias=None, out_dtype=None) -> c
         a     [M, K], any strides (a transposed view is normal)
@@ -39,7 +39,7 @@ _default: GemmFn | None = None
 
 
 def set_default_gemm_fn(gemm_fn: GemmFn | None) -> None:
-    """Sets the process-wide gemm_fn for modules that were given none; None goes back to the bundled one per device.
+    """Sets the process-wide gemm_fn for modules without their own; None restores the bundled one for each device.
 
     Raises:
         TypeError: gemm_fn is neither callable nor None.
@@ -87,13 +87,13 @@ def _bundled(
 
 
 def bundled(*, promote_every: int | None = None) -> GemmFn:
-    """The bundled gemm_fn of each device, with options; what is done for the bundled one is done for it.
+    """The bundled gemm_fn of each device, with options. The layers treat it as the bundled one.
 
     Args:
-        promote_every: where the output is float32, as of weight gradients that go into `main_grad`, add the accumulator
-            to a second one after every so many k, a multiple of 128 (512, say), and start anew. More accurate over a
-            long K, slower, and other bits, again the same at every degree. 16-bit output does not show the difference
-            and is computed as ever.
+        promote_every: for float32 output, such as weight gradients in `main_grad`: after this many k, a multiple of
+            128 (512, say), add the accumulator to a second one and set it to zero. More accurate for a long K, and
+            slower; the bits differ from those without it, and are again the same at every degree. For 16-bit output the
+            option has no effect.
 
     Raises:
         ValueError, TypeError: a promote_every that is neither None nor a positive multiple of 128.
@@ -104,7 +104,7 @@ def bundled(*, promote_every: int | None = None) -> GemmFn:
 
 
 def _as_bundled(gemm_fn: GemmFn | None, device: torch.device) -> Callable[..., Tensor] | None:
-    """The bundled gemm_fn that applies, which takes out= too; None where one of the user's does."""
+    """The bundled gemm_fn if it applies, which also takes out=; None if a user's gemm_fn applies."""
     fn = _default if gemm_fn is None else gemm_fn
     if fn is None or (isinstance(fn, functools.partial) and fn.func is _bundled):
         return fn or bundled_gemm_fn(device)
@@ -115,18 +115,18 @@ BUNDLED_DTYPES = DTYPES
 
 
 def check_dtype(gemm_fn: GemmFn | None, x: Tensor, name: str) -> None:
-    """A TypeError that names x if the bundled gemm_fn would get a dtype that it does not take."""
+    """Raises a TypeError that names x if the bundled gemm_fn applies and does not take x's dtype."""
     if x.dtype not in BUNDLED_DTYPES and _as_bundled(gemm_fn, x.device) is not None:
-        raise TypeError(f"{_not_taken(x, name)}, or pass a gemm_fn of your own")
+        raise TypeError(f"{_unsupported_dtype(x, name)}, or pass a gemm_fn of your own")
 
 
 def check_norm_dtype(x: Tensor, name: str) -> None:
-    """A TypeError that names x if it has a dtype that the norms do not take, whose kernels are always the bundled."""
+    """Raises a TypeError that names x if the norms do not take its dtype; their kernels are always bundled."""
     if x.dtype not in BUNDLED_DTYPES:
-        raise TypeError(_not_taken(x, name))
+        raise TypeError(_unsupported_dtype(x, name))
 
 
-def _not_taken(x: Tensor, name: str) -> str:
+def _unsupported_dtype(x: Tensor, name: str) -> str:
     taken = ", ".join(map(str, BUNDLED_DTYPES))
     return f"{name} is {x.dtype}: the bundled kernels take {taken}; convert the layer and its input"
 
@@ -141,7 +141,7 @@ def resolve_gemm_fn(gemm_fn: GemmFn | None, device: torch.device) -> GemmFn:
 
 @constant
 def gemm_fn_name(gemm_fn: GemmFn | None, device: torch.device) -> str:
-    """What `resolve_gemm_fn` gives, in words that ranks can compare; "none" where none is bundled for the device."""
+    """An identity of `resolve_gemm_fn`'s result that ranks can compare; "none" if none is bundled for the device."""
     try:
         if gemm_fn is None and _default is None:
             return _bundled_name(device.type)
@@ -152,18 +152,18 @@ def gemm_fn_name(gemm_fn: GemmFn | None, device: torch.device) -> str:
 
 @functools.cache
 def _bundled_name(device_type: str) -> str:
-    """Kept, as every call of a layer asks for it: the bundled ones enclose nothing that could change."""
+    """Cached, because every call of a layer needs it; the bundled ones have no closure that could change."""
     return identify(bundled_gemm_fn(torch.device(device_type)))
 
 
 def gemm(
     gemm_fn: GemmFn | None, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """c = a @ b (+ bias) through the gemm_fn that applies; empty operands need no kernel and call none.
+    """c = a @ b (+ bias) by the gemm_fn that applies; for empty operands no gemm_fn is called.
 
     Raises:
-        RuntimeError: the gemm_fn returned another shape, dtype or device than its contract says.
-        ValueError, TypeError: a or b is no matrix; what the bundled kernels refuse, of empty operands too.
+        RuntimeError: the gemm_fn returned another shape, dtype or device than its contract requires.
+        ValueError, TypeError: a or b is not a matrix; or the bundled kernels refuse the operands, empty ones too.
     """
     out_dtype = out_dtype or a.dtype
     if a.dim() != 2 or b.dim() != 2:
@@ -171,7 +171,7 @@ def gemm(
     rows, k = a.shape
     cols = b.shape[1]
     if not (rows and k and cols):
-        return _of_nothing(gemm_fn, a, b, bias, out_dtype)
+        return _empty_product(gemm_fn, a, b, bias, out_dtype)
     fn = resolve_gemm_fn(gemm_fn, a.device)
     if torch.is_autocast_enabled(a.device.type):  # entering the context costs as much as a launch
         with torch.autocast(a.device.type, enabled=False):
@@ -179,7 +179,7 @@ def gemm(
     else:
         c = fn(a, b, bias=bias, out_dtype=out_dtype)
     if uses_bundled(gemm_fn):
-        return c  # these keep to the contract
+        return c  # the bundled ones need no check
     if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
         got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
         raise RuntimeError(
@@ -194,7 +194,7 @@ def uses_bundled(gemm_fn: GemmFn | None) -> bool:
     return gemm_fn is None and _default is None
 
 
-def _of_nothing(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _empty_product(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """`gemm` of empty operands: nothing, or an empty sum, zero."""
     if a.device.type in ("cpu", "cuda") and _as_bundled(gemm_fn, a.device) is not None:
         from ..kernels.gemm.operands import check_operands
@@ -230,10 +230,10 @@ def gemm_into(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, out: Tensor, *, accu
 
 
 class RankMajor(NamedTuple):
-    """A matrix whose dim `k_dim` is sharded over ranks, gathered rank-major, not laid out: `buffer[rank]` is a shard.
+    """A matrix whose dim `k_dim` was sharded over ranks, as it is after the gather: `buffer[rank]` is rank's shard.
 
-    A GEMM kernel may read `buffer` in place by walking the sharded dim as (stride, rank, local); one that cannot takes
-    `matrix()`, which copies where it must.
+    A GEMM kernel may read `buffer` in place by walking the sharded dim as (stride, rank, local); other kernels take
+    `matrix()`, which copies if necessary.
 
         buffer   [P, rows, K/P] for k_dim = 1, [P, K/P, cols] for k_dim = 0
         stride   partition_stride of the sharded dim, or the sizes of its pieces (core/layout.py)
@@ -264,7 +264,7 @@ def gemm_rank_major(
 ) -> Tensor:
     """c = a @ b for operands gathered rank-major: a over [rows, K], b over [N, K] (k_dim 1) or [K, N] (k_dim 0).
 
-    The bundled Triton kernel reads the buffers in place where it can; otherwise both are laid out first.
+    The bundled Triton kernel reads the buffers in place where it can; otherwise it copies both into TP=1's order.
     """
     out_dtype = out_dtype or a.buffer.dtype
     own = None
@@ -293,7 +293,7 @@ def gemm_rank_major(
 
 
 def column_sums(gemm_fn: GemmFn | None, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over the rows of x [T, N] -> [N], as a GEMM with a row of ones, so that it has a GEMM's invariance."""
+    """The sum over the rows of x [T, N] -> [N], computed as a GEMM with a row of ones, so it is slice-invariant."""
     return gemm(gemm_fn, x.new_ones((1, x.shape[0])), x, out_dtype=out_dtype).squeeze(0)
 
 
@@ -320,14 +320,14 @@ def _gemm_backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, ...]:
     """da = dc bᵀ, db = aᵀ dc, dbias = column sums of dc; dc in the operands' dtype, each sum rounded once."""
     a, b = ctx.saved_tensors
     dc, op = dc.to(a.dtype), torch.ops.tp_invariant.gemm
-    need_a, need_b, *more = ctx.needs_input_grad  # of the arguments that were given
+    need_a, need_b, *more = ctx.needs_input_grad  # for the arguments that were passed
     da = op(dc, b.t(), out_dtype=a.dtype) if need_a else None
     db = op(a.t(), dc, out_dtype=b.dtype) if need_b else None
     dbias = op(dc.new_ones((1, dc.shape[0])), dc, out_dtype=ctx.bias_dtype).squeeze(0) if any(more) else None
     return da, db, dbias, None
 
 
-# For products of a user's own, eagerly and in compiled code: c = torch.ops.tp_invariant.gemm(a, b, bias, out_dtype)
-# through the process-wide gemm_fn, else the bundled one.
+# For products in users' code, eager or compiled: c = torch.ops.tp_invariant.gemm(a, b, bias, out_dtype), by the
+# process-wide gemm_fn if there is one, else the bundled one.
 _SCHEMA = "(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
 define("gemm", _SCHEMA, _gemm_kernel, _gemm_fake, backward=_gemm_backward, setup_context=_gemm_context)

@@ -1,10 +1,10 @@
 """Owner maps: which rank computes which rows and columns of a product whose K is sharded over ranks.
 
-For C = A B (+ bias) with A [T, K] and B [K, N] both sharded along K, someone must hold all of K for each element of C:
-adding partial products over ranks is what makes bits depend on the degree. Since a gemm_fn is slice-invariant, who
-that is cannot change a bit, so it is a choice of speed alone (volumes per rank):
+For C = A B (+ bias) with A [T, K] and B [K, N] both sharded along K, the rank that computes an element of C must hold
+all of K: adding partial products over ranks would make the bits depend on the degree. Because a gemm_fn is
+slice-invariant, the choice of this rank cannot change a bit; it changes the speed only (volumes per rank):
 
-    replicate  all-gather A and B                           everybody computes all of C: the oracle
+    replicate  all-gather A and B                           every rank computes all of C: the reference
     rows       all-to-all A's rows, all-gather B            T/P rows each; SP: done, else all-gather rows
     cols       all-gather A, all-to-all B's columns         N/P columns each; SP: all-to-all, else all-gather columns
     auto       the cheaper of rows and cols by cost_model.py
@@ -42,12 +42,12 @@ def check_owner_map(owner_map: OwnerMap) -> OwnerMap:
 
 
 class ShardedWeight(NamedTuple):
-    """B of a sharded product, as this rank holds it.
+    """This rank's shard of B in a product whose K is sharded.
 
     local    k_dim 1: [N, K/P] (row-parallel forward); k_dim 0: [K/P, N] (column-parallel dgrad)
     k_dim    the dim that is sharded and summed over
     stride   partition_stride of that dim, or the sizes of its pieces
-    grad     whether gradients are on where the product is asked for
+    grad     whether grad mode was on when the layer was called
     """
 
     local: Tensor
@@ -72,11 +72,11 @@ class ShardedWeight(NamedTuple):
         return scheduler.holds_weight(self.local, self.layout(owner_map))
 
     def start(self, owner_map: str) -> Pending:
-        """All of B, or for `cols` all of K of this rank's share of its columns; `wait` below gives it."""
+        """Starts gathering B, for `cols` only this rank's columns, with all of K; `wait` returns it."""
         return scheduler.take_weight(self.local, self.layout(owner_map), grad=self.grad)
 
     def wait(self, pending: Pending, owner_map: str) -> RankMajor:
-        """B when it is needed; what is expected to be needed next starts here."""
+        """Waits for B, then starts the gather of the weight that is expected to be used next."""
         buffer = pending.wait()
         if buffer.is_cuda:  # its gather may have been started on another stream
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
@@ -160,7 +160,7 @@ _MAPS: dict[str, Callable[[Product], Callable[[], Tensor]]] = {"replicate": _rep
 
 
 def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, scatter_rows: bool) -> str:
-    """`owner_map`, or what `auto` stands for here: the cheaper of rows and cols by cost_model.py."""
+    """`owner_map`; for "auto" the cheaper one of rows and cols by cost_model.py."""
     if owner_map != "auto":
         return owner_map
     problem = Problem(
@@ -194,9 +194,9 @@ def explain_choice(
     """What owner_map="auto" picks for C [rows, cols] = A [rows, k] B, k sharded over `world` ranks, and why, as text.
 
     Args:
-        scatter_rows: whether each rank wants its rows of C alone (sequence parallelism).
-        device: a torch.device, or a name as torch.cuda.get_device_name gives it; None is the current device.
-        facts: others of cost_model.Problem's fields: itemsize, rows_cached, cols_cached, ahead, kept.
+        scatter_rows: whether each rank needs only its rows of C (sequence parallelism).
+        device: a torch.device, or a name as torch.cuda.get_device_name returns it; None is the current device.
+        facts: further fields of cost_model.Problem: itemsize, rows_cached, cols_cached, ahead, kept.
     """
     problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": scheduler.ahead, **facts})
     return explain(problem, costs_of(device))
@@ -211,7 +211,7 @@ def start_product(
     owner_map: str,
     gemm_fn: GemmFn | None,
 ) -> Callable[[], Tensor]:
-    """`sharded_product` in two: what must travel first starts now, and calling what is returned does the rest."""
+    """`sharded_product` in two steps: the first communication starts now, and the returned function does the rest."""
     if weight.group.size == 1:
         return lambda: gemm(gemm_fn, a_shard, weight.local if weight.k_dim == 0 else weight.local.t(), bias=bias)
     product = Product(a_shard, weight, bias, scatter_rows, gemm_fn)
@@ -229,7 +229,7 @@ def sharded_product(
 ) -> Tensor:
     """C = A B + bias for A and B sharded along K, bit for bit what one rank with all of K computes.
 
-    a_shard [T, K/P]; weight's local [N, K/P] or [K/P, N]; bias [N], whole on every rank.
-    Returns [T, N], or rows rank*T/P .. of it if scatter_rows (T divisible by P).
+    a_shard [T, K/P]; weight's local [N, K/P] or [K/P, N]; bias [N], replicated on every rank.
+    Returns [T, N]; with scatter_rows only this rank's rows, from rank * T / P on (T divisible by P).
     """
     return start_product(a_shard, weight, bias=bias, scatter_rows=scatter_rows, owner_map=owner_map, gemm_fn=gemm_fn)()

@@ -346,7 +346,7 @@ class Scheduler:
     def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
         if entry is None or entry.use is not use or entry.state != _state(weight):
             return False
-        if self.keep and entry.pending.lent:  # started before `keep` was set
+        if self.keep and entry.pending.leased:  # started before `keep` was set
             return False
         if entry.task not in (-1, _backward_task()):  # started by itself inside another backward
             return False
@@ -376,7 +376,7 @@ class Scheduler:
     def take_tokens(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
         """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of.
 
-        To be released by it once it is read if `for_taker`; otherwise it is shared.
+        To be released by it once it is read if `exclusive`; otherwise it is shared.
         """
         self._release_spent()
         key = self._tokens_key(x, dim, group)
@@ -447,7 +447,7 @@ class Scheduler:
         else:
             self._drop_captured_tokens()
             pending = start_gather_dim(x, dim, group)
-        pending.for_taker = True
+        pending.exclusive = True
         return pending
 
     def _tokens_key(self, x: Tensor, dim: int, group: Group) -> tuple | None:

@@ -1,4 +1,4 @@
-"""What a layer is called with, as a CUDA graph can take it: tensors at fixed addresses, among constants."""
+"""A layer's arguments in the form that a CUDA graph needs: tensors at fixed addresses, and constants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torc
 
 
 class Node(NamedTuple):
-    """A tuple, list, dict or dataclass, less its tensors."""
+    """A tuple, list, dict or dataclass without its tensors."""
 
     kind: type
     keys: tuple
@@ -21,23 +21,23 @@ class Node(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place of a tensor: its number, which is that of all places where the same tensor stands."""
+    """The position of a tensor: its index. All positions of the same tensor have the same index."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    kind: type  # True, 1 and 1.0 are equal
-    said: Any  # 0.0 and -0.0 are equal, and a NaN is not
+    kind: type  # compared too, because True, 1 and 1.0 are equal
+    compared: Any  # float.hex() of a float, because 0.0 equals -0.0, and a NaN does not equal itself
     value: Any = dataclasses.field(compare=False)
 
 
 def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
-    """The tensors in nested tuples, lists, dicts and frozen dataclasses, each once, and the rest, for `fill`.
+    """The tensors in nested tuples, lists, dicts and frozen dataclasses, each once, and the structure, for `fill`.
 
     Raises:
-        TypeError: something else than tensors and constants in there.
+        TypeError: a leaf that is neither a tensor nor a constant.
     """
     tensors: list[Tensor] = []
     numbers: dict[int, int] = {}
@@ -70,7 +70,7 @@ def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
 
 
 def fill(node: Node, tensors: Sequence[Any]) -> Any:
-    """`node` with these tensors in its slots."""
+    """`node` with these tensors at its slots."""
 
     def build(part: Any) -> Any:
         if isinstance(part, Slot):
@@ -82,7 +82,7 @@ def fill(node: Node, tensors: Sequence[Any]) -> Any:
             return part.kind(values)
         if part.kind is dict:
             return dict(zip(part.keys, values, strict=True))
-        made = object.__new__(part.kind)  # its fields as they were, whatever its __init__ makes of them
+        made = object.__new__(part.kind)  # copies the fields without calling __init__, which may change them
         for key, value in zip(part.keys, values, strict=True):
             object.__setattr__(made, key, value)
         return made
@@ -91,19 +91,19 @@ def fill(node: Node, tensors: Sequence[Any]) -> Any:
 
 
 def flatten_call(args: tuple, kwargs: dict[str, Any], what: str) -> tuple[list[Tensor], Node]:
-    return flatten((args, dict(sorted(kwargs.items()))), what)  # their order means nothing
+    return flatten((args, dict(sorted(kwargs.items()))), what)  # the order of keyword arguments has no meaning
 
 
 class Call:
-    """The arguments of a call, with tensors of its own: where a graph reads them."""
+    """The arguments of a call, with copies of their tensors, from which a graph reads."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], what: str) -> None:
         tensors, self.tree = flatten_call(args, kwargs, what)
-        # the recorded ones would keep their autograd graph alive, which belongs to a stream that is not captured
+        # the recorded tensors would keep their autograd graph alive, which belongs to a stream that is not captured
         self.tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
     def difference(self, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
-        """What another call's arguments do not share with these, "" if nothing. `grad`: whether gradients are on."""
+        """How another call's arguments differ from these, "" if they do not. `grad`: whether grad mode is on."""
         if tree != self.tree:
             names = [f"tensor {i}" for i in range(max(len(tensors), len(self.tensors)))]
             theirs, ours = (fill(t, names) for t in (tree, self.tree))
@@ -111,20 +111,20 @@ class Call:
         for i, (x, sample) in enumerate(zip(tensors, self.tensors, strict=True)):
             same = x.shape == sample.shape and x.dtype == sample.dtype and x.device == sample.device
             if not same or (grad and x.requires_grad != sample.requires_grad):
-                return f"tensor {i} of the arguments is {said(x)}, and was {said(sample)}"
+                return f"tensor {i} of the arguments is {describe_tensor(x)}, and was {describe_tensor(sample)}"
         return ""
 
     def facts(self) -> list[tuple]:
-        """What ranks have in common of the tensors."""
+        """The properties of the tensors that must be equal on all ranks."""
         return [(str(x.dtype), tuple(x.shape), x.requires_grad) for x in self.tensors]
 
 
-def said(x: Tensor) -> str:
+def describe_tensor(x: Tensor) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)} on {x.device} with requires_grad={x.requires_grad}"
 
 
 def reached_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors into which backward from these adds."""
+    """The leaf tensors whose gradients a backward from `outputs` computes."""
     nodes = [out.grad_fn for out in outputs if out.grad_fn is not None]
     leaves = [out for out in outputs if out.grad_fn is None and out.requires_grad]
     seen: set[Any] = set(nodes)

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..gemm.scheduler import scheduler
 from .arguments import Call, fill, flatten, reached_leaves
-from .checks import agree, groups_of, on_gpu, problem_with, same
-from .graphed_call import Captured, GraphedForward, Turns, conditions, cpu_randomness, other_conditions
+from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks
+from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions, cpu_randomness
 
 
 class GraphedLayers:
-    """The layers that `graph_layers` has captured. `remove()` makes them as they were."""
+    """The layers that `graph_layers` has captured. `remove()` restores them."""
 
     def __init__(self, forwards: Sequence[GraphedForward]) -> None:
         self._forwards = list(forwards)
@@ -98,16 +98,18 @@ def graph_layers(
         problems.append("gradients are off: torch.cuda.graph captures a forward alone")
     if conditions()["TP_INVARIANT_CHECK"]:
         problems.append("TP_INVARIANT_CHECK=1 compares every call, which a replay cannot: unset it")
-    agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+    raise_on_all_ranks("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
     options = {"layers": names, "num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
-    same(options, groups)
+    check_same(options, groups)
     with _as_before(layers) as reassigned:
         recorded, problem = _record(layers, names, forward)
-        agree(problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called")
-        same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
+        raise_on_all_ranks(
+            problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called"
+        )
+        check_same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
         steps = [_Step(call, allow_unused_input) for call in recorded]
         drawn = cpu_randomness()
-        with _ahead_in_graphs(), _stand_ins(layers) as parameters:
+        with _ahead_in_graphs(), _parameter_replacements(layers) as parameters:
             versions = [[t._version for t in step.call.tensors] for step in steps]
             replays = torch.cuda.make_graphed_callables(
                 tuple(steps),
@@ -119,11 +121,11 @@ def graph_layers(
         problems += reassigned()
         if drawn != cpu_randomness():
             problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
-        agree("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
-    turns, forwards = Turns(names), []
+        raise_on_all_ranks("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+    ownership, forwards = ActivationOwnership(names), []
     for index, (layer, step) in enumerate(zip(layers, steps, strict=True)):
         captured = Captured(step.call, replays[index], step.output_tree, step.differentiable)
-        forwards.append(GraphedForward(layer, names[index], index, turns, captured))
+        forwards.append(GraphedForward(layer, names[index], index, ownership, captured))
     for layer, graphed in zip(layers, forwards, strict=True):
         layer.forward = graphed
     return GraphedLayers(forwards)
@@ -133,15 +135,15 @@ def graph_layers(
 
 
 class _Recorded:
-    """A call that forward made of a layer: its arguments as the layer's own hooks leave them, and what it ran under."""
+    """A call of a layer in forward: its arguments after the layer's own hooks, and the conditions of the call."""
 
     def __init__(
         self, layer: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], outside: dict[str, Any]
     ) -> None:
         self.layer, self.name = layer, name
         self.call = Call(args, kwargs, f"an argument of {name}")
-        self.modes = _get_current_function_mode_stack()  # as the hooks of attention_choice enter, on any module above
-        problems = [other_conditions(conditions(), outside)]
+        self.modes = _get_current_function_mode_stack()  # as entered by hooks of attention_choice
+        problems = [changed_condition(conditions(), outside)]
         problems += [f"it gets a tensor on {x.device}" for x in self.call.tensors if not on_gpu(x)]
         if not torch.is_grad_enabled():
             problems.append("gradients are off")
@@ -151,7 +153,7 @@ class _Recorded:
 
 
 class _Step:
-    """A layer as a function of tensors alone: its arguments', then its parameters, which are those it has anyway."""
+    """A layer as a function of tensors only: those of its arguments, then its parameters, which it ignores."""
 
     def __init__(self, recorded: _Recorded, allow_unused: bool) -> None:
         self._forward, self._name, self._modes = recorded.layer.forward, recorded.name, recorded.modes
@@ -197,7 +199,7 @@ class _Step:
             )
 
     def written(self, before: Sequence[int]) -> str:
-        """Which argument the layer writes to, "" if none: a graph would write to its own copy."""
+        """The argument that the layer writes to, "" if none: a graph would write to its own copy of it."""
         for i, (x, version) in enumerate(zip(self.call.tensors, before, strict=True)):
             if x._version != version:
                 return f"{self._name} writes to tensor {i} of its arguments"
@@ -205,7 +207,7 @@ class _Step:
 
 
 class _Begin(torch.autograd.Function):
-    """Nothing in forward; in backward the first to run."""
+    """The identity in forward; in backward it runs first and marks where the graph begins."""
 
     @staticmethod
     def forward(ctx: Any, step: int, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -221,7 +223,7 @@ class _Begin(torch.autograd.Function):
 def _record(
     layers: Sequence[nn.Module], names: Sequence[str], forward: Callable[[], Any]
 ) -> tuple[list[_Recorded], str]:
-    """The calls of layers that forward makes, in order, and what is wrong with them."""
+    """The calls of layers in forward, in order, and the problems with them."""
     seen: list[_Recorded] = []
     outside = conditions()
     by_id = {id(layer): name for layer, name in zip(layers, names, strict=True)}
@@ -246,7 +248,7 @@ def _record(
 
 @contextmanager
 def _ahead_in_graphs() -> Iterator[None]:
-    """Weights are gathered inside the graphs: a kept one would stay what it was when it was captured."""
+    """Gathers weights inside the graphs: a replay would read the values that a kept weight had at the capture."""
     before = scheduler.keep, scheduler.ahead_in_graphs
     scheduler.clear()
     scheduler.keep, scheduler.ahead_in_graphs = 0, scheduler.ahead
@@ -258,9 +260,12 @@ def _ahead_in_graphs() -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """For each parameter to train another with the same memory: autograd ties a leaf to the stream of a graph that may
-    be alive, a loss of the step before, and that stream is not captured."""
+def _parameter_replacements(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Replaces each trained parameter by a new one with the same memory.
+
+    Autograd binds a leaf to the stream of an autograd graph that may still be alive (the loss of the previous step),
+    and that stream is not captured.
+    """
     found: dict[int, nn.Parameter] = {}
     modules = [module for layer in layers for module in layer.modules()]
     places = [(module, key, p) for module in modules for key, p in module._parameters.items()]
@@ -279,7 +284,7 @@ def _stand_ins(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]
 
 @contextmanager
 def _as_before(layers: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
-    """Random generators and buffers are afterwards what they were. Gives what says which buffers are now others."""
+    """Restores random generators and buffers at the end. Yields a function that names replaced buffers."""
     modules = [(key, module) for layer in layers for key, module in layer.named_modules()]
     places = [(module, key, f"{of}.{key}") for of, module in modules for key in module._buffers]
     buffers = [(*place, place[0]._buffers[place[1]]) for place in places]

@@ -59,8 +59,8 @@ def groups_of(layers: Sequence[Any]) -> list[Group]:
     return list(dict.fromkeys(group for group in groups if isinstance(group, Group) and group.size > 1))
 
 
-def agree(problem: str, groups: Sequence[Group], what: str) -> None:
-    """Raises on every rank of the groups where one has a problem."""
+def raise_on_all_ranks(problem: str, groups: Sequence[Group], what: str) -> None:
+    """Raises on every rank of the groups if one rank has a problem."""
     found = {f"rank {dist.get_rank()}": problem} if groups else {"": problem}
     for group in groups:
         everyone = gather_objects((dist.get_rank(), problem), group)
@@ -70,8 +70,8 @@ def agree(problem: str, groups: Sequence[Group], what: str) -> None:
         raise ValueError(f"{what}: " + "; ".join(f"{who}: {text}" if who else text for who, text in found.items()))
 
 
-def same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
-    """Raises on every rank of a group whose ranks differ in one of these."""
+def check_same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
+    """Raises on every rank of a group if its ranks differ in one of the facts."""
     for group in groups:
         numbers = ranks_of(group)
         for name, values in gather_differences({name: str(value) for name, value in facts.items()}, group).items():

@@ -1,5 +1,5 @@
-"""A layer whose forward and backward are CUDA graphs: in the place of its forward, and what a call must have in common
-with the captured one."""
+"""A layer whose forward and backward are CUDA graphs: the replacement of its forward, and the checks that a call equals
+the captured one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_rank() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What a capture takes in besides arguments and the layer."""
+    """The state, besides the arguments and the layer, that a capture depends on."""
     return {
         "TP-invariant mode": is_tp_invariant_mode_enabled(),
         "TP_INVARIANT_CHECK": is_call_check_enabled(),
@@ -38,7 +38,7 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def other_conditions(now: dict[str, Any], then: dict[str, Any]) -> str:
+def changed_condition(now: dict[str, Any], then: dict[str, Any]) -> str:
     return next((f"{name} is {now[name]}, and was {then[name]}" for name in then if now[name] != then[name]), "")
 
 
@@ -49,39 +49,42 @@ def cpu_randomness() -> tuple:
     return torch.get_rng_state().tolist(), random.getstate(), of_numpy
 
 
-class Turns:
-    """Whose activations are there. Graphs captured in a row share memory: as they come in the order of the capture, a
-    later one's forward, and an earlier one's backward, may write where the layers after it had theirs."""
+class ActivationOwnership:
+    """Which forward's activations each layer's graph memory holds.
+
+    Graphs that are captured in sequence share memory, in the order of the capture: the forward or backward of a layer
+    may overwrite the activations of this layer and of the layers after it.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._there: dict[int, int] = {}  # of a layer, the forward whose activations it holds
+        self._owners: dict[int, int] = {}  # of a layer, the forward whose activations it holds
         self._forwards = 0
 
     def forward(self, index: int, grad: bool) -> int:
-        self._lose(index)
+        self._invalidate_from(index)
         self._forwards += 1
         if grad:
-            self._there[index] = self._forwards
+            self._owners[index] = self._forwards
         return self._forwards
 
     def backward(self, index: int, number: int) -> None:
-        if self._there.get(index) != number:
+        if self._owners.get(index) != number:
             raise RuntimeError(
                 f"{self._names[index]}{on_rank()}: the activations of this backward are gone. It has run before, or "
                 "since its forward a graphed layer at or before it has run forward (checkpointing does that), or one "
                 "before it backward, and their CUDA graphs have place for one pass. Run backward after each forward, "
                 "layers in order, or call remove() of what graph_layers returned"
             )
-        self._lose(index)
+        self._invalidate_from(index)
 
-    def _lose(self, index: int) -> None:
-        for other in [i for i in self._there if i >= index]:
-            del self._there[other]
+    def _invalidate_from(self, index: int) -> None:
+        for other in [i for i in self._owners if i >= index]:
+            del self._owners[other]
 
 
 class _Enter(torch.autograd.Function):
-    """Passes tensors on; their gradients are copied, as the graph's next replay overwrites its own."""
+    """Returns its inputs; copies their gradients, because the graph's next replay overwrites them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -94,7 +97,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Copies of what the graph returns; backward makes sure that it may be replayed."""
+    """Copies the graph's results; in backward it checks that the graph may be replayed."""
 
     @staticmethod
     def forward(ctx: Any, layer: GraphedForward, number: int, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +123,7 @@ class Captured(NamedTuple):
 
 
 class GraphedForward:
-    """In the place of a layer's forward.
+    """Replaces a layer's forward by its CUDA graphs.
 
     Raises:
         ValueError: other arguments, conditions, modules or parameters than at the capture; says which.
@@ -129,9 +132,11 @@ class GraphedForward:
             got no gradient that got one in the capture.
     """
 
-    def __init__(self, layer: nn.Module, name: str, index: int, turns: Turns, captured: Captured) -> None:
+    def __init__(
+        self, layer: nn.Module, name: str, index: int, ownership: ActivationOwnership, captured: Captured
+    ) -> None:
         self._layer, self._forward, self._patched = layer, layer.forward, layer.__dict__.get("forward")
-        self._name, self._index, self._turns = name, index, turns
+        self._name, self._index, self._ownership = name, index, ownership
         self._captured: Captured | None = captured
         self.differentiable = captured.differentiable
         self._conditions = conditions()
@@ -142,14 +147,14 @@ class GraphedForward:
         ]
         self._all_parameters = list(layer.parameters())
         self._state = self._state_now()
-        # what the graph reads stays in memory, whatever the layer does with it
+        # references to what the graph reads, so that it stays in memory even if the layer drops it
         self._held = [
             x for _, m in self._modules for x in (*m._buffers.values(), *vars(m).values()) if isinstance(x, Tensor)
         ]
         self._trained = [p for p in layer.parameters() if p.requires_grad]
 
     def remove(self) -> None:
-        """Frees the graphs; the layer is what it was, also where something has wrapped this since."""
+        """Frees the graphs and restores the layer, even if its forward has been wrapped since the capture."""
         self._captured = None
         if self._layer.__dict__.get("forward") is self:
             if self._patched is None:
@@ -172,7 +177,7 @@ class GraphedForward:
     # --- what it was captured with
 
     def _state_now(self) -> list[tuple]:
-        """Of each module what a graph would not see change."""
+        """For each module, the state whose change a graph would not notice."""
         found = []
         for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
             own = vars(module)
@@ -187,7 +192,7 @@ class GraphedForward:
         return [p._version for p in self._all_parameters]
 
     def _difference(self, captured: Captured, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
-        if problem := other_conditions(conditions(), self._conditions):
+        if problem := changed_condition(conditions(), self._conditions):
             return problem
         if (state := self._state_now()) != self._state:
             changed = [mine != now for mine, now in zip(self._state, state, strict=True)].index(True)
@@ -198,7 +203,7 @@ class GraphedForward:
         return captured.call.difference(tensors, tree, grad)
 
     def check_backward(self, number: int, versions: list[int], grads: Sequence[Tensor | None]) -> None:
-        self._turns.backward(self._index, number)
+        self._ownership.backward(self._index, number)
         if versions != self.versions():
             raise RuntimeError(
                 f"{self._name}{on_rank()}: a parameter was modified by an inplace operation between forward and "
@@ -224,7 +229,7 @@ class GraphedForward:
                 f"{self._name}{on_rank()} is a CUDA graph of another call: {problem}. Call it as it was captured, or "
                 "remove() what graph_layers returned and capture anew"
             )
-        number = self._turns.forward(self._index, grad)
+        number = self._ownership.forward(self._index, grad)
         if not grad:
             return fill(captured.output_tree, [out.clone() for out in captured.replay(*tensors, *self._trained)])
         wanted = [i for i, x in enumerate(tensors) if x.requires_grad]

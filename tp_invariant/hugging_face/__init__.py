@@ -1,4 +1,4 @@
-"""What models of transformers alone need: attention under their name for it, their masks, their loss."""
+"""Support for models of transformers: a registered attention function, attention masks, and the causal-LM loss."""
 
 from .models import register_attention
 

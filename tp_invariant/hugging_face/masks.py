@@ -1,10 +1,10 @@
-"""What a query of a Hugging Face model may see, said in attention.py's words instead of as a matrix of booleans.
+"""The keys that a query of a Hugging Face model sees, as arguments of attention.py instead of a boolean matrix.
 
-transformers builds a model's masks once per forward, through a function registered beside the attention function. It
-describes a mask by a function of two positions, put together from its own parts, and by which tokens are padding.
-`VisibleKeys` takes both apart: causal, sliding window, packed sequences, padding, a cache's empty end. So padded tokens
-are left out instead of masked, and a sequence's bits are those that it has alone, unpadded. What it does not know in
-full stays the matrix that sdpa gets, for functional/attention_choice.py's ways with a mask.
+transformers builds a model's masks once per forward, by a function that is registered together with the attention
+function. It describes a mask by a function of two positions, composed of its own parts, and by the padding tokens.
+`VisibleKeys` is derived from both: causal, sliding window, packed sequences, padding, a cache's empty end. So padded
+tokens are left out instead of masked, and a sequence has the bits that it has alone and unpadded. A mask that is not
+fully recognised remains the matrix that sdpa gets, for functional/attention_choice.py's implementations with a mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ..functional.attention import attention
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of a [B * S] batch that are left, one sequence after another; None: all. cu and longest as attention's."""
+    """The rows of a [B * S] batch that are not padding, one sequence after another; None: all rows.
+
+    cu_q, cu_k, longest_q and longest_k are attention's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
+    """
 
     q_rows: Tensor | None
     k_rows: Tensor | None
@@ -34,7 +37,7 @@ class Packing:
     longest_k: int
 
     def to(self, device: torch.device) -> Packing:
-        """There: layers may lie on several devices, and the masks are made once, on the first."""
+        """The same on `device`: layers may be on several devices, and the masks are built once, on the first."""
         if self.cu_q.device == device:
             return self
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -43,9 +46,9 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """The first `keys` keys hold something, the last query stands at the last of them; see attention for the rest.
+    """The first `keys` keys are valid, and the last query is at the last of them; see attention for the other fields.
 
-    No tensor: a model that computes with its mask gets an error that says so.
+    This is not a tensor: a model that computes with its mask gets an error that says so.
     """
 
     causal: bool
@@ -93,14 +96,14 @@ for _name in ["getitem", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"]:
 
 
 def _made_by(maker: Callable | None, function: Any) -> dict[str, Any] | None:
-    """What `function` closes over, if it is one that `maker` defines inside itself."""
+    """The variables in the closure of `function`, if `maker` defines it; else None."""
     if maker is None or getattr(function, "__code__", None) not in maker.__code__.co_consts:
         return None
     return dict(inspect.getclosurevars(function).nonlocals)
 
 
 def _terms(function: Any) -> Iterator[tuple[str, Any]]:
-    """The conditions that a mask function asks for together; "unknown" for one that is not among these."""
+    """The conditions whose conjunction is a mask function; "unknown" for a condition that is not recognised."""
     from transformers import masking_utils as theirs
 
     if function is theirs.causal_mask_function:
@@ -154,7 +157,7 @@ def visible_keys(
     if packed is not None:
         if attention_mask is not None or not q_length == keys == packed.shape[1]:
             return None
-        packing = _of_sequences(packed)
+        packing = _packing_of_sequences(packed)
         return None if packing is None else VisibleKeys(causal, window, keys, packing)
     if attention_mask is None:
         return VisibleKeys(causal, window, keys, None)
@@ -166,15 +169,15 @@ def visible_keys(
     whole, scattered = torch.stack([padding.all(), (starts.sum(1) > 1).any()]).tolist()
     if scattered and window:  # a window counts places, which leaving tokens out changes
         return None
-    return VisibleKeys(causal, window, keys, None if whole else _of_padding(padding, q_length, causal))
+    return VisibleKeys(causal, window, keys, None if whole else _packing_of_padding(padding, q_length, causal))
 
 
 def _starts(sizes: Tensor) -> Tensor:
     return F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _of_padding(padding: Tensor, q_length: int, causal: bool) -> Packing:
-    """padding [B, keys]: True for a token. Queries that are no tokens are left out where queries are the last keys."""
+def _packing_of_padding(padding: Tensor, q_length: int, causal: bool) -> Packing:
+    """padding [B, keys]: True for a token. If the queries are the last keys, queries at padding are left out too."""
     batch, keys = padding.shape
     k_rows, cu_k = padding.flatten().nonzero().squeeze(1), _starts(padding.sum(1))
     if not causal:
@@ -185,12 +188,12 @@ def _of_padding(padding: Tensor, q_length: int, causal: bool) -> Packing:
 
 
 def _first(packed: Tensor) -> Tensor:
-    """Whether a token's number is another than that of the one before it in its row."""
+    """Whether a token's sequence number differs from that of the previous token in its row."""
     return F.pad(packed[:, 1:] != packed[:, :-1], (1, 0), value=True)
 
 
-def _of_sequences(packed: Tensor) -> Packing | None:
-    """packed [B, S]: which sequence of its row a token belongs to; None where one does not stand together."""
+def _packing_of_sequences(packed: Tensor) -> Packing | None:
+    """packed [B, S]: the sequence of its row that a token belongs to. None if a sequence is not contiguous."""
     first = _first(packed)
     if not torch.equal(first.sum(1), _first(packed.sort(1).values).sum(1)):
         return None
@@ -208,7 +211,7 @@ def _pack(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any) -> Tensor:
-    """attention over what is visible: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 where padded."""
+    """attention over the visible keys: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 at padding."""
     k, v = k[:, :, : visible.keys], v[:, :, : visible.keys]
     if visible.packing is None:
         return attention(q, k, v, causal=visible.causal, window=visible.window, **options)

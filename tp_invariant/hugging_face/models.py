@@ -1,8 +1,8 @@
-"""What parallelize sets in a Hugging Face model besides its modules: its attention function, and its loss.
+"""What parallelize replaces in a Hugging Face model besides its modules: its attention function and its loss.
 
-Both are looked up by name at every call, so that the mode decides then: on, this library's; off, what was there before.
-`register_attention` makes the attention known to transformers under a name of its own, for models that nothing else of
-this library is in; under that name it runs whatever the mode is.
+Both are looked up at every call, so that the mode decides: with the mode on this library's run, with the mode off the
+previous ones. `register_attention` also registers the attention with transformers under its own name, for models that
+use nothing else of this library; under that name it runs with the mode on and off.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ SAFE_IMPLEMENTATIONS = (*_REPLACED, NAME)
 _PREFIX = NAME + "_"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _SHARED = ("torch", "transformers", NAME)  # packages whose other modules are no one model's
-# What else models hand down to an attention function and no attention needs: masks have said it, or it is for others.
-_HANDED_DOWN = {
+# Other arguments that models pass to an attention function and that it does not need: the mask contains the same
+# information, or they are for other functions.
+_IGNORED_ARGUMENTS = {
     *_PACKED, "sliding_window", "position_ids", "cache_position", "use_cache", "seq_idx", "token_type_ids",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "deterministic",
 }  # fmt: skip
 
 
 def config_values(config: Any, name: str) -> frozenset[int]:
-    """The integers that a config, or the configs of its layers, have under `name`; none where it has no such field.
+    """The integer values of `name` in a config, or in the configs of its layers; empty if there is no such field.
 
-    A field that differs from layer to layer raises an error of transformers' own when it is read from the whole.
+    If a field differs between layers, transformers raises an error when it is read from the model's config.
     """
     try:
         values = [getattr(config, name, None)]
@@ -50,7 +51,7 @@ def config_values(config: Any, name: str) -> frozenset[int]:
 
 
 def problem_with(config: Any, model: nn.Module) -> str | None:
-    """What is wrong with the attention that a config of a Hugging Face model asks for, None if nothing is."""
+    """The problem with the attention that a Hugging Face model's config selects, None if there is none."""
     asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
     if asked not in SAFE_IMPLEMENTATIONS:
         return (
@@ -161,7 +162,7 @@ def register_attention() -> None:
 
 
 def install(model: Any, degree: int = 1) -> None:
-    """Has `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
+    """Makes `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
 
     Args:
         degree: over how many ranks its heads are sharded.
@@ -192,7 +193,7 @@ def install(model: Any, degree: int = 1) -> None:
 
 
 def _keep_safe(module: Any, args: Any) -> None:
-    """Keeps ours in the place of an attention that was chosen since: "sdpa" and "eager" mean ours again."""
+    """Restores our attention if another one was selected since: "sdpa" and "eager" select ours again."""
     config = module.config
     asked = config._attn_implementation
     if asked is not None and asked.startswith(NAME):
@@ -205,7 +206,7 @@ def _keep_safe(module: Any, args: Any) -> None:
 
 
 def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """An error where transformers would return no weights, (), or this rank's heads for all.
+    """Raises if transformers would return no attention weights, (), or those of this rank's heads only.
 
     Raises:
         ValueError: output_attentions, unless the mode is off, one rank has all heads, and the attention is "eager".
@@ -228,7 +229,7 @@ def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, An
 
 
 class _Mask:
-    """A function of transformers' mask interface: VisibleKeys where they say it all, else what `original` makes."""
+    """A function of transformers' mask interface: VisibleKeys if the mask is recognised, else original's mask."""
 
     def __init__(self, original: Callable, only_in_mode: bool) -> None:
         self.original, self.only_in_mode = original, only_in_mode
@@ -275,7 +276,7 @@ class _HuggingFace:
         check_no_dropout(dropout, "attention dropout")
         others.setdefault("output_attentions", getattr(getattr(module, "config", None), "output_attentions", None))
         for name, passed in others.items():
-            if passed is None or passed is False or name in _HANDED_DOWN:
+            if passed is None or passed is False or name in _IGNORED_ARGUMENTS:
                 continue
             if name == "output_attentions":
                 raise ValueError(
@@ -333,7 +334,7 @@ def _without_mask(
 
 
 def _with_packing(visible: VisibleKeys, given: dict[str, Any]) -> VisibleKeys:
-    """With the packed sequences that the caller names, if any."""
+    """`visible` with the packed sequences that the caller passes, if any."""
     cu_q, cu_k, longest_q, longest_k = (given.get(name) for name in _PACKED)
     if cu_q is None and cu_k is None:
         return visible

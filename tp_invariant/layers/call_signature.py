@@ -1,4 +1,4 @@
-"""What tells one call of a layer from another: for the layer's own memory of its calls, and for ranks to compare."""
+"""The signature of a layer's call: the key under which a layer stores checked calls, and what ranks compare."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 
 
 class CallSignature(NamedTuple):
-    """All that a layer's checks depend on, except its group and its gemm_fn. The layer keeps their result under it.
+    """Everything that a layer's checks depend on, except its group and its gemm_fn: the key of the checks' result.
 
-    layer      what the layer's name is made of, and what else decides how its input is checked
-    options    pairs of an option's name in error messages and its value
+    layer      the attributes in the layer's name, and the others that decide how its input is checked
+    options    pairs (the option's name in error messages, its value)
     """
 
     invariant: bool
@@ -39,8 +39,11 @@ def signature_of(
     )  # fmt: skip
 
 
-def facts_of(call: CallSignature, name: str) -> dict[str, Any]:
-    """What every rank must have alike: it decides which collectives run, and on what. name: the layer's."""
+def facts_to_compare(call: CallSignature, name: str) -> dict[str, Any]:
+    """What must be equal on every rank, because it decides which collectives run and on which data.
+
+    name: the layer's.
+    """
     return {
         "the TP-invariant mode": call.invariant,
         "the layer": name,
@@ -52,11 +55,11 @@ def facts_of(call: CallSignature, name: str) -> dict[str, Any]:
     }
 
 
-def mode_of_known_calls() -> bool | None:
-    """Whether the mode is on; None where every call is checked anew."""
+def mode_if_cacheable() -> bool | None:
+    """Whether the mode is on; None where every call must be checked again, so that results must not be stored."""
     if torch.compiler.is_compiling():
         return None
     try:
         return None if is_call_check_enabled() else is_tp_invariant_mode_enabled()
-    except ValueError:  # of a variable: who reads it next raises it again
+    except ValueError:  # an invalid environment variable: the checks read it again and raise this error
         return None

@@ -1,9 +1,9 @@
 """Gradient clipping whose norm does not depend on the tensor-parallel degree.
 
-A sum of squares over a sharded gradient is a sum that the degree splits. It is taken by leaves instead, which
-grad_leaves.py has: what is here finds out which gradients those are and over which ranks each is sharded, from what the
-parameters carry; has the ranks compare that (consistency/same_gradients.py); and scales. A DTensor brings its own
-groups, those of its mesh, and says by its placements where its leaves are.
+The sum of squares of a sharded gradient would be split differently at each degree, so grad_partial_sums.py splits it
+into partial sums whose boundaries do not depend on the degree. This file determines from the parameters' attributes
+over which ranks each gradient is sharded, lets the ranks compare that (consistency/same_gradients.py), and scales the
+gradients. For a DTensor the groups are those of its mesh, and its placements say how it is sharded.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
-from ..consistency.same_gradients import Question, circles, compare
+from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
-from .grad_leaves import ALONE, folded_norm, leaf_dim, local_part, mesh_shards, scale
+from .grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, norm_of_partial_sums, partition_dim_of, scale
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_OWN_ERROR = "an error before the call"  # consistency/agreement.py shows it alone
+_LOCAL_ERROR = "an error before the call"  # if ranks differ in it, consistency/agreement.py shows no other difference
 
-_USUALLY = (
-    "It is taken as whole, so every rank must have the same. Usually that is a plain norm (nn.LayerNorm, a model's "
-    "own) on tokens that are sharded, where each rank sums over its own (take ParallelNorm or LayerNormLinear with "
-    "sequence_parallel=True); other inputs on each rank; dropout on whole activations with another mask on each "
-    "rank; a parameter that each rank uses for its own heads or features alone; or a sharded parameter that has lost "
-    "its attributes (tp_invariant.parameters.mark_sharded sets them)"
+_USUAL_CAUSES = (
+    "The parameter counts as replicated, so its gradient must be the same on every rank. Usual causes: a plain norm "
+    "(nn.LayerNorm, a model's own) on sharded tokens, where each rank sums over its own tokens (use ParallelNorm or "
+    "LayerNormLinear with sequence_parallel=True); different inputs on each rank; dropout on whole activations with a "
+    "different mask on each rank; a parameter that each rank uses for its own heads or features only; or a sharded "
+    "parameter that has lost its attributes (tp_invariant.parameters.mark_sharded sets them)"
 )
-_ACROSS = (
+_ACROSS_GROUPS_CAUSES = (
     "Layers that are sharded over smaller groups must hold the same values and get the same inputs in each of these "
     "groups, and their gradients must be summed over data parallel ranks before they are clipped"
 )
@@ -56,30 +56,32 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm over the whole model is at most max_norm, as torch's does.
 
-    What a parameter carries says how it counts: with tensor_model_parallel=True (and partition_dim, partition_stride)
-    it is sharded over its `tp_group`, as this library's layers set it, and every element of the full parameter counts
-    once; otherwise it is whole and counts once. So a model may mix layers of different groups, whole ones among them. A
-    tensor that is passed twice counts once (torch counts it twice). Every rank must pass the same parameters in the
-    same order.
+    A parameter's attributes determine how it counts. With tensor_model_parallel=True (and partition_dim,
+    partition_stride), as this library's layers set them, it is sharded over its `tp_group`, and every element of the
+    full parameter counts once. Without, it is replicated and counts once. So a model may mix layers of different
+    groups and replicated layers. A tensor that is passed twice counts once (torch counts it twice). Every rank must
+    pass the same parameters in the same order.
 
-    Whole gradients must be the same on every rank. Ranks compare digests of them, in every call on CPUs; on GPUs in
-    the first call of gradients of these shapes, and later without waiting, so that a difference is an error in the call
-    after; with TP_INVARIANT_CHECK=1 always at once; never inside a CUDA graph. What they compare over are the groups
-    that parameters carry and tp_group: a model of whole parameters alone is compared only if tp_group is given.
+    Gradients of replicated parameters must be the same on every rank. The ranks compare digests of them: on CPUs in
+    every call; on GPUs in the first call with gradients of these shapes, and afterwards without waiting, so that a
+    difference is reported by the next call; with TP_INVARIANT_CHECK=1 always in the same call; inside a CUDA graph
+    never. They compare over tp_group and over the groups in the parameters' attributes: a model without sharded
+    parameters is compared only if tp_group is given.
 
-    DTensors, alone or among plain tensors, count each element of the full tensor once. Their leaves run along the dim
-    of the last Shard among their placements, along dim 0 if all are Replicate, whatever the sizes of the mesh: so a
-    full tensor has the same bits on [Shard(1)], on [Replicate(), Shard(1)], on FSDP2 x TP's [Shard(0), Shard(1)], on
-    meshes of any size, and as a plain parameter of partition_dim 1. One Shard moves leaves only; where several cut a
-    tensor, its gradient is gathered whole, one parameter at a time. A DTensor on a mesh without other ranks of its
-    tensor-parallel group (fully_shard over data parallel ranks, of a layer that is sharded over tp_group) must have the
-    attributes, which fully_shard drops: its full tensor is this rank's part then.
+    A DTensor, alone or among plain tensors, counts each element of its full tensor once. Its partial sums run along the
+    dim of the last Shard among its placements, or along dim 0 if all are Replicate, independent of the mesh's sizes: so
+    a full tensor has the same bits on [Shard(1)], on [Replicate(), Shard(1)], on FSDP2 x TP's [Shard(0), Shard(1)], on
+    meshes of any size, and as a plain parameter with partition_dim 1. With one Shard only partial sums are gathered;
+    with several, the whole gradient is gathered, one parameter at a time. If the mesh of a DTensor has no other rank of
+    the parameter's tensor-parallel group (fully_shard over data-parallel ranks of a layer that is sharded over
+    tp_group), its full tensor is this rank's shard; then the parameter must have the attributes, which fully_shard
+    drops.
 
     Args:
         parameters: tensors with .grad; those without one are left out.
-        max_norm: the largest norm left alone.
-        tp_group: a ProcessGroup or 1-D DeviceMesh, needed for parameters alone that are sharded and carry no group, as
-            Megatron-LM's own layers mark them. For others it is checked: sharded parameters must be so over its ranks.
+        max_norm: gradients with a norm of at most this are not scaled.
+        tp_group: a ProcessGroup or 1-D DeviceMesh. Needed only for sharded parameters without a `tp_group` attribute,
+            as those of Megatron-LM's own layers. Other sharded parameters must be sharded over the ranks of tp_group.
         norm_type: 2.0 or inf.
         error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite.
 
@@ -87,17 +89,17 @@ def clip_grad_norm_(
         The norm before clipping, a 0-dim fp32 tensor, the same on every rank.
 
     Raises:
-        ValueError: another norm_type; a parameter that is sharded over other ranks than tp_group's, or over nobody
-            knows which; a DTensor that is Partial, not on this rank, or placed so that its part in the group is not
-            clear; with the mode on, an L2 norm of gradients on several devices.
-        TypeError: a gradient that is sparse or not floating point; a parameter whose tp_group is no group.
-        RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree, also in a whole gradient;
-            a gradient that a layer has added into main_grad; a CUDA graph's capture without such a call of the same
-            gradients before it, which makes the kernels' tables.
+        ValueError: another norm_type; a parameter that is sharded over other ranks than those of tp_group, or over
+            unknown ranks; a DTensor that is Partial, that is not on this rank, or whose placements do not determine
+            how it is sharded over the group; with the mode on, an L2 norm of gradients on several devices.
+        TypeError: a gradient that is sparse or not floating point; a parameter whose tp_group is not a group.
+        RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree, also in the gradient of
+            a replicated parameter; a gradient that a layer has added to main_grad; during a CUDA graph capture, no
+            earlier call with the same gradients, which builds the kernels' tables.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
-    call = _Call(parameters, None if tp_group is None else resolve_group(tp_group))
+    call = _ClipCall(parameters, None if tp_group is None else resolve_group(tp_group))
     call.agree(
         "clip_grad_norm_", {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     )
@@ -109,10 +111,10 @@ def clip_grad_norm_(
         total = _largest(with_grad, over)
     elif is_tp_invariant_mode_enabled():
         _check_devices(call.with_grad, call.rank)
-        total = folded_norm(with_grad, over)
+        total = norm_of_partial_sums(with_grad, over)
     else:
         total = stock.grad_norm(with_grad, over)
-    total = total.masked_fill(total.isnan(), math.nan)  # one NaN, whichever rank's and sum's it was
+    total = total.masked_fill(total.isnan(), math.nan)  # one NaN bit pattern, from whichever sum it came
     call.agree_on(total)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
@@ -128,8 +130,8 @@ def clip_grad_norm_(
 # --- how each parameter is held -------------------------------------------------------------------------------------
 
 
-class _Held(NamedTuple):
-    """A parameter, its place among those given, and the group over which its attributes say that it is sharded."""
+class _ClippedParameter(NamedTuple):
+    """A parameter, its index in the call, and the group over which it is sharded according to its attributes."""
 
     parameter: Tensor
     number: int
@@ -139,8 +141,8 @@ class _Held(NamedTuple):
         return f"the gradient of parameter {self.number} with shape {tuple(self.parameter.shape)} on rank {rank}"
 
 
-class _Call:
-    """What a call is given, as this rank has it. What is wrong with it waits in `error` until all ranks know.
+class _ClipCall:
+    """The parameters of one call on this rank. An error is stored in `error` and raised once all ranks know of it.
 
     leave_out: whether a parameter that clip_grad_norm_ refuses is left out instead.
     """
@@ -149,7 +151,7 @@ class _Call:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
-        self.held: list[_Held] = []
+        self.held: list[_ClippedParameter] = []
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
         seen: set[int] = set()
@@ -157,20 +159,20 @@ class _Call:
             if id(p) in seen:
                 continue
             seen.add(id(p))
-            over = ALONE
+            over = SINGLE_RANK
             try:
                 if (carried := carried_group(p)) is not None:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
                 if leave_out:
-                    _check_grad(_Held(p, index, over), given, ALONE.rank)
+                    _check_grad(_ClippedParameter(p, index, over), given, SINGLE_RANK.rank)
             except (TypeError, ValueError, RuntimeError) as error:
                 if leave_out:
                     continue
                 self.error = self.error or error
-            self.held.append(_Held(p, index, over))
-        self.circles = circles(groups)
-        self.rank = (given or next(iter(self.circles), ALONE)).rank
+            self.held.append(_ClippedParameter(p, index, over))
+        self.maximal_groups = maximal_groups(groups)
+        self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
         self.with_grad = [h for h in self.held if h.parameter.grad is not None and h.parameter.grad.numel()]
         try:
             for held in self.held:
@@ -178,55 +180,67 @@ class _Call:
         except (TypeError, ValueError, RuntimeError) as error:
             self.error = self.error or error
 
-    def agree(self, who: str, options: Mapping[str, Any]) -> None:
-        """Has the ranks compare the call and the gradients that they hold whole, then raises `error`."""
-        if self.circles and self.held:
-            compare([self._question(circle, who, options) for circle in self.circles], self.device, who)
+    def agree(self, caller: str, options: Mapping[str, Any]) -> None:
+        """Compares the call and the gradients of replicated parameters across ranks, then raises `error`, if any."""
+        if self.maximal_groups and self.held:
+            compare(
+                [self._question(compared_group, caller, options) for compared_group in self.maximal_groups],
+                self.device,
+                caller,
+            )
         if self.error is not None:
             raise self.error
 
-    def _question(self, circle: Group, who: str, options: Mapping[str, Any]) -> Question:
+    def _question(self, compared_group: Group, caller: str, options: Mapping[str, Any]) -> Question:
         if self.error is not None:
             text = f"{type(self.error).__name__}: {self.error}".replace(f" on rank {self.rank}", " here")
-            # alike on all ranks that have one: each raises its own then
-            return Question(circle, (_OWN_ERROR,), lambda: {_OWN_ERROR: text}, (), (), "")
+            # equal on all ranks that have an error: then each rank raises its own
+            return Question(compared_group, (_LOCAL_ERROR,), lambda: {_LOCAL_ERROR: text}, (), (), "")
         with_grad = {held.number for held in self.with_grad}
-        gradients = [(held.number, _facts(held, circle) if held.number in with_grad else None) for held in self.held]
+        gradients = [
+            (held.number, _facts(held, compared_group) if held.number in with_grad else None) for held in self.held
+        ]
         mode = is_tp_invariant_mode_enabled()
 
-        def told() -> dict[str, Any]:
+        def named_facts() -> dict[str, Any]:
             each = {
                 f"the gradient of parameter {index}": facts and tuple(map(_plain, facts)) for index, facts in gradients
             }
             return {
                 "the TP-invariant mode": mode,
-                **{f"{name} of {who}": value for name, value in options.items()},
+                **{f"{name} of {caller}": value for name, value in options.items()},
                 **each,
             }
 
-        whole = [held for held in self.with_grad if _is_whole_over(held, circle)]
+        whole = [held for held in self.with_grad if _is_whole_over(held, compared_group)]
         grads = [local_part(held.parameter.grad) for held in whole if held.parameter.grad is not None]
         names = [f"the gradient of parameter {h.number} with shape {tuple(h.parameter.shape)}" for h in whole]
         facts = mode, tuple(options.values()), tuple(gradients)
-        return Question(circle, facts, told, grads, names, _USUALLY)
+        return Question(compared_group, facts, named_facts, grads, names, _USUAL_CAUSES)
 
     def agree_on(self, total: Tensor) -> None:
-        """Where layers are sharded over smaller groups than the one that compares, these may have come to different
-        norms."""
-        if all(held.over.size == 1 or held.over in self.circles for held in self.with_grad) and len(self.circles) < 2:
+        """Compares the norm across ranks if layers are sharded over smaller groups than the one that compares: such
+        groups may have computed different norms."""
+        if (
+            all(held.over.size == 1 or held.over in self.maximal_groups for held in self.with_grad)
+            and len(self.maximal_groups) < 2
+        ):
             return
-        who, name = "clip_grad_norm_", "the norm of all gradients"
-        asked = [Question(circle, (name,), lambda: {}, [total], [name], _ACROSS) for circle in self.circles]
-        compare(asked, total.device, f"{who}, once each rank has its norm")
+        caller, name = "clip_grad_norm_", "the norm of all gradients"
+        asked = [
+            Question(compared_group, (name,), lambda: {}, [total], [name], _ACROSS_GROUPS_CAUSES)
+            for compared_group in self.maximal_groups
+        ]
+        compare(asked, total.device, f"{caller}, once each rank has its norm")
 
 
 def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | None) -> Group:
-    """The group over whose ranks p's attributes say that it is sharded; ALONE if over none."""
+    """The group over which p is sharded according to its attributes; SINGLE_RANK if it is not sharded."""
     if not is_sharded(p):
-        return ALONE
+        return SINGLE_RANK
     where = f"parameter {index} with shape {tuple(p.shape)}"
-    if leaf_dim(p) is None:
-        rank = (carried or given or ALONE).rank
+    if partition_dim_of(p) is None:
+        rank = (carried or given or SINGLE_RANK).rank
         raise ValueError(
             f"{where} on rank {rank} has tensor_model_parallel=True and "
             f"partition_dim={getattr(p, 'partition_dim', None)}: it must be from 0 to {p.dim() - 1}"
@@ -235,10 +249,10 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
         if given is not None:
             return given
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return ALONE
+            return SINGLE_RANK
         raise ValueError(
             f"{where} has tensor_model_parallel=True and carries no tp_group, so over which ranks it is sharded cannot "
-            "be known: pass tp_group=.., or have the parameter say it with "
+            "be known: pass tp_group=.., or set the attribute with "
             "tp_invariant.parameters.mark_sharded(parameter, partition_dim, partition_stride, tp_group)"
         )
     if given is not None and ranks_of(given) != ranks_of(carried):
@@ -249,23 +263,23 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
     return carried
 
 
-def _is_whole_over(held: _Held, circle: Group) -> bool:
-    """Whether all ranks of the circle have the same part of the gradient, as parameters and placements say."""
+def _is_whole_over(held: _ClippedParameter, compared_group: Group) -> bool:
+    """Whether all ranks of the group hold the same part of the gradient, according to attributes and placements."""
     if held.over.size > 1:
         return False
     grad = held.parameter.grad
     if not is_dtensor(grad):
         return True
-    ranks = set(ranks_of(circle))
+    ranks = set(ranks_of(compared_group))
     return all(len(ranks.intersection(ranks_of(group))) < 2 for group, _ in mesh_shards(grad))
 
 
 # --- what is checked ------------------------------------------------------------------------------------------------
 
 
-def _facts(held: _Held, circle: Group) -> tuple:
-    """What decides which errors follow and what is gathered: so ranks that differ in it get one now, and none waits
-    for another."""
+def _facts(held: _ClippedParameter, compared_group: Group) -> tuple:
+    """What decides which errors are raised later and what is gathered. If ranks differ in it, every rank raises an
+    error now, so that no rank waits for another."""
     p, over = held.parameter, held.over
     grad = p.grad
     assert grad is not None
@@ -273,8 +287,10 @@ def _facts(held: _Held, circle: Group) -> tuple:
     if is_dtensor(grad):
         facts = *facts, str(grad.placements)
     if over.size > 1:
-        ranks = "these ranks" if over is circle or over == circle else f"{over.size} ranks of another group"
-        facts = *facts, f"sharded along dim {leaf_dim(p)}, stride {stride_of(p)}, over {ranks}"
+        ranks = (
+            "these ranks" if over is compared_group or over == compared_group else f"{over.size} ranks of another group"
+        )
+        facts = *facts, f"sharded along dim {partition_dim_of(p)}, stride {stride_of(p)}, over {ranks}"
     return facts
 
 
@@ -282,7 +298,7 @@ def _plain(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact if isinstance(fact, str) else str(fact)
 
 
-def _check_grad(held: _Held, given: Group | None, rank: int) -> None:
+def _check_grad(held: _ClippedParameter, given: Group | None, rank: int) -> None:
     grad = held.parameter.grad
     if grad is None:
         refuse_fused([held.parameter], "clip_grad_norm_", held.number)
@@ -295,7 +311,7 @@ def _check_grad(held: _Held, given: Group | None, rank: int) -> None:
         _check_dtensor(held, grad, given, rank)
 
 
-def _check_devices(with_grad: list[_Held], rank: int) -> None:
+def _check_devices(with_grad: list[_ClippedParameter], rank: int) -> None:
     first = with_grad[0].parameter.grad
     for held in with_grad:
         grad = held.parameter.grad
@@ -307,7 +323,7 @@ def _check_devices(with_grad: list[_Held], rank: int) -> None:
             )
 
 
-def _check_dtensor(held: _Held, grad: DTensor, given: Group | None, rank: int) -> None:
+def _check_dtensor(held: _ClippedParameter, grad: DTensor, given: Group | None, rank: int) -> None:
     p, mesh = held.parameter, grad.device_mesh
     check_placements(grad)
     me = dist.get_rank()
@@ -315,13 +331,14 @@ def _check_dtensor(held: _Held, grad: DTensor, given: Group | None, rank: int) -
     own = held.over if held.over.size > 1 else given
     tp_ranks = set(ranks_of(own)) if own is not None else {me}
     if own is None and not hasattr(p, "tensor_model_parallel"):
-        # nobody says what the parameter is a part of; its layer may be sharded over any group that this process uses
+        # unknown whether the parameter is a shard: its layer may be sharded over any group that this process uses
         tp_ranks.update(*(ranks_of(group) for group in groups_in_use(besides=on_mesh)))
     common = tp_ranks & on_mesh
     if any(placement.is_partial() for placement in grad.placements):
         wrong = (
-            ": a Partial is a sum still to be taken, and taking it here would add on the wire. Redistribute the "
-            "gradient to Shard or Replicate first; its bits are the same at every degree only if that sum's are"
+            ": a Partial is a sum that is not yet reduced, and reducing it here would add in a collective. "
+            "Redistribute the gradient to Shard or Replicate first; its bits are the same at every degree only if "
+            "those of the sum are"
         )
     elif mesh.get_coordinate() is None:
         wrong = f", which global rank {me} is not in: leave the parameter out there"
@@ -355,20 +372,20 @@ def _largest(params: list[Tensor], over: list[Group]) -> Tensor:
     return largest
 
 
-# --- with TP_INVARIANT_CHECK=1, also where nobody clips ---------------------------------------------------------------
+# --- with TP_INVARIANT_CHECK=1, also without clipping ----------------------------------------------------------------
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of any optimizer: compares the whole gradients that it is about to use, as clip_grad_norm_ does.
+    """Before a step of any optimizer, compares the gradients of its replicated parameters as clip_grad_norm_ does.
 
-    What that refuses (sparse or complex gradients, DTensors that do not say enough, parameters that are sharded over
-    nobody has said which ranks) an optimizer may well step: these are left out.
+    An optimizer may step parameters that clip_grad_norm_ refuses (sparse or complex gradients, DTensors whose
+    placements are not enough, parameters that are sharded over unknown ranks): these are left out.
     """
     if torch.compiler.is_compiling() or not is_call_check_enabled():
         return
     everything = [p for group in optimizer.param_groups for p in group["params"]]
-    call = _Call(everything, None, leave_out=True)
-    if call.circles:
+    call = _ClipCall(everything, None, leave_out=True)
+    if call.maximal_groups:
         call.agree(f"{type(optimizer).__name__}.step", {})
 
 

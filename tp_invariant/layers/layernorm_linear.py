@@ -20,9 +20,9 @@ from .parameters import ShardSpec
 class LayerNormLinear(Linear):
     """y = norm(x) Wᵀ + b with LayerNorm or RMSNorm; with the mode on, the same bits at every degree.
 
-    The norm acts on this rank's tokens; `layer_norm_weight` [in_features] and `layer_norm_bias` [in_features] (not for
-    RMSNorm) are whole on every rank and so are their gradients when backward returns. Shapes and the other options are
-    Linear's.
+    The norm acts on this rank's tokens. `layer_norm_weight` [in_features] and `layer_norm_bias` [in_features] (not for
+    RMSNorm) are replicated on every rank, and their gradients are complete when backward returns. Shapes and the other
+    options are Linear's.
 
     Args:
         eps: added to the variance (RMSNorm: to the mean of squares).
@@ -30,7 +30,7 @@ class LayerNormLinear(Linear):
         zero_centered_gamma: layer_norm_weight is stored minus one.
         return_layernorm_output: also return the norm's output, last in the tuple.
         return_layernorm_output_gathered: return it for all tokens (under sequence parallelism; else no difference).
-            Its gradient counts as complete on every rank, as everywhere in this library.
+            Its gradient is taken to be complete on every rank, as everywhere in this library.
 
     Raises:
         ValueError: parallel_mode="row" (the norm needs whole rows) or an unknown normalization; else as Linear.

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.call_records import doing
+from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import Agreed, check_agreement, check_gradient, refuse
-from ..core.compiled import constant, name_of
+from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
@@ -28,7 +28,7 @@ from ..gemm.cost_model import costs_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.scheduler import scheduler
-from .call_signature import CallSignature, facts_of, mode_of_known_calls, signature_of
+from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, signature_of
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .ties import refuse_ties
 
@@ -61,7 +61,7 @@ class Linear(ShardedModule, nn.Linear):
         "column"        [N/P, K]     [N/P]    [.., K]; SP: this rank's tokens     [.., N/P], all tokens
         "row"           [N, K/P]     [N]      [.., K/P], all tokens               [.., N]; SP: this rank's tokens
 
-    Gradients of everything that ranks hold whole are complete on every rank when backward returns: nothing is left to
+    When backward returns, the gradient of every replicated parameter is complete on every rank: nothing is left to
     reduce over the tensor-parallel group (leave Megatron's `sequence_parallel` attribute on parameters False).
 
     Args:
@@ -71,21 +71,22 @@ class Linear(ShardedModule, nn.Linear):
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         sequence_parallel: whether activations outside the parallel region are sharded along `sequence_dim`.
         sequence_dim: the dim of x that sequence parallelism shards, counted from the front.
-        partition_stride: in how many stacked pieces a rank holds the sharded dim; 2 for gated FC1 ([gate_r; up_r]).
-            Kept as `weight.partition_stride` and read there at every call, since Megatron sets it late; then call
-            `reset_parameters()` (or load a checkpoint) to have the values that other degrees have.
-        partition_sizes: the full sizes of these pieces where they are not all alike: (4096, 1024, 1024) for a fused
-            [q; k; v] with fewer heads of k and v, of which a rank holds [q_r; k_r; v_r]. Equal sizes are the same as
-            partition_stride, and kept as that.
+        partition_stride: the number of stacked pieces in this rank's part of the sharded dim; 2 for gated FC1
+            ([gate_r; up_r]). Stored as `weight.partition_stride` and read from there at every call, because Megatron
+            sets it after construction. After such a change call `reset_parameters()` (or load a checkpoint) to get
+            the values that other degrees have.
+        partition_sizes: the full sizes of these pieces where the pieces differ in size: (4096, 1024, 1024) for a fused
+            [q; k; v] with fewer heads of k and v, of which a rank holds [q_r; k_r; v_r]. Equal sizes are converted to
+            partition_stride.
         gather_output: column-parallel only: return [.., N], whole on every rank.
         input_is_parallel: row-parallel only: False for an x [.., K] that is whole on every rank.
-        return_bias: return (y, bias) without adding it. The bias comes expanded to y's shape (a stride-0 view), so
-            that the sum over tokens of its gradient stays in this library's order.
-        fuse_wgrad_accumulation: add the weight's gradient, in fp32, to `weight.main_grad`, which must be there before
-            forward, and leave `.grad` alone; see functional/main_grad.py.
+        return_bias: return (y, bias) without adding the bias. The bias is expanded to y's shape (a stride-0 view), so
+            that this library determines the order in which its gradient is summed over tokens.
+        fuse_wgrad_accumulation: add the weight's gradient, in fp32, to `weight.main_grad`, which must exist before
+            forward, and do not set `.grad`; see functional/main_grad.py.
         init_method: called with the full weight [N, K]; nn.Linear's initialisation if None.
         gemm_fn: see gemm/gemm_fn.py; None takes the process-wide default, else the bundled one for the device.
-        owner_map: "auto", "replicate", "rows" or "cols", see gemm/owner_maps.py; a choice of speed alone.
+        owner_map: "auto", "replicate", "rows" or "cols", see gemm/owner_maps.py; it changes the speed, never the bits.
         device, dtype: as for nn.Linear; "meta" works, followed by `to_empty()` and `reset_parameters()`.
 
     Dtypes: bfloat16, float16 or float32, x and weight alike; accumulation in fp32. Under torch.autocast the autocast
@@ -135,7 +136,7 @@ class Linear(ShardedModule, nn.Linear):
         self.gather_output, self.input_is_parallel, self.return_bias = gather_output, input_is_parallel, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
-        self._agreed = Agreed(self.group)
+        self._agreed = AgreedCalls(self.group)
         self.gemm_fn = check_callable(gemm_fn)
         self.owner_map = check_owner_map(owner_map)
 
@@ -177,7 +178,8 @@ class Linear(ShardedModule, nn.Linear):
         Every rank must hold the same full `linear`.
 
         Raises:
-            ValueError: it is sharded already, or another module holds its weight or bias too: their tie would be lost.
+            ValueError: `linear` is sharded already, or another module shares its weight or bias, and this tie would be
+                lost.
         """
         refuse_ties(linear)
         weight, bias = linear.weight, linear.bias
@@ -206,14 +208,14 @@ class Linear(ShardedModule, nn.Linear):
         """weight.partition_stride as it is now.
 
         Raises:
-            ValueError: it is no positive integer, or does not divide this rank's part of the sharded dim.
+            ValueError: it is not a positive integer, or does not divide this rank's part of the sharded dim.
         """
-        weight = getattr(self, "weight", None)  # none between `del layer.weight` and the next
+        weight = getattr(self, "weight", None)  # None between `del layer.weight` and the next assignment
         stride = getattr(weight, "partition_stride", None)
-        if stride is None:  # stands in for the weight (torch.func.functional_call): as last seen, then
+        if stride is None:  # a replacement for the weight (torch.func.functional_call): use the last known stride
             stride = self._stride
             if weight is not None and not torch.compiler.is_compiling():
-                self._mark_stand_in("weight", weight, self._spec("weight", stride))
+                self._mark_replacement("weight", weight, self._spec("weight", stride))
         if self.group.mesh is not None and stride != self._stride:
             raise ValueError(
                 f"weight.partition_stride={stride!r} was set on rank {self.group.rank} of a layer that was made with "
@@ -242,9 +244,10 @@ class Linear(ShardedModule, nn.Linear):
         return ShardSpec(self.group, dims.get(name), self.partition_sizes or stride)
 
     def reset_parameters(self) -> None:
-        """Draws new values as nn.Linear does, or by init_method: for the full layer, of which this rank keeps its part.
+        """Draws new values for the full layer, by init_method or as nn.Linear does, and stores this rank's part.
 
-        They depend on the seed and not on the degree, and are nn.Linear's own for the same seed. Seed all ranks alike.
+        The values depend on the seed and not on the degree; without init_method they equal nn.Linear's for the same
+        seed. Use the same seed on all ranks.
         """
         if self.weight.is_meta:
             return
@@ -262,13 +265,13 @@ class Linear(ShardedModule, nn.Linear):
                 nn.init.uniform_(full, -bound, bound)
 
     def prefetch_weight(self) -> None:
-        """Starts gathering the weight for the next call of the pass that needs it whole: a row-parallel forward.
+        """Starts gathering the weight for the next forward of a row-parallel layer, which needs the full weight.
 
-        Does nothing where nothing is gathered. Every rank must call it.
+        Does nothing where no gather is needed. Every rank must call it.
         """
         if self.parallel_mode != "row" or self.group.size == 1 or not is_tp_invariant_mode_enabled():
             return
-        if autocast_dtype(self.weight.device) is not None:  # forward will use another tensor, made then
+        if autocast_dtype(self.weight.device) is not None:  # forward will cast the weight to a new tensor
             return
         weight = ShardedWeight(local_of(self.weight), 1, self._pieces(), self.group)
         weight.prefetch("cols" if self.owner_map == "cols" else "rows")
@@ -280,7 +283,7 @@ class Linear(ShardedModule, nn.Linear):
     @gemm_fn.setter
     def gemm_fn(self, gemm_fn: GemmFn | None) -> None:
         self._gemm_fn = check_callable(gemm_fn)
-        self._gemm_fn_name = "none" if gemm_fn is None else name_of(gemm_fn)
+        self._gemm_fn_name = "none" if gemm_fn is None else callable_id(gemm_fn)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -295,16 +298,16 @@ class Linear(ShardedModule, nn.Linear):
         bias: Tensor | None = self.bias
         if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
             if known is None:
-                self._mark_stand_in("bias", bias, self._spec("bias", stride))
-            bias.partition_stride = stride  # type: ignore[attr-defined]  # follows the weight's, which Megatron sets late
+                self._mark_replacement("bias", bias, self._spec("bias", stride))
+            bias.partition_stride = stride  # type: ignore[attr-defined]  # Megatron sets the weight's alone, and late
         stride = self.partition_sizes or stride
         x, weight, bias = self._autocast(x)
-        call, invariant = self._settle(x, weight, bias, stride)
+        call, invariant = self._resolve_call(x, weight, bias, stride)
         if not invariant:  # else the functions of functional/linear.py take them
             weight, bias = as_local(weight), as_local(bias)
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            doing.layer = self._agreed
+            call_context.layer = self._agreed
         try:
             if self.parallel_mode == "row" and not self.input_is_parallel:
                 x = scatter_features(x, self.group, stride)
@@ -318,7 +321,7 @@ class Linear(ShardedModule, nn.Linear):
             return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
         finally:
             if not compiling:
-                doing.layer = None
+                call_context.layer = None
 
     def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = autocast_dtype(x.device)
@@ -341,13 +344,13 @@ class Linear(ShardedModule, nn.Linear):
 
     # --- what a call is checked for ---------------------------------------------------------------------------------
 
-    def _settle(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple[LinearCall, bool]:
+    def _resolve_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple[LinearCall, bool]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
-        mode, signature = mode_of_known_calls(), None
+        mode, signature = mode_if_cacheable(), None
         # without a bundled kernel for x it is up to a default gemm_fn, which may be another by then
         if mode is not None and not self.fuse_wgrad_accumulation and (not mode or x.dtype in BUNDLED_DTYPES):
             signature = self._signature(mode, x, weight, bias, stride)
-        found = self._agreed.found(signature)
+        found = self._agreed.lookup(signature)
         if found is not None and found[0].group is self.group and found[0].gemm_fn is self.gemm_fn:
             return found
         invariant = self._check_call(x, weight.dtype)
@@ -364,12 +367,12 @@ class Linear(ShardedModule, nn.Linear):
         )
         if self._moves_bytes:
             told = self._signature(invariant, x, weight, bias, stride) if signature is None else signature
-            check_agreement(facts_of(told, self._name), self.group, x.device, self._agreed)
+            check_agreement(facts_to_compare(told, self._name), self.group, x.device, self._agreed)
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
             stock.log_once(self.group)
-        return self._agreed.settle(signature, (call, invariant))
+        return self._agreed.store(signature, (call, invariant))
 
     def _signature(
         self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
@@ -427,7 +430,7 @@ class Linear(ShardedModule, nn.Linear):
             return invariant
         except (TypeError, ValueError) as error:
             if self._moves_bytes:
-                refuse(error, self.group, x.device, self._agreed)
+                share_error(error, self.group, x.device, self._agreed)
             raise
 
     def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
@@ -469,10 +472,11 @@ def _check_stride(stride: Any) -> int:
 
 
 def check_sizes(sizes: Any, size: int, world: int, size_name: str) -> Stride:
-    """partition_sizes as this library keeps them: how many there are if they are equal, else a tuple.
+    """partition_sizes in this library's form: the number of pieces if all sizes are equal, else a tuple of sizes.
 
     Raises:
-        ValueError: no sizes, one that is no positive integer or that `world` does not divide, or another sum.
+        ValueError: no sizes, a size that is not a positive integer or that `world` does not divide, or a sum that is
+            not `size`.
     """
     kept = tuple(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else ()
     if not kept or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in kept):
@@ -493,7 +497,7 @@ _has_autocast = constant(lambda kind: torch.amp.is_autocast_available(kind))
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast asks for on this device, None where it is off."""
+    """The dtype that torch.autocast selects on this device; None if autocast is off."""
     if not _has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

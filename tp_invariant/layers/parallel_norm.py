@@ -1,4 +1,4 @@
-"""ParallelNorm: a LayerNorm or RMSNorm beside tensor-parallel layers, and the way to one from another library's."""
+"""ParallelNorm: LayerNorm or RMSNorm for tensor-parallel models, and the conversion of other libraries' norms."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.call_records import doing
+from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import Agreed, check_agreement, check_gradient, refuse
-from ..core.compiled import plain
+from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..core.compiled import specialize
 from ..core.dtensors import as_local
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import Normalization
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
-from .call_signature import CallSignature, facts_of, mode_of_known_calls, signature_of
+from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, signature_of
 from .parameters import ShardedModule, ShardSpec
 from .ties import refuse_ties
 
@@ -30,24 +30,24 @@ class ParallelNorm(ShardedModule):
     """LayerNorm or RMSNorm over the last dim; with the mode on, the same bits at every degree.
 
     x [.., features] -> the same shape and dtype; computed in fp32 and rounded once. `weight` and `bias` [features] are
-    whole on every rank and so are their gradients when backward returns. What of x is this rank's part:
+    replicated on every rank, and their gradients are complete when backward returns. How x is sharded:
 
-        nothing                             every rank computes the same
+        not at all                          every rank computes the same
         tokens, with sequence_parallel      along sequence_dim
         heads, with heads and heads_dim     for Qwen3's q_norm: x [B, S, heads/P, features], heads_dim 2
 
-    The gradient of a norm over heads is a sum over heads that live on different ranks: each head's sum is a leaf, the
-    leaves are gathered and folded in head order.
+    The weight's gradient of a norm over heads is a sum over heads that are on different ranks. Each head gives one
+    partial sum; the partial sums are gathered, and every rank adds them in head order.
 
     Args:
         features: the size of the last dim.
-        eps: added to the variance (RMSNorm: to the mean of squares); None takes x's dtype's, as nn.RMSNorm does.
+        eps: added to the variance (RMSNorm: to the mean of squares); None: torch.finfo(x.dtype).eps, as in nn.RMSNorm.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether to add one.
         zero_centered_gamma: weight is stored minus one (Gemma's RMSNorm).
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         sequence_parallel, sequence_dim: whether, and along which dim of x, the tokens are sharded.
-        heads: how many heads all ranks have; heads_dim: the dim of x that holds this rank's.
+        heads: the number of heads on all ranks together; heads_dim: the dim of x that holds this rank's heads.
 
     Raises:
         ValueError: an unknown normalization, heads that the degree does not divide, tokens and heads both sharded.
@@ -77,7 +77,7 @@ class ParallelNorm(ShardedModule):
         if (heads is None) != (heads_dim is None):
             raise ValueError(f"heads={heads} and heads_dim={heads_dim} go together: give both or neither")
         if heads is not None and sequence_parallel:
-            raise ValueError("sequence_parallel=True and heads=.. exclude each other: x has either's part, not both")
+            raise ValueError("sequence_parallel=True and heads=.. exclude each other: tokens or heads are sharded")
         self.group = resolve_group(tp_group)
         if heads is not None:
             check_divides(heads, self.group.size, size_name="heads", parts_name="TP degree")
@@ -85,7 +85,7 @@ class ParallelNorm(ShardedModule):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.heads, self.heads_dim = heads, heads_dim
-        self._agreed = Agreed(self.group)
+        self._agreed = AgreedCalls(self.group)
         self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         self.bias: nn.Parameter | None = None
         if bias:
@@ -96,13 +96,13 @@ class ParallelNorm(ShardedModule):
     def from_norm(
         cls, norm: nn.Module, *, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, **options: Any
     ) -> ParallelNorm:
-        """One with the parameters of `norm`: an nn.LayerNorm, nn.RMSNorm, or any module that computes the same.
+        """A ParallelNorm with the parameters of `norm`: nn.LayerNorm, nn.RMSNorm, or a module that computes the same.
 
-        Llama's kind of RMSNorm rounds to x's dtype before it multiplies with the weight, and this one after: in 16 bit
-        they differ in the last place.
+        Llama's RMSNorm rounds to x's dtype before it multiplies by the weight, this module afterwards: in 16-bit dtypes
+        the two differ in the last bit.
 
         Raises:
-            ValueError: `norm` is none of those that `recognise_norm` knows, or another module holds its parameters too.
+            ValueError: `recognise_norm` does not recognise `norm`, or another module shares its parameters.
         """
         refuse_ties(norm)
         found = recognise_norm(norm)
@@ -134,11 +134,11 @@ class ParallelNorm(ShardedModule):
             ValueError: a last dim that is not `features`, or a heads_dim that does not hold this rank's heads.
             TypeError: a dtype that the kernels do not take.
         """
-        weight = self.weight  # once: nn.Module looks for parameters last
-        call, invariant = self._settle(x, weight)
+        weight = self.weight  # read once: nn.Module.__getattr__ is slow
+        call, invariant = self._resolve_call(x, weight)
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            doing.layer = self._agreed
+            call_context.layer = self._agreed
         try:
             if invariant:
                 y = invariant_norm(x, weight, self.bias, call)
@@ -146,7 +146,7 @@ class ParallelNorm(ShardedModule):
                 y = stock_norm(x, as_local(weight), as_local(self.bias), call)
         finally:
             if not compiling:
-                doing.layer = None
+                call_context.layer = None
         if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed)
         return y
@@ -159,12 +159,15 @@ class ParallelNorm(ShardedModule):
     def _name(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
 
-    def _settle(self, x: Tensor, weight: Tensor) -> tuple[NormCall, bool]:
-        """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
+    def _resolve_call(self, x: Tensor, weight: Tensor) -> tuple[NormCall, bool]:
+        """(the call's configuration, whether the mode is on), after the checks on this rank and across ranks.
+
+        The result is stored by call signature, so the checks run once for each signature.
+        """
         group = self.group
-        mode = mode_of_known_calls()
+        mode = mode_if_cacheable()
         signature = None if mode is None else self._signature(mode, x, weight)
-        found = self._agreed.found(signature)
+        found = self._agreed.lookup(signature)
         if found is not None and found[0].group is group:
             return found
         try:
@@ -174,11 +177,11 @@ class ParallelNorm(ShardedModule):
                 check_norm_dtype(x, f"x on rank {group.rank}")
         except (TypeError, ValueError) as error:
             if self._moves_bytes:
-                refuse(error, group, x.device, self._agreed)
+                share_error(error, group, x.device, self._agreed)
             raise
         if self._moves_bytes:
-            told = self._signature(invariant, x, weight) if signature is None else signature
-            check_agreement(facts_of(told, self._name), group, x.device, self._agreed)
+            compared = self._signature(invariant, x, weight) if signature is None else signature
+            check_agreement(facts_to_compare(compared, self._name), group, x.device, self._agreed)
         call = NormCall(
             group,
             TokenSharding(group.size if self.sequence_parallel else 1, self.sequence_dim),
@@ -187,7 +190,7 @@ class ParallelNorm(ShardedModule):
             self.zero_centered_gamma,
             self.heads_dim,
         )
-        return self._agreed.settle(signature, (call, invariant))
+        return self._agreed.store(signature, (call, invariant))
 
     def _signature(self, invariant: bool, x: Tensor, weight: Tensor) -> CallSignature:
         layer = (
@@ -209,7 +212,7 @@ class ParallelNorm(ShardedModule):
                 )
 
     def extra_repr(self) -> str:
-        text = f"{self.features}, eps={plain(self.eps)}, normalization={self.normalization!r}"
+        text = f"{self.features}, eps={specialize(self.eps)}, normalization={self.normalization!r}"
         if self.zero_centered_gamma:
             text += ", zero_centered_gamma=True"
         if self.heads is not None:
@@ -223,8 +226,8 @@ class ParallelNorm(ShardedModule):
 def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     """The ParallelNorm options (eps, normalization, zero_centered_gamma) that compute what `norm` does, else None.
 
-    By trying: every model of Hugging Face's has a norm class of its own, most of them alike, some not. A float64 copy
-    with random weights gets random rows, so small that a wrong eps shows too.
+    Found by running it, because every Hugging Face model has its own norm class: a float64 copy with random weights
+    gets random rows, which are so small that a wrong eps changes the result visibly.
     """
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
     if "weight" not in shapes or len(shapes["weight"]) != 1 or set(shapes) - {"weight", "bias"}:
@@ -242,7 +245,7 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
         twin.get_parameter(name).copy_(torch.randn(size, generator=generator, dtype=torch.float64))
     try:
         y = twin(x)
-    except Exception:  # wants other arguments (a gate, say), or is no function of x alone: it may raise anything
+    except Exception:  # it needs other arguments (a gate, say): foreign code may raise any exception
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return None

@@ -75,40 +75,40 @@ _in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
 def groups_in_use(besides: set[int]) -> set[Group]:
-    """The groups that living parameters of this process carry, without those whose ranks are all in `besides`."""
+    """The groups in `tp_group` of this process's live parameters, without groups whose ranks are all in `besides`."""
 
     def found() -> set[Group]:
         return {group for group in list(_in_use.values()) if not set(ranks_of(group)) <= besides}
 
     if found():
-        gc.collect()  # modules that nobody has any more
+        gc.collect()  # modules that are unreachable but not yet freed
     return found()
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether this rank has a part of the parameter only, by its attributes. A DTensor says it by its placements."""
+    """Whether this rank holds only a part of the parameter, by its attributes. A DTensor has placements instead."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def carried_group(parameter: Tensor) -> Group | None:
-    """The Group that the parameter carries as `tp_group`; None if it carries none.
+    """The Group in the parameter's attribute `tp_group`; None if it has none.
 
     Raises:
-        TypeError: tp_group is something else than a group.
+        TypeError: tp_group is not a group.
     """
     carried = getattr(parameter, "tp_group", None)
     return carried if carried is None or isinstance(carried, Group) else resolve_group(carried)
 
 
 def set_stride(parameter: Tensor, stride: Stride) -> None:
-    """Says of what pieces a parameter's sharded dim is stacked."""
+    """Sets the attributes that describe the stacked pieces of a parameter's sharded dim."""
     equal = isinstance(stride, int)
     parameter.partition_stride = stride if equal else 1  # type: ignore[attr-defined]
     parameter.partition_sizes = None if equal else stride  # type: ignore[attr-defined]
 
 
 def stride_of(parameter: Tensor) -> Stride:
-    """What `set_stride` or Megatron-LM said; 1 of a parameter without attributes."""
+    """The stride that `set_stride` or Megatron-LM has set; 1 for a parameter without these attributes."""
     sizes: tuple[int, ...] | None = getattr(parameter, "partition_sizes", None)
     return getattr(parameter, "partition_stride", 1) if sizes is None else sizes
 
@@ -123,16 +123,16 @@ def _set_attributes(parameter: Tensor, attributes: dict[str, Any]) -> None:
 
 
 class KeepsAttributes(nn.Module):
-    """A module whose parameters keep their attributes where new ones take their place.
+    """A module that copies a parameter's attributes to the parameter that replaces it.
 
-    That is: `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)`, `module.weight = nn.Parameter(..)`, also
-    after `del module.weight`.
+    Parameters are replaced by `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)` and
+    `module.weight = nn.Parameter(..)`, also after `del module.weight`.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         old = self._parameters.get(name)
         left = self.__dict__.get("_of_deleted", {}).pop(name, {}) if old is None else _attributes(old)
-        super().register_parameter(name, param)  # what assignment comes down to, too
+        super().register_parameter(name, param)  # assignment calls it too
         if param is not None:
             _set_attributes(param, {**left, **_attributes(param)})
 
@@ -159,9 +159,9 @@ class KeepsAttributes(nn.Module):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a parameter is sharded: `dim` None means whole on every rank.
+    """How a parameter is sharded: along `dim`, or replicated on every rank if `dim` is None.
 
-    `padding`: how many slices of zeros follow the full tensor along `dim`, so that the degree divides it.
+    `padding`: the number of slices of zeros after the full tensor along `dim`, so that the degree divides it.
     """
 
     group: Group
@@ -267,18 +267,18 @@ class ShardedModule(KeepsAttributes):
         return placed
 
     def _mark(self, name: str, tensor: Tensor) -> None:
-        """Has `tensor`, the parameter `name` or what stands in for it, say what this module knows."""
+        """Sets the attributes of `tensor`, the parameter `name` or its replacement, from shard_spec."""
         spec = self.shard_spec(name)
-        # Megatron sets it late
+        # Megatron sets partition_stride after construction
         stride = getattr(tensor, "partition_stride", spec.stride) if isinstance(spec.stride, int) else spec.stride
         mark_sharded(tensor, spec.dim, stride, spec.group)
 
-    def _mark_stand_in(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
-        """For a call that finds an unmarked tensor in place of a parameter: marks it, and what it is made from.
+    def _mark_replacement(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
+        """Sets the attributes of an unmarked tensor that a call finds in place of a parameter, and of its sources.
 
-        It may be one that torch.func.functional_call was given, whose gradient is clipped later. Or it is computed:
-        parametrizations (nn.utils.parametrize, nn.utils.weight_norm) put parameters of their own in its place. Those
-        that are as long as this rank's part of the sharded dim are taken as sharded along it.
+        The tensor may be an argument of torch.func.functional_call, whose gradient is clipped later. Or it is computed:
+        parametrizations (nn.utils.parametrize, nn.utils.weight_norm) replace a parameter by parameters of their own.
+        Of these, the ones whose size along the sharded dim equals this rank's part are taken to be sharded along it.
         """
         if torch.compiler.is_compiling():
             return
@@ -295,7 +295,7 @@ class ShardedModule(KeepsAttributes):
 
 
 def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
-    """(qualified name, parameter, spec) for each parameter; those of other modules count as whole on every rank."""
+    """(qualified name, parameter, spec) for each parameter; those of foreign modules count as replicated."""
     whole = ShardSpec(Group(None, 0, 1), None, 1)
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(recurse=False):
@@ -305,9 +305,9 @@ def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sh
 
 @contextmanager
 def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...], spec: ShardSpec) -> Iterator[Tensor]:
-    """Gives the full tensor to write values into and keeps this rank's part, so that values do not depend on P.
+    """Yields the full tensor, to be filled, and then stores this rank's part, so that the values do not depend on P.
 
-    Every rank draws the full tensor: seed them all alike, as for any replicated parameter.
+    Every rank draws the full tensor: use the same seed on all ranks, as for any replicated parameter.
     """
     local = local_of(local)
     full = local.new_empty(full_shape)

@@ -1,8 +1,8 @@
-"""Parameters that several modules share: sharding one of these modules by itself would silently untie them.
+"""Parameters that several modules share (tied weights): sharding only one of these modules would silently untie them.
 
-A module does not know who else holds its weight. Python's collector does: it can list every module that is alive. That
-takes a tenth of a second or two in a large process, so it is asked only where a parameter has more references than that
-of a module which was just made.
+A module does not know which other modules hold its weight. Python's garbage collector can list every live module. In a
+large process that takes 0.1 to 0.2 s, so it is done only if a parameter has more references than the parameter of a
+newly built module.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from contextvars import ContextVar
 
 from torch import nn
 
-_kept_by_caller: ContextVar[bool] = ContextVar("_kept_by_caller", default=False)
+_ties_kept_by_caller: ContextVar[bool] = ContextVar("_ties_kept_by_caller", default=False)
 
 
 @contextmanager
 def ties_are_kept() -> Iterator[None]:
-    """Inside, `refuse_ties` lets everything pass: its caller ties the new modules itself."""
-    token = _kept_by_caller.set(True)
+    """Inside, `refuse_ties` raises nothing, because the caller ties the new modules itself."""
+    token = _ties_kept_by_caller.set(True)
     try:
         yield
     finally:
-        _kept_by_caller.reset(token)
+        _ties_kept_by_caller.reset(token)
 
 
 def _references(module: nn.Module, name: str) -> int:
@@ -36,10 +36,10 @@ _ALONE = _references(nn.Linear(1, 1, device="meta"), "weight")
 
 
 def holders(ids: Collection[int]) -> list[tuple[nn.Module, str, int]]:
-    """(module, name, id) of each parameter with one of these ids, in every module that is alive."""
+    """(module, name, id) of each parameter with one of these ids, in all live modules."""
     found = []
     for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module):  # isinstance would ask objects that only pretend
+        if issubclass(type(thing), nn.Module):  # isinstance would call __class__ of proxy objects
             parameters = thing.__dict__.get("_parameters")
             for name, parameter in parameters.items() if isinstance(parameters, dict) else ():
                 if parameter is not None and id(parameter) in ids:
@@ -48,23 +48,23 @@ def holders(ids: Collection[int]) -> list[tuple[nn.Module, str, int]]:
 
 
 def others_with(module: nn.Module, name: str) -> list[str]:
-    """Which other modules hold module's parameter `name`: ["Embedding.weight"], say."""
+    """The other modules that hold module's parameter `name`, as ["Embedding.weight"]."""
     if module._parameters.get(name) is None or _references(module, name) <= _ALONE:
         return []
     wanted = {id(module._parameters[name])}
     if all(other is module for other, _, _ in holders(wanted)):
         return []
-    gc.collect()  # a module that is garbage may be among them
+    gc.collect()  # some of them may be unreachable
     return [f"{type(other).__name__}.{key}" for other, key, _ in holders(wanted) if other is not module]
 
 
 def refuse_ties(module: nn.Module) -> None:
-    """For what makes new parameters of a module's own.
+    """To be called before new parameters replace those of `module`.
 
     Raises:
-        ValueError: a parameter of `module` that another module holds too.
+        ValueError: another module holds a parameter of `module` too.
     """
-    if _kept_by_caller.get():
+    if _ties_kept_by_caller.get():
         return
     for name in module._parameters:
         if others := others_with(module, name):
@@ -76,7 +76,7 @@ def refuse_ties(module: nn.Module) -> None:
 
 
 def ties_to_outside(model: nn.Module) -> list[str]:
-    """One line for each parameter of `model` that a module outside of it holds too."""
+    """One line for each parameter of `model` that a module outside the model holds too."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {id(module) for module in model.modules()}
 

@@ -2,11 +2,11 @@
 
 Legend: P ranks, T tokens, D = embedding_dim, V = num_embeddings, n = (V + padding) / P rows of the table on each rank.
 
-    forward    rows move and are never added: an all-to-all hands each rank all ranks' rows for T/P of the tokens, of
-               which it takes the owner's; without sequence parallelism these are gathered. As many bytes as the
-               reduce-scatter (and all-gather) of the stock path.
-    backward   each rank sums the gradients of its own rows, over all tokens, in an order that is each row's own
-               (kernels/vocabulary/embedding.py)
+    forward    rows are moved and never added. For T/P of the tokens each rank receives, by an all-to-all, one row from
+               every rank, and takes the row of the rank that owns the id. Without sequence parallelism the results are
+               then gathered. This moves as many bytes as the reduce-scatter (and all-gather) of the stock path.
+    backward   each rank sums the gradients of its own rows over all tokens; the order of a row's sum depends on that
+               row's tokens alone (kernels/vocabulary/embedding.py)
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.call_records import doing
+from ..comm.call_records import call_context
 from ..comm.collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
-from ..consistency.agreement import Agreed, check_agreement, check_gradient, refuse
-from ..core.compiled import opaque, setting
+from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..core.compiled import as_custom_op, op_config
 from ..core.dtensors import as_local, local_of
 from ..core.layout import check_divides, fresh_view, split_sizes
 from ..core.mode import is_tp_invariant_mode_enabled
@@ -38,10 +38,10 @@ from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .ties import refuse_ties
 
 
-@setting
+@op_config
 @dataclass(frozen=True)
 class EmbeddingCall:
-    """What one call is told besides its tensors. `sequence_dim` is None unless the output's tokens are sharded."""
+    """The arguments of one call besides its tensors. `sequence_dim` is None unless the output's tokens are sharded."""
 
     shard: VocabShard
     sequence_dim: int | None
@@ -49,21 +49,22 @@ class EmbeddingCall:
 
 
 class VocabParallelEmbedding(ShardedModule, nn.Embedding):
-    """Looks ids up in a table whose rows are spread over tensor-parallel ranks; the same bytes at every degree.
+    """Looks up ids in a table whose rows are sharded over tensor-parallel ranks; the same bytes at every degree.
 
     ids [..], int64 or int32, the same on every rank -> [.., D]; under sequence_parallel this rank's tokens, with
-    `sequence_dim` divided by P. The output is the table's bytes: -0.0 and NaN payloads come through. The table's
-    gradient is summed in fp32 and rounded once; a row's sum runs over its own tokens in their order.
+    `sequence_dim` divided by P. The output has the table's bytes: -0.0 and NaN payloads are preserved. The table's
+    gradient is summed in fp32 and rounded once; a row's sum runs over the tokens with its id, in token order.
 
     Args:
-        num_embeddings: V, all ids. The degree must divide it, padded as pad_vocab_to_multiple_of says.
+        num_embeddings: V, the number of ids. The degree must divide it after padding (pad_vocab_to_multiple_of).
         embedding_dim: D.
         padding_idx: its row starts as zero and gets no gradient, as in nn.Embedding.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         sequence_parallel, sequence_dim: whether, and along which dim of ids, the output's tokens are sharded.
-        pad_vocab_to_multiple_of: rows are added to the table up to a multiple of this, so that degrees divide it.
-            They hold zeros, are never read, get a zero gradient, and are in no full tensor (full_parameters). Give
-            the same number at every degree: an output layer that shares the weight has padded_num_embeddings features.
+        pad_vocab_to_multiple_of: the table gets additional rows up to a multiple of this number, so that the degrees
+            divide it. These rows hold zeros, are never read, get a zero gradient, and are left out of full tensors
+            (full_parameters). Use the same number at every degree: an output layer that shares the weight has
+            padded_num_embeddings features.
         init_method: called with the full [V, D]; nn.Embedding's initialisation if None.
         device, dtype: as for nn.Embedding; "meta" works, followed by `to_empty()` and `reset_parameters()`.
 
@@ -105,7 +106,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         self.group = resolve_group(tp_group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
-        self._agreed = Agreed(self.group)
+        self._agreed = AgreedCalls(self.group)
         self.padded_num_embeddings = -(-num_embeddings // multiple) * multiple
         if self.padded_num_embeddings % self.group.size:
             raise ValueError(
@@ -125,8 +126,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         Every rank must hold the same full `embedding`; options as for VocabParallelEmbedding.
 
         Raises:
-            ValueError: it has max_norm, scale_grad_by_freq or sparse set, is sharded already, or another module holds
-                its weight too: their tie would be lost.
+            ValueError: `embedding` has max_norm, scale_grad_by_freq or sparse set, or is sharded already, or another
+                module shares its weight, and this tie would be lost.
         """
         refuse_ties(embedding)
         for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
@@ -157,7 +158,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
     def reset_parameters(self) -> None:
         """Draws the full table as nn.Embedding does, or by init_method, and keeps this rank's rows.
 
-        The values depend on the seed and not on the degree or the padding. Seed all ranks alike.
+        The values depend on the seed and not on the degree or the padding. Use the same seed on all ranks.
         """
         if self.weight.is_meta:
             return
@@ -177,13 +178,13 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         """
         group, weight = self.group, self.weight
         if not hasattr(weight, "tensor_model_parallel"):
-            self._mark_stand_in("weight", weight, self.shard_spec("weight"))
+            self._mark_replacement("weight", weight, self.shard_spec("weight"))
         sharded = self.sequence_parallel and group.size > 1
         try:
             invariant = is_tp_invariant_mode_enabled()
             self._check_input(ids, invariant)
         except (IndexError, TypeError, ValueError) as error:
-            refuse(error, group, ids.device, self._agreed)
+            share_error(error, group, ids.device, self._agreed)
             raise
         call = EmbeddingCall(
             VocabShard(group, self.num_embeddings, local_of(weight).shape[0]),
@@ -206,12 +207,12 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             stock.log_once(group)
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            doing.layer = self._agreed
+            call_context.layer = self._agreed
         try:
             y = _vocab_embedding(weight, ids, call) if invariant else _stock_embedding(as_local(weight), ids, call)
         finally:
             if not compiling:
-                doing.layer = None
+                call_context.layer = None
         return check_gradient(y, name, group, self._agreed)
 
     def _check_input(self, ids: Tensor, invariant: bool) -> None:
@@ -248,10 +249,10 @@ class _VocabEmbedding(torch.autograd.Function):
         ctx.call, ctx.dtype = call, weight.dtype
         group, dim = call.shard.group, call.sequence_dim
         if dim is not None:
-            ids = ids.movedim(dim, 0)  # a rank's tokens are consecutive then
+            ids = ids.movedim(dim, 0)  # so that a rank's tokens are consecutive
         shape = [*ids.shape, weight.shape[1]]
         flat = ids.reshape(-1).long()
-        rows = weight.index_select(0, call.shard.local(flat))  # of tokens that live elsewhere, some row
+        rows = weight.index_select(0, call.shard.local(flat))  # an arbitrary row where another rank owns the id
         if group.size == 1:
             return fresh_view(rows, shape)
         sizes = split_sizes(len(flat), group.size)
@@ -276,7 +277,7 @@ class _VocabEmbedding(torch.autograd.Function):
         mine = (local >= 0) & (local < shard.width)
         if ctx.call.padding_idx is not None:
             mine &= ids.reshape(-1) != ctx.call.padding_idx
-        local = torch.where(mine, local, shard.width)  # beyond the rows: counts nowhere
+        local = torch.where(mine, local, shard.width)  # out of range: the kernel ignores these
         kernels = select("embedding gradient", dy.device.type)
         return kernels.embedding_grad(flatten_tokens(dy), local, shard.width, ctx.dtype), None, None
 
@@ -292,7 +293,7 @@ def _restore(ctx: Any, dtypes: Any, call: EmbeddingCall) -> None:
     ctx.call, ctx.dtype = call, dtypes[0]
 
 
-_vocab_embedding = opaque(
+_vocab_embedding = as_custom_op(
     _VocabEmbedding,
     name="vocab_embedding",
     tensors=("weight", "ids"),
@@ -306,7 +307,7 @@ _vocab_embedding = opaque(
 
 
 def _stock_embedding(weight: Tensor, ids: Tensor, call: EmbeddingCall) -> Tensor:
-    """Rows that are elsewhere as zeros, and a sum over ranks, as Megatron-LM does (arXiv 1909.08053)."""
+    """Zeros for the rows of other ranks, and a sum over ranks, as in Megatron-LM (arXiv 1909.08053)."""
     shard = call.shard
     y = F.embedding(shard.local(ids), weight)
     if call.padding_idx is not None:

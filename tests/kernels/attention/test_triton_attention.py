@@ -27,7 +27,7 @@ def small_kernels(monkeypatch):
     """tpi.attention by these kernels, with several tiles and chunks in a few keys."""
     monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "_kernel", lambda q: kernels)
     monkeypatch.setattr(kernels, "CHUNK", 32)
-    monkeypatch.setattr(kernels, "_MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(kernels, "_MERGE_WIDTH", 2)
     kernels._plan.cache_clear()  # it does not know of other tiles
     for module, name in (
         (kernels, "forward_tile"),
@@ -90,7 +90,7 @@ def test_short_sequences_said_to_be_long_take_little_scratch(monkeypatch, kind):
     plans, make = [], kernels._plan
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_plan", lambda *args: plans.append(make(*args)) or plans[-1])
-        patch.setattr(kernels, "_MOST_SCRATCH", 1000)
+        patch.setattr(kernels, "_MAX_SCRATCH", 1000)
         results = [
             tpi.attention(
                 q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=1, max_seqlen_k=longest, **SMALL[kind]

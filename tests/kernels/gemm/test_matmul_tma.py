@@ -124,7 +124,7 @@ def test_the_walk_in_the_interpreter(case, b_k_dim, monkeypatch):
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
     monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
-    monkeypatch.setattr(matmul_tma, "_takes", lambda a, n, out_dtype: True)
+    monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, n, out_dtype: True)
     ranks, stride, m, n, k = case
     a, b, bias = (torch.randint(-8, 9, shape).float() for shape in ((m, k), (n, k), (n,)))
     a_shards, b_shards = shards(a, ranks, stride), shards(b, ranks, stride)
@@ -183,7 +183,7 @@ def interpreted(monkeypatch):
     if HOPPER:
         pytest.skip("the interpreter runs on machines without a GPU")
     monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
-    monkeypatch.setattr(matmul_tma, "_takes", lambda a, n, out_dtype: True)
+    monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, n, out_dtype: True)
     monkeypatch.setattr(matmul_tma, "_prepared", {})
     matmul_tma._plan.cache_clear()
     yield matmul_tma
@@ -230,7 +230,7 @@ def test_what_a_call_is_known_by(interpreted):
 
 def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
     """Served by what was prepared, with what stands in memory now; a call that only looks alike is not."""
-    from tp_invariant.kernels.gemm import matmul as room
+    from tp_invariant.kernels.gemm import matmul as matmul_module
 
     class Remembering(interpreted.Launch):
         direct = True
@@ -239,15 +239,15 @@ def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     served = []
     original = interpreted.repeat_call
-    monkeypatch.setattr(room, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
+    monkeypatch.setattr(matmul_module, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
     a, b = (torch.randint(-8, 9, shape).float() for shape in ((8, 32), (32, 20)))
     for call in range(3):
         a += 1
-        assert_bitwise_equal(room.matmul(a, b, promote_every=512), a @ b)
+        assert_bitwise_equal(matmul_module.matmul(a, b, promote_every=512), a @ b)
         assert (served.pop() is not None) == (call > 0)
-    assert_bitwise_equal(room.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
+    assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
     with pytest.raises(TypeError, match=r"promote_every=512\.0 is no int"):
-        room.matmul(a, b, promote_every=512.0)
+        matmul_module.matmul(a, b, promote_every=512.0)
     assert served == [None, None]
 
 
@@ -257,7 +257,7 @@ def test_repeated_calls(monkeypatch):
     import triton
 
     from tp_invariant.kernels import launch
-    from tp_invariant.kernels.gemm import matmul as room
+    from tp_invariant.kernels.gemm import matmul as matmul_module
     from tp_invariant.kernels.gemm import matmul_tma
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
@@ -277,19 +277,21 @@ def test_repeated_calls(monkeypatch):
     monkeypatch.setattr(matmul_tma, "_prepared", {})
     served = []
     original = matmul_tma.repeat_call
-    monkeypatch.setattr(room, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
+    monkeypatch.setattr(matmul_module, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
     for _ in range(4):
         a.mul_(2)  # other values, in the same memory
         for x, y, options in variants:
-            expected = room.matmul(x, y, config=generic, **options)
-            assert_bitwise_equal(room.matmul(x, y, **options), expected, f"{x.stride()} {y.stride()} {options}")
+            expected = matmul_module.matmul(x, y, config=generic, **options)
+            assert_bitwise_equal(
+                matmul_module.matmul(x, y, **options), expected, f"{x.stride()} {y.stride()} {options}"
+            )
     if triton.__version__.startswith(launch._KNOWN_LAUNCHERS):
         assert sum(c is not None for c in served) >= 2 * len(variants)  # the last two rounds
-    expected = room.matmul(-a, b, config=generic)
-    assert_bitwise_equal(room.matmul(torch._neg_view(a), b), expected, "negated by a bit")
-    assert_bitwise_equal(room.matmul((-a).clone(), b), expected)
+    expected = matmul_module.matmul(-a, b, config=generic)
+    assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b), expected, "negated by a bit")
+    assert_bitwise_equal(matmul_module.matmul((-a).clone(), b), expected)
     with pytest.raises(TypeError, match=r"promote_every=256\.0 is no int"):
-        room.matmul(a, b, promote_every=256.0)
+        matmul_module.matmul(a, b, promote_every=256.0)
 
 
 @on_hopper

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp_invariant import gemm as gemm_room
+from tp_invariant import gemm as gemm_module
 from tp_invariant.core.identity import identify
 from tp_invariant.gemm import RankMajor, bundled, gemm, gemm_into, gemm_rank_major
-from tp_invariant.kernels.gemm import matmul as triton_room
+from tp_invariant.kernels.gemm import matmul as triton_module
 from tp_invariant.kernels.gemm import matmul_tma, reference, tensor_core
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, choose_tma_config, fits_tma, promoted_block_k
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
@@ -21,10 +21,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def device_of(matmul):
-    return "cuda" if GPU and matmul is triton_room.matmul else "cpu"
+    return "cuda" if GPU and matmul is triton_module.matmul else "cpu"
 
 
-KERNELS = pytest.mark.parametrize("matmul", [reference.matmul, triton_room.matmul], ids=["reference", "triton"])
+KERNELS = pytest.mark.parametrize("matmul", [reference.matmul, triton_module.matmul], ids=["reference", "triton"])
 
 
 def operands(m, n, k, dtype, device="cpu"):
@@ -213,12 +213,12 @@ def test_promotion_is_the_sum_of_stretches(matmul, dtype, k):
 @pytest.mark.parametrize("config", [(16, 16, 16, 2, 1), (32, 32, 128, 4, 2), (16, 32, 256, 4, 2)], ids=str)
 def test_promotion_of_every_step_of_the_generic_kernel(config):
     config = MatmulConfig(*config)
-    a, b, _ = operands(20, 33, 700, torch.float32, device_of(triton_room.matmul))
+    a, b, _ = operands(20, 33, 700, torch.float32, device_of(triton_module.matmul))
     # in the interpreter block_k is a part of the bits: a stretch of 128 is walked in steps of at most 128
     alike = MatmulConfig(config.block_m, config.block_n, promoted_block_k(config.block_k, 128), 4, 2)
     for every in (128, 384):
-        got = triton_room.matmul(a, b, promote_every=every, config=config)
-        assert_bitwise_equal(got, stretch_by_stretch(triton_room.matmul, a, b, every, config=alike))
+        got = triton_module.matmul(a, b, promote_every=every, config=config)
+        assert_bitwise_equal(got, stretch_by_stretch(triton_module.matmul, a, b, every, config=alike))
 
 
 @pytest.mark.parametrize("every", (128, 512))
@@ -259,7 +259,7 @@ def test_promotion_mends_a_long_k():
 def test_the_tma_kernel(config, ranks, monkeypatch):
     """fp32 stands for 16 bits, and every step of the loop is one BLAS call: so steps are alike on both sides."""
     monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
-    monkeypatch.setattr(matmul_tma, "_takes", lambda a, c_stride, out_dtype: c_stride % 4 == 0)
+    monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, c_stride, out_dtype: c_stride % 4 == 0)
     m, n, k = 24, 56, 640
     a, b, bias = operands(m, n, k, torch.float32)
     config = MatmulConfig(*config)
@@ -343,14 +343,14 @@ def test_gemm_into(gemm_fn, fused):
 
 def test_gemm_into_follows_the_default(fused):
     a, b, _ = operands(4, 5, 600, torch.bfloat16)
-    gemm_room.set_default_gemm_fn(bundled(promote_every=256))
+    gemm_module.set_default_gemm_fn(bundled(promote_every=256))
     try:
         out = torch.zeros(4, 5)
         gemm_into(None, a, b, out, accumulate=True)
         assert fused == [True]
         assert_bitwise_equal(out, stretch_by_stretch(reference.chained_matmul, a, b, 256))
     finally:
-        gemm_room.set_default_gemm_fn(None)
+        gemm_module.set_default_gemm_fn(None)
 
 
 def refuse(a, b, *, bias=None, out_dtype=None):
@@ -384,4 +384,4 @@ def test_bundled_checks_and_says_what_it_is():
     assert identify(bundled(promote_every=512)) == identify(bundled(promote_every=512))
     assert identify(bundled(promote_every=512)) != identify(bundled(promote_every=256))
     with pytest.raises(TypeError, match=r"x is torch\.float64: the bundled kernels take"):
-        gemm_room.check_dtype(bundled(promote_every=512), torch.zeros(1, dtype=torch.float64), "x")
+        gemm_module.check_dtype(bundled(promote_every=512), torch.zeros(1, dtype=torch.float64), "x")

@@ -142,11 +142,14 @@ def test_gradients_in_the_same_memory_are_scaled_one_after_another(room):
 
 def test_what_one_launch_takes():
     memory = torch.zeros(100)
-    assert grad_norm.apart([memory[50:], memory[:50]]) == [1, 0]
-    assert grad_norm.apart([memory[50:], memory[:51]]) == [1]
-    assert grad_norm.apart([memory[:10], memory, memory[20:30], memory[90:]]) == [0, 2, 3]
-    assert grad_norm.apart([memory, memory]) == [0]
-    assert sorted(grad_norm.apart([memory[:0], memory, memory[:0], torch.zeros(3)])) in ([0, 1, 2, 3], [0, 1, 3])
+    assert grad_norm.without_overlap([memory[50:], memory[:50]]) == [1, 0]
+    assert grad_norm.without_overlap([memory[50:], memory[:51]]) == [1]
+    assert grad_norm.without_overlap([memory[:10], memory, memory[20:30], memory[90:]]) == [0, 2, 3]
+    assert grad_norm.without_overlap([memory, memory]) == [0]
+    assert sorted(grad_norm.without_overlap([memory[:0], memory, memory[:0], torch.zeros(3)])) in (
+        [0, 1, 2, 3],
+        [0, 1, 3],
+    )
 
 
 @ROOMS
@@ -164,7 +167,7 @@ def test_views_that_torch_negates(room):
 @ROOMS
 def test_under_another_default_device(room):
     xs = [x.to(device_of(room)) for x in tensors(torch.float32, seed=6)]
-    for tables in (grad_norm._leaf_plan, grad_norm._scale_plan):
+    for tables in (grad_norm._slice_plan, grad_norm._scale_plan):
         tables.cache_clear()
     with torch.device("meta"):
         sums = room.fold(room.sums_of_squares([x.clone() for x in xs], DIMS))
@@ -200,7 +203,7 @@ def test_in_a_cuda_graph():
     xs = [x.to(DEVICE) for x in tensors(torch.bfloat16)]
     factor = torch.full((), 0.5, device=DEVICE)
     for call in (lambda: grad_norm.sums_of_squares(xs, DIMS), lambda: grad_norm.scale_(xs, factor)):
-        grad_norm._leaf_plan.cache_clear()
+        grad_norm._slice_plan.cache_clear()
         grad_norm._scale_plan.cache_clear()
         with (
             pytest.raises(RuntimeError, match="call it once right before the capture"),

@@ -59,8 +59,8 @@ def everything(
 ) -> dict:
     y, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=zero_centered)
     dx = norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=zero_centered)
-    dw, db = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=b is not None)
-    dw, db = norms.fold_leaves(dw), None if b is None else norms.fold_leaves(db)
+    dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=b is not None)
+    dw, db = norms.fold_partial_sums(dw), None if b is None else norms.fold_partial_sums(db)
     return {"y": y, "mean": mean, "rstd": rstd, "dx": dx, "dw": dw, "db": db}
 
 
@@ -177,9 +177,9 @@ def test_views_negated_by_a_bit_are_negated(norms, rms):
     for view in (lambda z: z, negated):
         stats = None if rms else view(mean), view(rstd)
         dx = norms.norm_backward_input(dy, x, w, *stats, rms=rms, zero_centered=False)
-        results.append((dx, *norms.norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=True)))
+        results.append((dx, *norms.norm_weight_partial_sums(dy, x, *stats, rows_per_sum=4, rms=rms, with_bias=True)))
     assert_bitwise_equal(*results)
-    assert_bitwise_equal(norms.fold_leaves(negated(dy)), norms.fold_leaves(dy))
+    assert_bitwise_equal(norms.fold_partial_sums(negated(dy)), norms.fold_partial_sums(dy))
 
 
 @both_norms
@@ -193,82 +193,88 @@ def test_nan_stays_in_its_row(norms, rms):
         assert_bitwise_equal(dirty[key][[0, 1, 3, 4]], clean[key][[0, 1, 3, 4]], key)
 
 
-def sequential_leaves(rows: Tensor, leaf_rows: int) -> Tensor:
+def sequential_sums(rows: Tensor, rows_per_sum: int) -> Tensor:
     """fp32 [T, H] -> [leaves, H]: from +0.0, one row after another."""
-    leaves = torch.zeros(-(-len(rows) // leaf_rows), rows.shape[1], device=rows.device)
+    leaves = torch.zeros(-(-len(rows) // rows_per_sum), rows.shape[1], device=rows.device)
     for index, row in enumerate(rows):
-        leaves[index // leaf_rows] += row
+        leaves[index // rows_per_sum] += row
     return leaves
 
 
 @both_norms
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("t, h, leaf_rows", ((1, 1, 1), (9, 300, 4), (8, 20, 4), (5, 7, 100), (70, 20, 32)))
-def test_leaves_are_sums_in_row_order(norms, t, h, leaf_rows, dtype, rms):
+@pytest.mark.parametrize("t, h, rows_per_sum", ((1, 1, 1), (9, 300, 4), (8, 20, 4), (5, 7, 100), (70, 20, 32)))
+def test_partial_sums_add_in_row_order(norms, t, h, rows_per_sum, dtype, rms):
     """Equal to a loop in torch, bit for bit, on data of wide exponents, where another order would show."""
     x, dy = rand(t, h, dtype=dtype, wide=True), rand(t, h, dtype=dtype, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, seed=2), rand(t, seed=3).abs()
-    dw, db = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=True)
+    dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=True)
     xhat = (x.float() if rms else x.float() - mean[:, None]) * rstd[:, None]
-    assert_bitwise_equal(dw, sequential_leaves(dy.float() * xhat, leaf_rows), "dw")
-    assert_bitwise_equal(db, sequential_leaves(dy.float(), leaf_rows), "db")
-    assert_bitwise_equal(norms.fold_leaves(dw), sequential_leaves(dw, len(dw))[0], "fold")
-    without_bias = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+    assert_bitwise_equal(dw, sequential_sums(dy.float() * xhat, rows_per_sum), "dw")
+    assert_bitwise_equal(db, sequential_sums(dy.float(), rows_per_sum), "db")
+    assert_bitwise_equal(norms.fold_partial_sums(dw), sequential_sums(dw, len(dw))[0], "fold")
+    without_bias = norms.norm_weight_partial_sums(
+        dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
+    )
     assert without_bias[1] is None
     assert_bitwise_equal(without_bias[0], dw)
-    for rows in (slice(0, leaf_rows), slice(leaf_rows, None)):  # the leaves that another rank would hold
+    for rows in (slice(0, rows_per_sum), slice(rows_per_sum, None)):  # the leaves that another rank would hold
         leaves = slice(0, 1) if rows.start == 0 else slice(1, None)
         stats = (None if rms else mean[rows], rstd[rows])
-        part, _ = norms.norm_weight_leaves(dy[rows], x[rows], *stats, leaf_rows=leaf_rows, rms=rms, with_bias=False)
+        part, _ = norms.norm_weight_partial_sums(
+            dy[rows], x[rows], *stats, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
+        )
         assert_bitwise_equal(part, dw[leaves], f"leaves of {rows}")
     for cols in (slice(0, 1), slice(h // 2, None), slice(0, None, 3)):
-        part, _ = norms.norm_weight_leaves(
-            dy[:, cols], x[:, cols], mean, rstd, leaf_rows=leaf_rows, rms=rms, with_bias=False
+        part, _ = norms.norm_weight_partial_sums(
+            dy[:, cols], x[:, cols], mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
         )
         assert_bitwise_equal(part, dw[:, cols].clone(memory_format=torch.contiguous_format), f"columns {cols}")
 
 
 @both_norms
-def test_leaves_of_heads_side_by_side(norms, rms):
+def test_partial_sums_of_heads_side_by_side(norms, rms):
     """Each head's columns are what a norm of that head alone gives; with one rstd for all they would not be."""
     t, heads, size = 9, 3, 20
     x, dy = rand(t, heads * size, wide=True), rand(t, heads * size, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, heads, seed=2), rand(t, heads, seed=3).abs()
-    leaves = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
+    leaves = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=True)
     for head in range(heads):
         cols = slice(head * size, head * size + size)
         stats = (None if rms else mean[:, head], rstd[:, head])
-        alone = norms.norm_weight_leaves(dy[:, cols], x[:, cols], *stats, leaf_rows=4, rms=rms, with_bias=True)
+        alone = norms.norm_weight_partial_sums(dy[:, cols], x[:, cols], *stats, rows_per_sum=4, rms=rms, with_bias=True)
         assert_bitwise_equal([part[:, cols].contiguous() for part in leaves], list(alone), f"head {head}")
     stats = (None if rms else mean[:, 0].contiguous(), rstd[:, 0].contiguous())
-    assert (norms.norm_weight_leaves(dy, x, *stats, leaf_rows=4, rms=rms, with_bias=False)[0] != leaves[0]).any()
+    assert (
+        norms.norm_weight_partial_sums(dy, x, *stats, rows_per_sum=4, rms=rms, with_bias=False)[0] != leaves[0]
+    ).any()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 def test_fold_rounds_once(norms, dtype):
     leaves = rand(5, 300, wide=True)
-    assert_bitwise_equal(norms.fold_leaves(leaves, dtype), sequential_leaves(leaves, 5)[0].to(dtype))
+    assert_bitwise_equal(norms.fold_partial_sums(leaves, dtype), sequential_sums(leaves, 5)[0].to(dtype))
 
 
 def test_order_of_rows_shows():
     """The test above can fail: on such data another order of the same rows gives other bits."""
     rows = rand(9, 300, wide=True)
-    assert (sequential_leaves(rows, 9) != sequential_leaves(rows.flip(0), 9)).any()
+    assert (sequential_sums(rows, 9) != sequential_sums(rows.flip(0), 9)).any()
 
 
 def test_fold_takes_any_strides(norms):
     leaves = rand(5, 300, wide=True)
-    expected = sequential_leaves(leaves, 5)[0]
-    assert_bitwise_equal(norms.fold_leaves(leaves.t().contiguous().t()), expected)
-    assert_bitwise_equal(norms.fold_leaves(leaves[:, 7:]), expected[7:])
+    expected = sequential_sums(leaves, 5)[0]
+    assert_bitwise_equal(norms.fold_partial_sums(leaves.t().contiguous().t()), expected)
+    assert_bitwise_equal(norms.fold_partial_sums(leaves[:, 7:]), expected[7:])
 
 
 def test_sums_of_rows_start_from_plus_zero(norms):
     """A sum of nothing but -0.0 is 0.0."""
     minus, ones = torch.full((3, 4), -0.0, device=DEVICE), torch.ones(3, 4, device=DEVICE)
     for count in (0, 1, 3):
-        assert_bitwise_equal(norms.fold_leaves(minus[:count]), torch.zeros(4, device=DEVICE))
-    leaves = norms.norm_weight_leaves(minus, ones, None, ones[:, 0], leaf_rows=2, rms=True, with_bias=True)
+        assert_bitwise_equal(norms.fold_partial_sums(minus[:count]), torch.zeros(4, device=DEVICE))
+    leaves = norms.norm_weight_partial_sums(minus, ones, None, ones[:, 0], rows_per_sum=2, rms=True, with_bias=True)
     assert_bitwise_equal(leaves, [torch.zeros(2, 4, device=DEVICE)] * 2)
 
 
@@ -278,9 +284,9 @@ def test_no_rows(norms, rms):
     y, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
     assert y.shape == (0, 5) and y.dtype == x.dtype and rstd.shape == (0,)
     assert norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=False).shape == (0, 5)
-    dw, db = norms.norm_weight_leaves(dy, x, mean, rstd, leaf_rows=4, rms=rms, with_bias=True)
+    dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=True)
     assert dw.shape == db.shape == (0, 5)
-    assert_bitwise_equal(norms.fold_leaves(dw), torch.zeros(5, device=DEVICE))
+    assert_bitwise_equal(norms.fold_partial_sums(dw), torch.zeros(5, device=DEVICE))
 
 
 X, W, STAT, R3 = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 3)
@@ -288,8 +294,8 @@ NAMES = "torch.bfloat16, torch.float16, torch.float32"
 OPTIONS = {
     "norm_forward": dict(eps=EPS, rms=False, zero_centered=False),
     "norm_backward_input": dict(rms=False, zero_centered=False),
-    "norm_weight_leaves": dict(rms=False, with_bias=True, leaf_rows=4),
-    "fold_leaves": {},
+    "norm_weight_partial_sums": dict(rms=False, with_bias=True, rows_per_sum=4),
+    "fold_partial_sums": {},
 }
 
 
@@ -312,12 +318,12 @@ OPTIONS = {
         (ValueError, "norm_backward_input: weight has shape (1,);", (X, X, W[:1], STAT, STAT), {}),
         (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", (X, X, W, None, STAT), {}),
         (TypeError, "norm_backward_input: rstd has dtype torch.float16", (X, X, W, STAT, STAT.half()), {}),
-        (ValueError, "norm_weight_leaves: rstd has shape (8,); allowed: (4,)", (X, X, STAT, W), {}),
-        (ValueError, "norm_weight_leaves: rstd has shape (4, 3); allowed: (4,)", (X, X, STAT, R3), {}),
-        (ValueError, "norm_weight_leaves: leaf_rows is 0;", (X, X, STAT, STAT), dict(leaf_rows=0)),
-        (TypeError, "fold_leaves: out_dtype is torch.int8; allowed:", (X, torch.int8), {}),
-        (TypeError, "fold_leaves: leaves has dtype torch.float16; allowed: torch.fl", (X.half(),), {}),
-        (ValueError, "fold_leaves: leaves has shape (8,); allowed: [rows, H]", (W,), {}),
+        (ValueError, "norm_weight_partial_sums: rstd has shape (8,); allowed: (4,)", (X, X, STAT, W), {}),
+        (ValueError, "norm_weight_partial_sums: rstd has shape (4, 3); allowed: (4,)", (X, X, STAT, R3), {}),
+        (ValueError, "norm_weight_partial_sums: rows_per_sum is 0;", (X, X, STAT, STAT), dict(rows_per_sum=0)),
+        (TypeError, "fold_partial_sums: out_dtype is torch.int8; allowed:", (X, torch.int8), {}),
+        (TypeError, "fold_partial_sums: partial_sums has dtype torch.float16; allowed: torch.fl", (X.half(),), {}),
+        (ValueError, "fold_partial_sums: partial_sums has shape (8,); allowed: [rows, H]", (W,), {}),
     ),
 )
 def test_errors(norms, error, message, args, options):
@@ -331,8 +337,8 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
     calls = {
         "norm_forward": (X, W, W),
         "norm_backward_input": (X, X, W, STAT, STAT),
-        "norm_weight_leaves": (X, X, STAT, STAT),
-        "fold_leaves": (X,),
+        "norm_weight_partial_sums": (X, X, STAT, STAT),
+        "fold_partial_sums": (X,),
     }
     for operation, args in calls.items():
         with pytest.raises(ValueError, match=f"{operation}: the Triton kernel needs CUDA tensors, got device cpu"):

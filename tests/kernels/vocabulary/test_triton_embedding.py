@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tp_invariant.kernels.vocabulary import embedding
-from tp_invariant.kernels.vocabulary.reference_embedding import LEAF_OCCURRENCES
+from tp_invariant.kernels.vocabulary.reference_embedding import OCCURRENCES_PER_SUM
 from tp_invariant.kernels.vocabulary.reference_embedding import embedding_grad as reference_grad
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
@@ -28,7 +28,7 @@ def ids_of(counts: dict[int, int], generator: torch.Generator) -> torch.Tensor:
 
 
 def test_both_have_the_same_leaves():
-    assert embedding.LEAF_OCCURRENCES == LEAF_OCCURRENCES == 32
+    assert embedding.OCCURRENCES_PER_SUM == OCCURRENCES_PER_SUM == 32
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,9 +1,9 @@
-"""The norm of all gradients by leaves, the same bits at every tensor-parallel degree.
+"""The norm of all gradients from partial sums, the same bits at every tensor-parallel degree.
 
-A leaf is what a gradient holds at one index of its sharded dim: a row of a column-parallel weight, a column of a
-row-parallel one. Some rank holds it whole, and sums its squares. The leaves of all parameters are gathered in one
-collective for each group, put into TP=1's order, and folded on every rank. The order of both sums is stated in
-kernels/grad_norm/reference.py.
+A partial sum is the sum of squares of one slice of a gradient, at one index of its sharded dim: of a row of a
+column-parallel weight, of a column of a row-parallel one. One rank holds the whole slice and computes it. The partial
+sums of all parameters are gathered, in one collective for each group, put into TP=1's order, and added on every rank.
+kernels/grad_norm/reference.py states the order of both sums.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def local_part(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, in the same memory, once it has arrived."""
+    """This rank's part of a gradient, in the same memory; waits for an asynchronous collective that produces it."""
     if type(grad) is Tensor:
         return grad
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -39,7 +39,7 @@ def local_part(grad: Tensor) -> Tensor:
 
 
 def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
-    """(group of the mesh dim, tensor dim) for each mesh dim that cuts the tensor, also one of a single rank."""
+    """(group of the mesh dim, tensor dim) for each mesh dim that shards the tensor, also one of a single rank."""
     return [
         (resolve_group(grad.device_mesh.get_group(axis)), placement.dim % grad.dim())  # type: ignore[attr-defined]
         for axis, placement in enumerate(grad.placements)
@@ -47,26 +47,26 @@ def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
     ]
 
 
-# --- where leaves are -----------------------------------------------------------------------------------------------
+# --- where partial sums are -----------------------------------------------------------------------------------------
 
-ALONE = Group(None, 0, 1)
+SINGLE_RANK = Group(None, 0, 1)
 
 
-def leaf_dim(p: Tensor) -> int | None:
-    """The dim that some degree shards, as the parameter's partition_dim says it; None if it says none."""
+def partition_dim_of(p: Tensor) -> int | None:
+    """The dim in the parameter's attribute partition_dim; None if it names none."""
     dim = getattr(p, "partition_dim", -1)
     return dim if isinstance(dim, int) and 0 <= dim < p.dim() else None
 
 
-class _Part(NamedTuple):
-    """A parameter's leaves on this rank.
+class _SlicedGradient(NamedTuple):
+    """A gradient and how its slices are distributed.
 
     local    this rank's part of the gradient
-    dim      its leaf dim
-    group    the ranks over which the leaves are spread
-    rows     how many the first rank of the group has, and this one at most
-    stride   partition_stride of the leaf dim, or the sizes of its pieces
-    whole    how many the whole parameter has
+    dim      the dim that is sliced: one partial sum for each index
+    group    the ranks over which the slices are sharded
+    rows     the number of slices on the first rank of the group, which has the most
+    stride   partition_stride of `dim`, or the sizes of its pieces
+    whole    the number of slices of the whole parameter
     """
 
     local: Tensor
@@ -77,10 +77,10 @@ class _Part(NamedTuple):
     whole: int
 
 
-def _part(p: Tensor, over: Group) -> _Part:
-    """over: the group over whose ranks p is sharded by its attributes; ALONE if by none."""
+def _sliced_gradient(p: Tensor, over: Group) -> _SlicedGradient:
+    """over: the group over which p is sharded according to its attributes; SINGLE_RANK if it is not."""
     assert p.grad is not None
-    grad, own_dim = p.grad, leaf_dim(p)
+    grad, own_dim = p.grad, partition_dim_of(p)
     dim = own_dim or 0
     if is_dtensor(grad):
         shards = mesh_shards(grad)
@@ -90,31 +90,35 @@ def _part(p: Tensor, over: Group) -> _Part:
         if len(shards) == 1 and over.size == 1 and dim == shards[0][1]:
             group, size = shards[0][0], grad.shape[dim]
             local = local_part(grad)
-            if not local.numel():  # in whatever shape from_local was given it
+            if not local.numel():  # its shape is whatever was given to from_local
                 local = local.new_empty([0 if i == dim else n for i, n in enumerate(grad.shape)])
             stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
             # torch.chunk's rule: full pieces, then one shorter, then none
             if stride == 1 or size % (stride * group.size) == 0:
-                return _Part(local, dim, group, -(-size // group.size), stride, size)
+                return _SlicedGradient(local, dim, group, -(-size // group.size), stride, size)
         grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
     grad = local_part(grad)
     rows = grad.shape[dim] if grad.dim() else 1
     stride = stride_of(p) if over.size > 1 else 1
-    return _Part(grad, dim, over, rows, stride, rows * over.size)
+    return _SlicedGradient(grad, dim, over, rows, stride, rows * over.size)
 
 
-class _Order(NamedTuple):
-    """selected: for each group, which of [this rank's leaves, 0] are gathered over it, int64. places: where leaf after
-    leaf of the whole model stands in [this rank's leaves, 0, what the first group gathered, ..], int64."""
+class _GatherPlan(NamedTuple):
+    """Index tensors, int64.
+
+    selected     for each group: which elements of [this rank's partial sums, 0] are gathered over it
+    positions    for each partial sum of the whole model, in TP=1's order: its index in the concatenation [this rank's
+                 partial sums, 0, what the first group gathered, ..]
+    """
 
     selected: list[Tensor]
-    places: Tensor
+    positions: Tensor
 
 
 @functools.lru_cache(maxsize=16)
-def _order(facts: tuple[tuple[int, int, int, int, Stride, int], ...], device: torch.device) -> _Order:
-    """Of parameters with (leaves here, rows, number of the group or -1, its size, stride, leaves of the whole)."""
-    from ..kernels.kept import refuse_in_capture
+def _gather_plan(facts: tuple[tuple[int, int, int, int, Stride, int], ...], device: torch.device) -> _GatherPlan:
+    """facts: for each parameter (slices here, rows, index of the group or -1, its size, stride, slices in all)."""
+    from ..kernels.cached_tensors import refuse_in_capture
 
     refuse_in_capture(device.type, "clip_grad_norm_")
     starts = list(itertools.accumulate((fact[0] for fact in facts), initial=0))
@@ -131,19 +135,19 @@ def _order(facts: tuple[tuple[int, int, int, int, Stride, int], ...], device: to
         for i, place in zip(members, major.split([len(x) for x in padded], dim=1), strict=True):
             spread[i] = unshard(place, dim=0, stride=facts[i][4])[: facts[i][5]]
         base += size * width
-    places = [spread[i] if i in spread else _range(starts[i], starts[i + 1]) for i in range(len(facts))]
-    return _Order(selected, torch.cat(places).to(device))
+    positions = [spread[i] if i in spread else _range(starts[i], starts[i + 1]) for i in range(len(facts))]
+    return _GatherPlan(selected, torch.cat(positions).to(device))
 
 
 def _range(start: int, stop: int) -> Tensor:
-    return torch.arange(start, stop, device="cpu")  # whatever the default device is
+    return torch.arange(start, stop, device="cpu")  # not on torch's default device
 
 
-def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
-    """This rank's leaves [n] -> those of the whole model, in TP=1's order."""
+def _in_tp1_order(partial_sums: Tensor, parts: Sequence[_SlicedGradient]) -> Tensor:
+    """This rank's partial sums [n] -> those of the whole model, in TP=1's order."""
     groups = list(dict.fromkeys(part.group for part in parts if part.group.size > 1))
     if not groups:
-        return leaves
+        return partial_sums
     numbers = {group: number for number, group in enumerate(groups)}
     facts = tuple(
         (
@@ -156,36 +160,38 @@ def _in_order(leaves: Tensor, parts: Sequence[_Part]) -> Tensor:
         )
         for part in parts
     )
-    from ..kernels.kept import about_to_read
+    from ..kernels.cached_tensors import hold_until_read
 
-    make = _order if type(leaves) is Tensor else _order.__wrapped__  # fake indices are not to be kept
-    order = make(facts, leaves.device)
-    about_to_read(order.places, *order.selected)
-    with_zero = F.pad(leaves, (0, 1))
+    make = (
+        _gather_plan if type(partial_sums) is Tensor else _gather_plan.__wrapped__
+    )  # fake tensors must not enter the cache
+    order = make(facts, partial_sums.device)
+    hold_until_read(order.positions, *order.selected)
+    with_zero = F.pad(partial_sums, (0, 1))
     gathered = [
         gather_major(with_zero[select], group).flatten() for select, group in zip(order.selected, groups, strict=True)
     ]
-    return torch.cat([with_zero, *gathered])[order.places]
+    return torch.cat([with_zero, *gathered])[order.positions]
 
 
 # --- sums and scaling -----------------------------------------------------------------------------------------------
 
 
 def _kernels(tensors: Sequence[Tensor]) -> Any:
-    """The module that computes with them: plain torch also for those that have no memory, fake ones or on meta."""
+    """The kernels for these tensors: plain torch also for fake tensors and those on meta, which have no memory."""
     return select("gradient norm", "cuda" if all(type(x) is Tensor and x.is_cuda for x in tensors) else "cpu")
 
 
-def folded_norm(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
-    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. For callers under no_grad.
+def norm_of_partial_sums(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
+    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. Call it under no_grad.
 
-    over: for each the group over whose ranks its attributes say that it is sharded, or ALONE.
+    over: for each parameter the group over which it is sharded according to its attributes, or SINGLE_RANK.
     """
-    parts = [_part(p, group) for p, group in zip(params, over, strict=True)]
+    parts = [_sliced_gradient(p, group) for p, group in zip(params, over, strict=True)]
     grads = [part.local if part.local.dtype in DTYPES else part.local.float() for part in parts]
     kernels = _kernels(grads)
-    leaves = kernels.sums_of_squares(grads, [part.dim for part in parts])
-    return kernels.fold(_in_order(leaves, parts)).sqrt()
+    partial_sums = kernels.sums_of_squares(grads, [part.dim for part in parts])
+    return kernels.fold(_in_tp1_order(partial_sums, parts)).sqrt()
 
 
 def scale(grads: Sequence[Tensor], factor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Device tensors that are kept from call to call: when they may go. No Triton here."""
+"""Device tensors that are cached between calls: how long their memory must stay allocated. No Triton here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _captured: dict[int, Tensor] = {}
 
 
 def capturing(device_type: str) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Whether launches are being captured into a CUDA graph."""
     return device_type == "cuda" and cuda.is_current_stream_capturing()
 
 
 def refuse_in_capture(device_type: str, operation: str) -> None:
-    """Raises RuntimeError in a capture, for who is about to make such tensors."""
+    """Raises a RuntimeError during a capture; to be called before such tensors are built."""
     if capturing(device_type):
         raise RuntimeError(
             f"{operation}: a CUDA graph is being captured, and these shapes are new, so their tables would have to be "
@@ -21,9 +21,12 @@ def refuse_in_capture(device_type: str, operation: str) -> None:
         )
 
 
-def about_to_read(*tensors: Tensor) -> None:
-    """Of kept tensors that the current stream is given to read: their memory is not used again before it has, also
-    where they were made on another stream; and never, if it is a graph that will read them at each replay."""
+def hold_until_read(*tensors: Tensor) -> None:
+    """Call it with cached tensors before a launch that reads them on the current stream.
+
+    Their memory is then not reused before that launch has run, also if they were built on another stream. During a
+    capture they are never freed, because every replay of the graph reads them.
+    """
     if type(tensors[0]) is not Tensor or not tensors[0].is_cuda:
         return
     if cuda.is_current_stream_capturing():
