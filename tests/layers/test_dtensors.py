@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tp_invariant as tpi
@@ -419,3 +419,58 @@ def compiled(tp_group, kind):
 def test_compiled(size):
     with tpi.set_tp_invariant_mode(True):
         run_ranks(compiled, size, "mesh")
+
+
+def dtensor_inputs(tp_group):
+    """Layers and functions that take a DTensor in place of an activation, or refuse it in other words."""
+    mesh, sizes = on_mesh(tp_group), dict(tp_group=tp_group)
+    x, ids, heads = torch.randn(4, 16), torch.zeros(4, dtype=torch.int64), torch.randn(1, 2, 4, 16)
+    calls = {
+        "x of Linear(16, 16, 'column')": (tpi.Linear(16, 16, parallel_mode="column", **sizes), x),
+        "x of LayerNormLinear(16, 16, 'column')": (
+            tpi.LayerNormLinear(16, 16, parallel_mode="column", tp_group=mesh),
+            x,
+        ),
+        "x of a ParallelNorm": (tpi.ParallelNorm(16, **sizes), x),
+        "ids of a VocabParallelEmbedding": (tpi.VocabParallelEmbedding(16, 4, **sizes), ids),
+        "logits": (lambda x: tpi.vocab_parallel_cross_entropy(x, ids, **sizes), x),
+        "q": (lambda q: tpi.attention(q, heads, heads), heads),
+    }
+    wrong = []
+    for placement in (Shard(0), Replicate(), Partial()):
+        for name, (call, plain) in calls.items():
+            for mode in (True, False):
+                with tpi.set_tp_invariant_mode(mode):
+                    try:
+                        call(DTensor.from_local(plain, mesh, [placement], run_check=False))
+                        wrong.append((name, str(placement), mode))
+                    except TypeError as error:
+                        if not str(error).startswith(f"{name} is a DTensor of shape"):
+                            wrong.append((name, str(placement), mode, str(error)))
+    return wrong
+
+
+def test_an_activation_that_is_a_dtensor_is_refused():
+    """Its local tensor alone would lose the sum of a Partial one, and take a part of a sharded one for the whole."""
+    assert run_ranks(dtensor_inputs, 2) == [[], []]
+
+
+def test_replicate_refuses_what_a_new_parameter_would_not_have():
+    def on_rank(tp_group):
+        mesh, said = on_mesh(tp_group), []
+        for change in (
+            lambda p: p.register_hook(lambda grad: None),
+            lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+            lambda p: setattr(p, "grad", torch.ones_like(p)),
+        ):
+            torch.manual_seed(0)
+            module = nn.Linear(4, 4)
+            change(module.bias)
+            try:
+                tpi.replicate_(module, mesh)
+            except ValueError as error:
+                said.append((str(error).partition(",")[0], isinstance(module.weight, DTensor)))
+        return said
+
+    hooks, grad = ("bias has hooks", False), ("bias has a gradient", False)
+    assert run_ranks(on_rank, 2) == [[hooks, hooks, grad]] * 2

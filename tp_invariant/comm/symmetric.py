@@ -349,14 +349,15 @@ def connect(group: Group, device: torch.device) -> Channels | str:
     limit, channels = min(memories) // MEMORY_SHARE, None
     try:
         channels = Channels(_channel(group, device, None, limit), _channel(group, device, _ZERO_CTA, limit))
-        reason = _check(channels.soon) or _check(channels.early)
-    except (RuntimeError, TypeError) as error:  # of NCCL; of a register_mem_pool that knows no symm
+    except (RuntimeError, TypeError, AttributeError) as error:  # of NCCL; of a torch that knows no symm or cta_policy
         reason = str(error).splitlines()[0]
     found = _first(wire.gather_objects(reason, group))
     if found is not None:
         return found
     assert channels is not None
-    return channels
+    checks = [_check(channels.soon), _check(channels.early)]  # both on every rank, as they are collectives
+    found = _first(wire.gather_objects(checks[0] or checks[1], group))
+    return channels if found is None else found
 
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Channels | str]]

@@ -58,6 +58,20 @@ def local_of(x: Any) -> Any:
     return local
 
 
+def refuse_dtensor(x: Any, name: str) -> None:
+    """For an activation: the library's functions compute with local tensors, and would take a part for the whole.
+
+    Raises:
+        TypeError: x is a DTensor. `name` says what it is.
+    """
+    if is_dtensor(x):
+        raise TypeError(
+            f"{name} is a DTensor of shape {tuple(x.shape)}, placed as {x.placements}: activations are plain tensors. "
+            "Pass this rank's part as x.to_local(), of a Partial one x.redistribute(..).to_local(); torch's own "
+            "parallel styles give plain tensors with use_local_output=True"
+        )
+
+
 def as_local(x: Any) -> Any:
     """The local tensor of a DTensor for torch's own operators: a new view of it, whose gradient becomes x's."""
     if not is_dtensor(x):

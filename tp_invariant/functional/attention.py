@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..core.dtensors import refuse_dtensor
 from ..kernels.select import select
 from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
 
@@ -75,6 +76,8 @@ def attention(
         NotImplementedError: another kind of device; in backward, a second derivative.
         RuntimeError: forward-mode derivatives.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        refuse_dtensor(x, name)
     q, k, v = in_autocasts_dtype(q, k, v)
     if q.device.type not in ("cuda", "cpu"):
         raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
+from ..core.dtensors import refuse_dtensor
 from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
@@ -89,6 +90,7 @@ def vocab_parallel_cross_entropy(
     _check_options(label_smoothing, reduction, z_loss)
     agreed = agreed_in(group)
     try:
+        refuse_dtensor(logits, "logits")
         shard = _check_shapes(logits, target, vocab_size, group)
         check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
         invariant = is_tp_invariant_mode_enabled()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.dtensors import as_local
+from ..core.dtensors import as_local, is_dtensor, refuse_dtensor
 from ..core.layout import Stride, TokenSharding
 from ..core.options import Normalization, ParallelMode
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
@@ -119,6 +119,8 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
+        if is_dtensor(x):
+            refuse_dtensor(x, f"x of {self._name}")
         dtype = autocast_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
 

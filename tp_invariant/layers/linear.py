@@ -15,7 +15,7 @@ from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import callable_id, constant
-from ..core.dtensors import as_local, is_dtensor, local_of
+from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import OwnerMap, ParallelMode
@@ -294,6 +294,8 @@ class Linear(ShardedModule, nn.Linear):
             ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
             TypeError: a dtype that is not the weight's, outside autocast.
         """
+        if is_dtensor(x):
+            refuse_dtensor(x, f"x of {self._name}")
         stride: Stride = self.partition_stride
         bias: Tensor | None = self.bias
         if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:

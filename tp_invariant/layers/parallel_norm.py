@@ -15,7 +15,7 @@ from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import specialize
-from ..core.dtensors import as_local
+from ..core.dtensors import as_local, refuse_dtensor
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import Normalization
@@ -134,6 +134,7 @@ class ParallelNorm(ShardedModule):
             ValueError: a last dim that is not `features`, or a heads_dim that does not hold this rank's heads.
             TypeError: a dtype that the kernels do not take.
         """
+        refuse_dtensor(x, "x of a ParallelNorm")
         weight = self.weight  # read once: nn.Module.__getattr__ is slow
         call, invariant = self._resolve_call(x, weight)
         compiling = torch.compiler.is_compiling()

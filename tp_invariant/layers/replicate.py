@@ -67,7 +67,19 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """`replicate_` without its checks."""
+    """`replicate_` without its comparison of ranks.
+
+    Raises:
+        ValueError: a parameter has hooks or a gradient, which would stay with the tensor that is replaced; before any
+            parameter is replaced.
+    """
+    for name, parameter in module.named_parameters():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if not is_dtensor(parameter) and (hooks or parameter.grad is not None):
+            raise ValueError(
+                f"{name} has {'hooks' if hooks else 'a gradient'}, and a DTensor takes its place, which would have "
+                "none: parallelize the model, or call replicate_, before you register hooks and before a backward"
+            )
     spec = ShardSpec(resolve_group(mesh), None, 1)
     placed: dict[int, nn.Parameter] = {}
     kept = []  # so that no id is used twice
