@@ -382,23 +382,3 @@ def test_at_most_two_gathered_weights_are_alive(ahead, most):
     for _ in range(3):
         model.step()
     assert counted.most == most
-
-
-def test_what_fully_shard_frees_is_not_gathered_over_the_end_of_forward(monkeypatch):
-    """Its weights are freed after a module's forward, and may have another address in backward."""
-    from torch.distributed import _composable_state
-
-    def early_gathers(states):
-        monkeypatch.setattr(_composable_state, "_module_state_mapping", states)
-        scheduler, layout, first, second = Scheduler(), Layout(), weight_of(1), weight_of(2)
-        for _ in range(3):
-            one_step(scheduler, layout, first, second)
-        return layout.count(first, early=True), layout.count(second, early=True)
-
-    def one_step(scheduler, layout, first, second):
-        x = torch.ones(1, requires_grad=True)
-        y = _Take.apply(x, lambda: take(scheduler, first, layout), lambda: take(scheduler, second, layout))
-        y.backward(torch.ones(1))
-
-    assert early_gathers({}) == (0, 2), "the control: it is, without fully_shard"
-    assert early_gathers({"a module": "its state"}) == (0, 0)

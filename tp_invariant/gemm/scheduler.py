@@ -40,7 +40,6 @@ That is a matter of speed alone, and safe:
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -109,10 +108,8 @@ class Schedule:
         self._seen.append((use, phase))
         self._next_place[pair] = self._next_place[(use,)] = len(self._seen)
 
-    def expected(self, into_backward: bool = True) -> Hashable | None:
+    def expected(self) -> Hashable | None:
         """What is used next, None where that is unknown or must not be read yet.
-
-        into_backward: whether a forward may foresee the first use of its backward.
 
         Optimizers and weight loading may write weights between one pass over a model and the next, through `.data`
         too, which raises no version. So what is expected must belong to the same pass: not after the end of a backward,
@@ -123,18 +120,8 @@ class Schedule:
             return None
         use, phase = self._seen[self._place]
         now = self._phase[0]
-        into = into_backward and (now, phase) == (Phase.FORWARD, Phase.BACKWARD)
-        same_pass = use not in self._round if phase == now else into
+        same_pass = use not in self._round if phase == now else (now, phase) == (Phase.FORWARD, Phase.BACKWARD)
         return use if same_pass else None
-
-
-def _is_freed_after_forward() -> bool:
-    """Whether fully_shard was given a module of this process: it frees a module's weights after the module's forward.
-
-    It may also put them at another address for backward, on one rank and not on another.
-    """
-    states = sys.modules.get("torch.distributed._composable_state")
-    return states is not None and bool(getattr(states, "_module_state_mapping", True))
 
 
 # Which backward this thread is inside of, -1 outside.
@@ -326,9 +313,7 @@ class Scheduler:
     def start_next_weight(self, group: Group) -> None:
         """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
         schedule = self._schedules.get(group)
-        use: Any = None
-        if schedule is not None and self.ahead:
-            use = schedule.expected(into_backward=not _is_freed_after_forward())
+        use: Any = schedule.expected() if schedule is not None and self.ahead else None
         if not isinstance(use, _Use):  # unknown, or where a graph begins
             return
         weight, layout = use.weight(), use.layout
