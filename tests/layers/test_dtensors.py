@@ -472,5 +472,6 @@ def test_replicate_refuses_what_a_new_parameter_would_not_have():
                 said.append((str(error).partition(",")[0], isinstance(module.weight, DTensor)))
         return said
 
-    hooks, grad = ("bias has hooks", False), ("bias has a gradient", False)
-    assert run_ranks(on_rank, 2) == [[hooks, hooks, grad]] * 2
+    for rank, said in enumerate(run_ranks(on_rank, 2)):
+        hooks, grad = ((f"bias on rank {rank} has {what}", False) for what in ("hooks", "a gradient"))
+        assert said == [hooks, hooks, grad]

@@ -21,12 +21,9 @@ leaves torch's symmetric memory, whose backend is one for the whole process, to 
 from __future__ import annotations
 
 import logging
-import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,22 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import wire
-from .collectives import Group, Pending, can_duplicate, duplicate_group, is_capturing
+from .collectives import Group, Pending, can_duplicate, duplicate_group, gather_major, is_capturing
+from .copy_protocol import PER_CLASS, size_class
+from .peer_memory import MEMORY_SHARE, _first, _host, driver
 
 logger = logging.getLogger(__name__)
 
-PER_CLASS = 4  # buffers of a size: two weights, in use and on its way, and two activations
-MEMORY_SHARE = 16  # buffers take at most the device's memory divided by this
 _OLDEST_NCCL = (2, 28)
 _ZERO_CTA = 2  # NCCL_CTA_POLICY_ZERO of nccl.h
 _CHECK_BYTES = 2**21
-
-
-def size_class(nbytes: int) -> int:
-    """The size of the buffer that is made for so many bytes: four to an octave, in the driver's pages of 2 MiB."""
-    nbytes = max(nbytes, 1)
-    step = max(2**21, 2 ** (nbytes.bit_length() - 3))
-    return -(-nbytes // step) * step
 
 
 @dataclass
@@ -203,7 +193,7 @@ class Channel:
         if not is_capturing():
             return self.buffers
         if self.captured is not None:
-            self.captured.begin(_capture_of(self.stream()))
+            self.captured.begin(driver().capture(self.stream().cuda_stream))
         return self.captured
 
     def prepare_for_graphs(self) -> None:
@@ -254,21 +244,7 @@ class Channels:
         return self.early if early else self.soon
 
 
-def _capture_of(stream: Any) -> int | None:
-    from .peer_memory import driver
-
-    return driver().capture(stream.cuda_stream)
-
-
 # --- whether a group has them ----------------------------------------------------------------------------------------
-
-
-@cache
-def _host() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def why_not(group: Group, device: torch.device) -> str | None:
@@ -284,10 +260,6 @@ def why_not(group: Group, device: torch.device) -> str | None:
     if not hasattr(group.process_group._get_backend(device), "register_mem_pool"):
         return "this torch does not register memory with NCCL"
     return None
-
-
-def _first(reasons: list[str | None]) -> str | None:
-    return next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason is not None), None)
 
 
 def _allocator(group: Group, device: torch.device, pools: list[Any]) -> Callable[[int], Tensor | None]:
@@ -319,7 +291,7 @@ def _channel(group: Group, device: torch.device, policy: int | None, limit: int)
         options.config.cta_policy = policy
     purpose = "registered memory" if policy is None else f"registered memory, CTA policy {policy}"
     again = duplicate_group(group, "nccl", purpose, options)
-    wire.start_all_gather(torch.empty(group.size, device=device), torch.zeros(1, device=device), again)  # connects
+    gather_major(torch.zeros(1, device=device), again)  # connects
     return Channel(again, device, Buffers(_allocator(again, device, []), limit))
 
 

@@ -34,7 +34,7 @@ from ..functional.attention_choice import SafeSdpa
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
-from ..layers.replicate import place_whole
+from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
@@ -123,6 +123,8 @@ def parallelize(
         bundled_fn = bundled()  # the check runs in float32, which a user's gemm_fn need not accept
         alike = replace(group, mesh=None)  # plain tensors, which are compared as they are
         check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike)), example_inputs, group)
+    if group.mesh is not None:
+        check_replaceable(model, group.rank)
     _convert(model, survey)
     if group.mesh is not None:
         place_whole(model, group.mesh)

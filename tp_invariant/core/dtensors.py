@@ -66,9 +66,9 @@ def refuse_dtensor(x: Any, name: str) -> None:
     """
     if is_dtensor(x):
         raise TypeError(
-            f"{name} is a DTensor of shape {tuple(x.shape)}, placed as {x.placements}: activations are plain tensors. "
-            "Pass this rank's part as x.to_local(), of a Partial one x.redistribute(..).to_local(); torch's own "
-            "parallel styles give plain tensors with use_local_output=True"
+            f"{name} is a DTensor of shape {tuple(x.shape)} on rank {x.device_mesh.get_rank()}, placed as "
+            f"{x.placements}: activations are plain tensors. Pass this rank's part as x.to_local(), of a Partial one "
+            "x.redistribute(..).to_local(); torch's own parallel styles give plain tensors with use_local_output=True"
         )
 
 

@@ -40,7 +40,7 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Raises:
         TypeError: `mesh` is no DeviceMesh.
         ValueError: a parameter that is this rank's part of one (a layer that was made with a ProcessGroup), or a
-            DTensor on another mesh. Names it; nothing was changed.
+            DTensor on another mesh, or that has hooks or a gradient. Names it; nothing was changed.
         RuntimeError: on every rank: parameters whose values differ between ranks. Names them; nothing was changed.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -61,25 +61,30 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{name} on rank {group.rank} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}: all "
                 "parameters must be on one"
             )
+    check_replaceable(module, group.rank)
     check_same_model(module, group, {}, plain)
     place_whole(module, mesh)
     return module
 
 
-def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """`replicate_` without its comparison of ranks.
+def check_replaceable(module: nn.Module, rank: int) -> None:
+    """Whether DTensors can take the place of the parameters.
 
     Raises:
-        ValueError: a parameter has hooks or a gradient, which would stay with the tensor that is replaced; before any
-            parameter is replaced.
+        ValueError: a parameter has hooks or a gradient, which would stay with the tensor that is replaced. Names it.
     """
     for name, parameter in module.named_parameters():
         hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         if not is_dtensor(parameter) and (hooks or parameter.grad is not None):
             raise ValueError(
-                f"{name} has {'hooks' if hooks else 'a gradient'}, and a DTensor takes its place, which would have "
-                "none: parallelize the model, or call replicate_, before you register hooks and before a backward"
+                f"{name} on rank {rank} has {'hooks' if hooks else 'a gradient'}, and a DTensor takes its place, which "
+                "would have none: parallelize the model, or call replicate_, before you register hooks and before a "
+                "backward"
             )
+
+
+def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """`replicate_` without its checks."""
     spec = ShardSpec(resolve_group(mesh), None, 1)
     placed: dict[int, nn.Parameter] = {}
     kept = []  # so that no id is used twice
