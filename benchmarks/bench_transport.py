@@ -1,4 +1,4 @@
-"""Gathers and exchanges by NCCL, by NCCL in registered memory and by copy engine, alone and beside GEMMs.
+"""Gathers and exchanges by NCCL and by copy engine, alone and beside GEMMs.
 
     torchrun --nproc-per-node 4 benchmarks/bench_transport.py --out benchmarks/results/transport_h200
 
@@ -31,7 +31,7 @@ from tp_invariant.core.layout import split_sizes
 
 MEGABYTE = 1e6
 ROW = 8192  # bytes of a row
-TRANSPORTS = ("nccl", False), ("copy_engine", False), ("copy_engine", True), ("symmetric", False), ("symmetric", True)
+TRANSPORTS = ("nccl", False), ("copy_engine", False), ("copy_engine", True)
 HEAD_START = 1_000_000  # cycles that the device idles, so that the host is ahead of it
 
 
@@ -49,7 +49,7 @@ Start = Callable[[Tensor], Pending]
 
 def starts(what: str, transport: str, early: bool, group: Group) -> Start:
     """The call that starts a transfer of x [rows, columns], with the variable set for it. `early`: as for weights."""
-    os.environ[peer_copies.TRANSPORT_VARIABLE] = transport  # copy_engine, symmetric: of any size, or an error
+    os.environ[peer_copies.TRANSPORT_VARIABLE] = transport  # copy_engine: of any size, or an error
 
     def start(x: Tensor) -> Pending:
         sizes = split_sizes(x.shape[0], group.size)

@@ -41,7 +41,9 @@ def _run_models(request, capsys, device):
     count, number = _options(request.config, FEW)
     start = time.time()
     try:
-        counts = fuzz_runner.fuzz(fuzz_programs.programs(), count, number, device)
+        gpus = torch.cuda.device_count() if device == "cuda" else 4
+        degrees = None if gpus >= 4 else tuple(range(2, gpus + 1))
+        counts = fuzz_runner.fuzz(fuzz_programs.programs(degrees=degrees), count, number, device)
     except fuzz_runner.Found as error:
         path = os.path.join(request.config.getoption("--fuzz-scripts"), f"fuzz_{number}.py")
         with open(path, "w") as file:
@@ -64,8 +66,8 @@ def test_composed_models(request, capsys, one_thread):
 
 @pytest.mark.gpu
 def test_composed_models_on_gpus(request, capsys):
-    if not torch.cuda.is_available():
-        pytest.skip("needs GPUs")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     _run_models(request, capsys, "cuda")
 
 

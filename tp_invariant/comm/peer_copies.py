@@ -20,12 +20,11 @@ from torch import Tensor
 from .collectives import Group, Pending, is_capturing
 from .copy_protocol import PER_CLASS, CapturedCopies, Lease, PeerCopies
 from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
-from .symmetric import Channel, Channels, channels_of
 
 logger = logging.getLogger(__name__)
 
 TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
-TRANSPORTS = ("auto", "nccl", "copy_engine", "symmetric")
+TRANSPORTS = ("auto", "nccl", "copy_engine")
 _KEY = os.environ.encodekey(TRANSPORT_VARIABLE)
 _CHOICES = {os.fsencode(choice): choice for choice in TRANSPORTS}
 MIN_BYTES = 2**23  # of what a rank sends: for less, a dozen driver calls keep the host longer than they save the GPU
@@ -39,7 +38,6 @@ def transport() -> str:
                       (small_gathers.py), where a group's ranks have them; else NCCL
         nccl          NCCL (or gloo) for everything
         copy_engine   peer copies for blocks of any size; an error where a group has none
-        symmetric     NCCL in memory that it has registered on all ranks (symmetric.py); an error where a group has none
 
     Raises:
         ValueError: the variable holds anything else.
@@ -93,29 +91,14 @@ def prepare_for_graphs(group: Group, device: torch.device) -> None:
     choice = transport()
     if choice == "nccl" or group.size == 1 or device.type != "cuda" or is_capturing():
         return
-    if choice == "symmetric":
-        channels = _channels(group, device)
-        channels.soon.prepare_for_graphs()
-        channels.early.prepare_for_graphs()
-        return
     copies = copies_of(group, device)
     if not isinstance(copies, str):
         copies.prepare_for_graphs(lambda: GraphMachine(group, device))
 
 
-def _channels(group: Group, device: torch.device) -> Channels:
-    channels = channels_of(group, device)
-    if isinstance(channels, str):
-        raise RuntimeError(
-            f"{TRANSPORT_VARIABLE}=symmetric, but the {group.size} ranks of tp_group have no registered memory: "
-            f"{channels}. Set it to auto or nccl on all ranks: the bits are the same"
-        )
-    return channels
-
-
 def _copies_for(x: Tensor, group: Group, sent: Sequence[tuple[int, int]]) -> PeerCopies | None:
     choice = transport()
-    if choice in ("nccl", "symmetric") or group.size == 1 or x.numel() == 0:
+    if choice == "nccl" or group.size == 1 or x.numel() == 0:
         return None
     least = 0 if choice == "copy_engine" else MIN_BYTES_IN_GRAPHS if x.is_cuda else x.nbytes + 1
     if x.nbytes < least:
@@ -177,15 +160,6 @@ def _start(
     return PeerPending(lease, copies.machine.view(lease.index, x.dtype, tuple(shape)), x)
 
 
-def _symmetric(x: Tensor, group: Group, early: bool) -> Channel | None:
-    """What moves x where the variable says "symmetric", if it moves anything."""
-    if transport() != "symmetric" or group.size == 1 or x.numel() == 0:
-        return None
-    if is_capturing() and isinstance(channels_of(group, x.device), str):
-        return None
-    return _channels(group, x.device).of(early)
-
-
 def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending | None:
     """Starts gathering every rank's `local` into a rank-major [P, ...local]; None where NCCL is to do it.
 
@@ -195,9 +169,6 @@ def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending
         ValueError, RuntimeError: TP_INVARIANT_TRANSPORT holds something else, or what the group does not have.
     """
     local, shape = local.contiguous(), (group.size, *local.shape)
-    channel = _symmetric(local, group, early)
-    if channel is not None:
-        return channel.start_gather(local, shape)
     return _start(local, [(0, local.nbytes)] * group.size, shape, group, early)
 
 
@@ -205,18 +176,12 @@ def start_gather_rows(local: Tensor, group: Group) -> Pending | None:
     """As start_gather, the ranks' [S, ..] concatenated to [P S, ..]."""
     local = local.contiguous()
     shape = group.size * local.shape[0], *local.shape[1:]
-    channel = _symmetric(local, group, False)
-    if channel is not None:
-        return channel.start_gather(local, shape)
     return _start(local, [(0, local.nbytes)] * group.size, shape, group, False)
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
     """As start_gather: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
     x, shape = x.contiguous(), (group.size, send_sizes[group.rank], *x.shape[1:])
-    channel = _symmetric(x, group, early)
-    if channel is not None:
-        return channel.start_exchange(x, shape) if len(set(send_sizes)) == 1 else None
     row = x.nbytes // max(x.shape[0], 1)
     begins = accumulate(send_sizes, initial=0)
     sent = [(begin * row, size * row) for begin, size in zip(begins, send_sizes, strict=False)]
