@@ -84,7 +84,7 @@ def run_program(tp_group, source: str, arguments: list[str]) -> tuple[object, ..
     [
         ("README.md", "own_model.py", (1, 2, 4)),
         ("docs/own_models.md", "plan.py", (1, 2, 4)),
-        ("README.md", "hf_model.py", (1, 2)),
+        ("docs/hugging_face.md", "hf_model.py", (1, 2)),
         ("docs/own_models.md", "train.py", (1, 2, 4)),
     ],
 )
