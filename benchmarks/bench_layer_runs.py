@@ -149,7 +149,7 @@ def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float,
 
 def lent_buffers(group: Group, device: torch.device) -> str:
     """What this rank's copies have taken so far, outside torch's allocator, in words; "" where there are none."""
-    if peer_copies.transport() in ("nccl", "symmetric") or group.size == 1 or device.type != "cuda":
+    if peer_copies.transport() == "nccl" or group.size == 1 or device.type != "cuda":
         return ""
     copies = peer_copies.copies_of(group, device)
     if isinstance(copies, str):

@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": ("examples.train_across_tp", "train a small transformer at several degrees and compare bits"),
     "verify": ("diagnostics.verify", "run the contract on this machine: every part, every degree, byte for byte"),
     "doctor": ("diagnostics.doctor", "what this machine has, and which of the library's claims hold on it"),
+    "bench": ("diagnostics.bench", "what the mode costs here, on layers of sizes of yours: times with it on and off"),
     "diff": ("diagnostics.diff", "compare the digest logs of two runs, step by step"),
     "fingerprint": (
         "diagnostics.fingerprint",
