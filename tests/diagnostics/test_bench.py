@@ -28,7 +28,7 @@ def test_a_run_on_the_cpu(capsys):
 
 def test_other_bits_are_a_failure(capsys):
     def measured(fn, world, options, tokens, device):
-        return [{("eager", True): 1.0, ("eager", False): 1.0, ("bits", True): f"{rank}", ("bits", False): "0"}
+        return [{("eager", True): 1.0, ("eager", False): 1.0, ("bits", True): {f"{rank}"}, ("bits", False): {"0"}}
                 for rank in range(world)]  # fmt: skip
 
     with mock.patch.object(bench, "run_ranks", measured):

@@ -28,6 +28,7 @@ from ..layers.layernorm_linear import LayerNormLinear
 from ..layers.linear import Linear
 from ..testing.checks import RankError, full_grads, run_ranks
 
+IN_A_ROW = 4  # steps of a round
 TURNS = 2  # of on and off, so that neither always meets the cooler chip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,21 +51,22 @@ class FeedForward(nn.Module):
 
 
 def _median(step: Callable[[], object], rounds: int, cuda: bool) -> float:
-    """Milliseconds of a step."""
+    """Milliseconds of a step: each round has a few in a row, as training has them."""
     taken = []
-    for _ in range(rounds + 2):  # two in which kernels are compiled, and the order of weights is learnt
+    for _ in range(rounds + 1):  # one in which kernels are compiled, and the order of weights is learnt
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        step()
+        for _ in range(IN_A_ROW):
+            step()
         if cuda:
             torch.cuda.synchronize()
-        taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(taken[2:])
+        taken.append(1e3 * (time.perf_counter() - start) / IN_A_ROW)
+    return statistics.median(taken[1:] or taken)
 
 
 def measure(tp_group: Any, options: argparse.Namespace, tokens: int) -> dict[tuple[str, bool], Any]:
-    """On a rank: milliseconds by (way, mode), and by ("bits", mode) a digest of all gradients."""
+    """On a rank: milliseconds by (way, mode), and by ("bits", mode) the digests of all gradients, one for each way."""
     cuda, sp = options.device == "cuda", not options.no_sp
     place: dict[str, Any] = {"dtype": DTYPES[options.dtype], "device": torch.device(options.device)}
     torch.manual_seed(options.seed)  # the same on every rank
@@ -83,15 +85,17 @@ def measure(tp_group: Any, options: argparse.Namespace, tokens: int) -> dict[tup
         layers.zero_grad()
         layers(x).backward(dy)
 
-    found: dict[tuple[str, bool], Any] = {}
-    for way in ("eager", "graphs") if cuda else ("eager",):
+    found: dict[tuple[str, bool], Any] = {("bits", True): set(), ("bits", False): set()}
+    alone = tp_group.size() == 1  # what the others' bits are compared with
+    for way in ("eager", "graphs") if cuda and not alone else ("eager",):
         taken: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(TURNS):
+        for turn in range(1 if alone else TURNS):
             for mode, medians in taken.items():
                 with set_tp_invariant_mode(mode):
                     graphed = graph_layers(list(layers), lambda: layers(x)) if way == "graphs" else None
-                    medians.append(_median(step, options.rounds, cuda))
-                    found["bits", mode] = digest(full_grads(layers))
+                    medians.append(_median(step, 0 if alone else options.rounds, cuda))
+                    if turn == 0:  # gathering and hashing them takes longer than the steps
+                        found["bits", mode].add(digest(full_grads(layers)))
                     if graphed is not None:
                         graphed.remove()
         found |= {(way, mode): min(medians) for mode, medians in taken.items()}
@@ -159,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
         same = {mode: all(rank["bits", mode] == alone["bits", mode] for rank in ranks) for mode in (True, False)}
         right = right and same[True]
         said = f"on: {'the same' if same[True] else 'OTHERS'}; off: {'the same' if same[False] else 'others'}"
-        for way in dict.fromkeys(way for way, _ in alone if way != "bits"):
+        for way in dict.fromkeys(way for way, _ in ranks[0] if way != "bits"):
             on, off = (max(rank[way, mode] for rank in ranks) for mode in (True, False))
             print(f"{tokens:>8}  {way:<8}{off:10.2f}{on:10.2f}{on / off:10.2f}  {said}", flush=True)
     return 0 if right else 1
