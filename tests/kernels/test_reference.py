@@ -366,7 +366,7 @@ def test_a_blas_of_another_order_is_found_out(monkeypatch, fresh_check, wrong):
     monkeypatch.setattr(reference, "_blas_tile", wrong)
     text = (
         "the BLAS of this torch sums a 128 x 128 by 128 x 64 product on .* threads in another order than expected; "
-        "tp_invariant takes its elementwise form instead: same bits, but slower"
+        "tp_invariant uses its elementwise form instead: the same bits, but slower"
     )
     with pytest.warns(RuntimeWarning, match=f"^{text}$"):
         c = matmul(a, b, bias=bias)

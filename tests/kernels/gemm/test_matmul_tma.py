@@ -246,7 +246,7 @@ def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
         assert_bitwise_equal(matmul_module.matmul(a, b, promote_every=512), a @ b)
         assert (served.pop() is not None) == (call > 0)
     assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
-    with pytest.raises(TypeError, match=r"promote_every=512\.0 is no int"):
+    with pytest.raises(TypeError, match=r"promote_every=512\.0 must be an int"):
         matmul_module.matmul(a, b, promote_every=512.0)
     assert served == [None, None]
 
@@ -290,7 +290,7 @@ def test_repeated_calls(monkeypatch):
     expected = matmul_module.matmul(-a, b, config=generic)
     assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b), expected, "negated by a bit")
     assert_bitwise_equal(matmul_module.matmul((-a).clone(), b), expected)
-    with pytest.raises(TypeError, match=r"promote_every=256\.0 is no int"):
+    with pytest.raises(TypeError, match=r"promote_every=256\.0 must be an int"):
         matmul_module.matmul(a, b, promote_every=256.0)
 
 

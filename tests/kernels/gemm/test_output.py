@@ -137,7 +137,7 @@ WRONG = [
     ),
     (ValueError, "matmul: out shares memory with a; allowed: memory of its own", dict(out=A.view(-1)[:12].view(4, 3))),
     (ValueError, "matmul: out shares memory with b; allowed: memory of its own", dict(out=B[4:])),
-    (TypeError, "promote_every=512.0 is no int: pass a multiple of 128, or None", dict(promote_every=512.0)),
+    (TypeError, "promote_every=512.0 must be an int, a multiple of 128, or None", dict(promote_every=512.0)),
     (ValueError, "promote_every=0 is not a multiple of 128: pass for example 512, or None", dict(promote_every=0)),
     (ValueError, "promote_every=64 is not a multiple of 128: pass for example 512, or None", dict(promote_every=64)),
 ]
