@@ -266,14 +266,14 @@ def test_runs_that_had_diverged_are_called_so(tmp_path, capsys, losses, noted):
     [
         (lambda path: None, "cannot be read"),
         (lambda path: path.write_text(""), "holds no steps: is it a digest log?"),
-        (lambda path: path.write_text("loss 3.4\n"), "line 1 of .* is no line of a digest log"),
+        (lambda path: path.write_text("loss 3.4\n"), "line 1 of .* is not a line of a digest log"),
         (lambda path: path.write_text('{"step": 1}\n'), "line 1 of .*its 'tensors' is None"),
         (lambda path: path.write_text('{"format": "other"}\n'), "line 1 of .*its format is 'other'"),
         (lambda path: path.write_text('{"step": 1, "tensors": {}}\n'), "line 1 of .*there is no header before it"),
         (lambda path: path.write_bytes(b"\xff\xfe\n"), "cannot be read"),
         (
             lambda path: path.write_text("[" * 10**6 + "]" * 10**6 + "\n"),
-            "line 1 of .* is no line of .*: max",
+            "line 1 of .* is not a line of .*: max",
         ),
         (lambda path: damaged(path, 0, degree=[[1]]), r"line 1 of .*its 'degree' is \[\[1\]\]"),
         (lambda path: damaged(path, 0, mode="on"), "line 1 of .*its 'mode' is 'on'"),
@@ -282,7 +282,7 @@ def test_runs_that_had_diverged_are_called_so(tmp_path, capsys, losses, noted):
         (lambda path: damaged(path, 1, tensors=None), "line 2 of .*its 'tensors' is None"),
         (lambda path: damaged(path, 1, loss="low"), "line 2 of .*its 'loss' is 'low'"),
         (lambda path: damaged(path, 1, ranks_differ=[1]), r"line 2 of .*its 'ranks_differ' is \[1\]"),
-        (lambda path: path.write_text("3\n"), "line 1 of .*it is no JSON object"),
+        (lambda path: path.write_text("3\n"), "line 1 of .*it is not a JSON object"),
         (
             lambda path: plain_log(path, nn.Linear(2, 3), [0]),
             r"different models: weight is float32 \[3, 2\] and .*\[2, 2\]",

@@ -300,8 +300,8 @@ def test_attention_that_cannot_run_is_a_finding(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--layer 8192", "'8192' is no pair of positive whole numbers K,N, as in 8192,2048"),
-        ("--layer 0,8", "'0,8' is no pair"),
+        ("--layer 8192", "'8192' is not a pair of positive whole numbers K,N, as in 8192,2048"),
+        ("--layer 0,8", "'0,8' is not a pair"),
         ("--tokens 0", "'0' is not a positive whole number"),
         ("--jsn", "unrecognized arguments: --jsn"),
     ],

@@ -98,7 +98,7 @@ def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, c
     out = capfd.readouterr().out
     assert "gemm_fn broken_gemm:Callable.matmul\n" in out
     assert "FAILED  gemm " in out and "not slice-invariant for a (33, 300)" in out
-    assert "FAILED  linear-row " in out and "is not TP=1: ['y0']: " in out and "LayerCase(" in out
+    assert "FAILED  linear-row " in out and "differs from TP=1: ['y0']: " in out and "LayerCase(" in out
     assert "held    data-parallel " in out, "it has no GEMM"
     assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, linear-row (2 of 3 checks, ")
 
@@ -160,8 +160,8 @@ def test_a_sum_that_is_right_holds():
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("one rank", r"rank 1 of TP=2 is not TP=1: \['sum'\]: 1 of 64 elements differ; the first at index \(3,\)"),
-        ("easy", r"the control at TP=2 does not differ from TP=1, so on this data nothing would: SumCase\(mode=False"),
+        ("one rank", r"rank 1 of TP=2 differs from TP=1: \['sum'\]: 1 of 64 elements differ; the first at index"),
+        ("easy", r"the control at TP=2 does not differ from TP=1, so this data proves nothing: SumCase\(mode=False"),
         (
             "inexact",
             r"sum has relative error 1.0e-03 against float64, torch's own has .*, in SumCase\(fault='inexact'\)",
@@ -249,10 +249,10 @@ def test_list(capsys):
     ("options", "text"),
     [
         ("--degrees 1", "--degrees 1 leaves nothing to compare: give one more, as in 1,2"),
-        ("--degrees 0,2", "'0,2' is no list of positive whole numbers, as in 1,2,4"),
-        ("--degrees 1,,2", "'1,,2' is no list of positive whole numbers"),
-        ("--degrees 5,7,8", "sizes are multiples of all of them, 280, which is too much; give fewer"),
-        ("--only nonsense", "--only nonsense: choose of gemm, linear-column, "),
+        ("--degrees 0,2", "'0,2' is not a list of positive whole numbers, as in 1,2,4"),
+        ("--degrees 1,,2", "'1,,2' is not a list of positive whole numbers"),
+        ("--degrees 5,7,8", "sizes are multiples of all of them, 280, which is too large; give fewer"),
+        ("--only nonsense", "--only nonsense: choose from gemm, linear-column, "),
         ("--gemm-fn no_such_module:f", "--gemm-fn: 'no_such_module:f' cannot be loaded: No module named"),
         ("--gemm-fn torch:no_such", "give module:name, as in my_kernels:matmul"),
         ("--gemm-fn torch", "'torch' is a module: give a gemm_fn(a, b, *, bias=None, "),
@@ -306,7 +306,7 @@ def test_without_safetensors_the_checkpoint_is_left_out_and_said(monkeypatch, ca
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     chosen = verify._chosen(None, pytest.fail)
     assert [check.name for check in chosen] == [name for name in NAMES if name != "checkpoint"]
-    assert capsys.readouterr().out == "not run checkpoint: needs safetensors (pip install safetensors)\n"
+    assert capsys.readouterr().out == "checkpoint is not run: it needs safetensors (pip install safetensors)\n"
 
 
 def test_no_gemm_fn_is_the_bundled_one():
