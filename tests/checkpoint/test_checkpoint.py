@@ -272,7 +272,7 @@ def test_state_of_other_shapes_is_refused_by_name(tmp_path):
 
 def test_an_optimizer_of_another_model_is_refused():
     optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters())
-    with pytest.raises(ValueError, match=r"param_groups\[0\] holds 2 tensors that are no parameters of the model"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\] holds 2 tensors that are not parameters of the model"):
         tpi.full_optimizer_state_dict(Model(None), optimizer)
 
 
@@ -512,7 +512,7 @@ def test_extras_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
 
 def test_no_checkpoint_there(tmp_path):
     model = nn.Linear(2, 2)
-    with pytest.raises(FileNotFoundError, match=r"absent is no checkpoint: there is no index\.json in it"):
+    with pytest.raises(FileNotFoundError, match=r"absent is not a checkpoint: there is no index\.json in it"):
         tpi.checkpoint.load(tmp_path / "absent", model)
     (tmp_path / "part.safetensors").touch()
     with pytest.raises(FileNotFoundError, match="holds a save that did not finish"):

@@ -161,12 +161,12 @@ def test_a_file_of_another_save_under_the_right_name(saved, tmp_path):
     tpi.checkpoint.save(tmp_path / "d", *make(None, seed=3), extra={"step": 7, "rng": torch.arange(3)})
     ours, other = next(folder.glob("*.safetensors")), next((tmp_path / "d").glob("*.safetensors"))
     shutil.copy(other, ours)
-    refused(folder, rf"{ours.name} is not of the save that index\.json speaks of")
+    refused(folder, rf"{ours.name} is not of the save that index\.json names")
     boxes = load_file(other)
     save_file(boxes, ours, metadata={"save": ours.name[:16]})  # one that says that it is
     refused(folder, rf"{ours.name} is damaged")
     ours.unlink()
-    refused(folder, rf"{ours.name} is not there, and index\.json names it")
+    refused(folder, rf"{ours.name} does not exist, but index\.json names it")
 
 
 def box(index, name, place=0):
@@ -210,16 +210,16 @@ CHANGES = {
     "dims": (lambda i: box(i, "down.weight").update(sizes=[32]), "has 2 dims and a box at"),
     "true": (lambda i: box(i, "up.bias").update(offsets=[False]), "lengths are integers of at least 0"),
     "huge": (lambda i: box(i, "up.bias").update(sizes=[2**70]), "lengths are integers of at least 0"),
-    "another tensor's key": (exchange_keys, "is said to be .*, which it cannot be"),
-    "extra of the model": (point_extra_at_the_model, "stands neither for a tuple nor for its own tensor"),
-    "no state": (drop_state, "holds tensors that have no place in its values: optimizer.state.down.weight.exp_avg"),
-    "less state": (drop_a_name, "holds tensors that have no place in its values: optimizer.state.up.bias.exp_avg"),
-    "a path": (lambda i: box(i, "up.bias").update(file="../x.safetensors"), "no name of a data file"),
-    "an absolute path": (lambda i: box(i, "up.bias").update(file="/etc/passwd"), "no name of a data file"),
+    "another tensor's key": (exchange_keys, "has the key .* of another box"),
+    "extra of the model": (point_extra_at_the_model, "which marks neither a tuple nor its own tensor"),
+    "no state": (drop_state, "holds tensors that its values do not refer to: optimizer.state.down.weight.exp_avg"),
+    "less state": (drop_a_name, "holds tensors that its values do not refer to: optimizer.state.up.bias.exp_avg"),
+    "a path": (lambda i: box(i, "up.bias").update(file="../x.safetensors"), "not the name of a data file"),
+    "an absolute path": (lambda i: box(i, "up.bias").update(file="/etc/passwd"), "not the name of a data file"),
     "no boxes": (lambda i: i["tensors"]["model.up.bias"].update(boxes=[]), "do not make up its shape"),
     "no values": (lambda i: i.pop("values"), "has no 'values'"),
-    "a list": (lambda i: i.update(tensors=[1]), "which is no dict"),
-    "no class of torch": (lambda i: i["tensors"]["model.seen"].update(dtype="nn"), "which torch has not"),
+    "a list": (lambda i: i.update(tensors=[1]), "which is not a dict"),
+    "no class of torch": (lambda i: i["tensors"]["model.seen"].update(dtype="nn"), "which is not a dtype of torch"),
 }
 
 
@@ -439,9 +439,9 @@ def test_full_optimizer_states_of_others():
     for state, message in (
         (states[torch.optim.AdamW], "it is a state of AdamW"),
         (old, "has the options amsgrad, .* and lacks dampening"),
-        ({}, "has no optimizer's state"),
-        ({"state": [], "param_groups": []}, "has no optimizer's state"),
-        ({"state": {}, "param_groups": [{"params": 3}]}, "has no optimizer's state"),
+        ({}, "has no optimizer state"),
+        ({"state": [], "param_groups": []}, "has no optimizer state"),
+        ({"state": {}, "param_groups": [{"params": 3}]}, "has no optimizer state"),
         ({**states[torch.optim.SGD], "state": {"up.weight": 3}}, "has a state of up.weight that is 3"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -612,7 +612,7 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match="file is a file: a checkpoint is a folder"):
         tpi.checkpoint.save(tmp_path / "file", model)
-    with pytest.raises(FileNotFoundError, match="file is no checkpoint: it is a file"):
+    with pytest.raises(FileNotFoundError, match="file is not a checkpoint: it is a file"):
         tpi.checkpoint.load(tmp_path / "file", model)
     tpi.checkpoint.save(tmp_path / "c", model, extra={"step": 1})
     listing = sorted(os.listdir(tmp_path / "c"))
@@ -745,7 +745,7 @@ def save_differing(tp_group, folder, what):
         ("a shape", "model.mean: torch.float32 (3,) on rank 0; torch.float32 (4,) on rank 1", "xx-"),
         ("a name", "model.more: nothing on rank 0; torch.float32 (1,) on rank 1", "xx-"),
         ("a step", "optimizer.state.up.weight.step: one value on rank 0, another on rank 1", "x-x"),
-        ("a rate", "differ in ['optimizer']['groups'][0]['lr'], which should be alike: 0.1 on rank 0; 0.2", "x--"),
+        ("a rate", "differ in ['optimizer']['groups'][0]['lr'], which must be equal: 0.1 on rank 0; 0.2", "x--"),
     ],
 )
 def test_ranks_that_hold_something_else_are_refused(tmp_path, what, saying, others):
@@ -862,10 +862,10 @@ def parametrized(tp_group, folder, how):
 @pytest.mark.parametrize(
     ("how", "saying"),
     [
-        ("parametrized", "up.weight is sharded and no parameter of its"),
-        ("hooked", "up.weight is sharded and no parameter of its"),
-        ("pruned", "down.weight is sharded and no parameter of its"),
-        ("cloned", "has something else in place of up.weight, which is sharded"),
+        ("parametrized", "up.weight is sharded, but not a parameter of its"),
+        ("hooked", "up.weight is sharded, but not a parameter of its"),
+        ("pruned", "down.weight is sharded, but not a parameter of its"),
+        ("cloned", "has another tensor in place of up.weight, which is sharded"),
         ("wrapped", "whole.weight in the model's state dict is a DTensor tensor"),
     ],
 )
