@@ -205,7 +205,7 @@ def test_calls_of_several_ranks_are_ordered():
             assert backward == ["tp_invariant::column_linear_ranks_backward"] * 2
 
 
-def test_every_op_says_on_which_device_it_runs():
+def test_every_op_has_an_argument_on_its_device():
     """By a tensor among its arguments: inductor puts an op without one in the wrong place (see as_runtime_op)."""
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("tp_invariant::")]
     assert len(schemas) > 20

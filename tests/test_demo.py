@@ -46,7 +46,7 @@ def table_digests(output: str) -> list[list[str]]:
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def test_demo_agrees_with_the_mode_on_and_parts_with_it_off(capsys, tmp_path):
+def test_demo_agrees_with_the_mode_on_and_differs_with_it_off(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "losses.png"
     assert main(small("--picture", str(picture))) == 0
@@ -139,7 +139,7 @@ def test_the_readme_shows_the_end_of_that_output():
     assert text_with_the_mode_on(block) == text_with_the_mode_on(shown_output())
 
 
-def test_the_texts_that_the_page_shows_part_where_it_says():
+def test_the_texts_on_the_page_differ_where_it_says():
     shown = shown_output()
     (reference,) = re.findall(r"^  mode off, TP=1[\d, ]*:\n((?:    .*\n)+)", shown, flags=re.MULTILINE)
     expected = encode(reference)
@@ -260,7 +260,7 @@ def other_texts():
     return made_up(changed=changed, texts=written, parameters={4: [-0.0, 1, 2, 4]})
 
 
-def test_verdict_says_where_texts_and_parameters_part():
+def test_verdict_says_where_texts_and_parameters_differ():
     line, good = verdict(None, other_texts())
     assert good
     assert line.endswith("by up to 0.5 in the loss and in 50.0% of the parameters, and TP=4 in the text at word 3.")
@@ -277,7 +277,7 @@ def test_verdict_finds_a_rank_that_writes_another_text(capsys):
     ]
 
 
-def test_parting_counts_from_one():
+def test_the_step_that_differs_counts_from_one():
     assert parting(["a", "b"], ["a", "b"]) is None
     assert [parting(words.split(), ["a", "b"]) for words in ("x b", "a x", "a", "a b c")] == [1, 2, 2, 3]
 

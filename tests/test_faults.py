@@ -162,7 +162,7 @@ for what, group in groups.items():
 """
 
 
-def test_a_rank_that_never_comes_to_the_first_call_is_named():
+def test_a_rank_that_never_makes_the_first_call_is_named():
     """Whether it lives or has ended. All other tests of ranks are the control."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

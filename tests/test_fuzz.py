@@ -87,7 +87,7 @@ def test_random_plans(request, capsys, one_thread):
 
 
 @pytest.mark.parametrize("kind", fuzz_programs.DRIFTS)
-def test_ranks_that_drift_apart(request, capsys, one_thread, kind):
+def test_ranks_that_make_different_calls(request, capsys, one_thread, kind):
     """Where one rank does something else, every rank gets an error: not other numbers, and no waiting for ever."""
     count, number = _options(request.config, 2)
     programs = fuzz_runner.collect(fuzz_programs.drifting(kind), count, number)

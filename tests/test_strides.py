@@ -252,7 +252,7 @@ def test_sums_of_torch_over_the_tokens_are_the_same_at_every_degree():
         testing.assert_bitwise_equal(got, whole)
 
 
-def test_what_a_region_gives_is_ones_own():
+def test_the_result_of_a_region_shares_no_memory():
     """Changed in place, it leaves alone what was passed; at TP=1 as at every other degree."""
     for function in (gather_sequence, scatter_sequence):
         x = torch.ones(4, 3)

@@ -52,7 +52,7 @@ def resumed_and_straight(folder, mode, steps, *extra):
     return read_log(resumed), read_log(straight)
 
 
-def test_steps_through_three_degrees_are_straight_ones(tmp_path):
+def test_steps_at_three_degrees_equal_those_of_one_run(tmp_path):
     resumed, straight = resumed_and_straight(tmp_path, True, 5)
     text, same = compare(resumed, straight)
     assert same, text
@@ -137,11 +137,11 @@ def bytes_that_follow_the_cut(make, device, dtype, size=300_007):
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_optimizer_does_not_see_where_a_parameter_is_cut(device, dtype):
+def test_the_optimizer_does_not_depend_on_where_a_parameter_is_cut(device, dtype):
     assert bytes_that_follow_the_cut(build_optimizer, device, dtype) == 0
 
 
-def test_a_fused_optimizer_on_a_cpu_does():
+def test_a_fused_optimizer_on_a_cpu_depends_on_it():
     """The control, and why the example takes another there."""
 
     def fused(model, options, device):

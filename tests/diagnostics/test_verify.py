@@ -1,4 +1,4 @@
-"""The verify command: it holds here, and it fails where a kernel, a control or a bound does, by the check's name."""
+"""The verify command: all checks hold here; if a kernel, a control or a bound fails, it fails and names the check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ name = "no function"
 
 @dataclasses.dataclass(frozen=True)
 class SumCase(Case):
-    """x summed over ranks' parts in rank order (naive), or whole (right), or wrong in ways that `fault` names."""
+    """The sum of x over ranks' parts in rank order (naive), over the whole (right), or wrong as `fault` says."""
 
     fault: str = ""
 
@@ -69,7 +69,7 @@ def outcome_of(fault: str) -> Outcome:
 
 @pytest.fixture
 def bare_environment(tmp_path):
-    """An environment in which what is optional, and what tests need, cannot be imported."""
+    """An environment in which optional packages, and those that only tests need, cannot be imported."""
     for name in ("pytest", "cloudpickle", "rich", "hypothesis", "matplotlib"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not here')\n")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TP_INVARIANT"))}
@@ -175,7 +175,7 @@ def test_faults_are_named(fault, text):
         outcome_of(fault)
 
 
-def test_a_failure_of_one_check_leaves_the_others(capsys):
+def test_a_failure_of_one_check_does_not_stop_the_others(capsys):
     def raises(setup):
         raise OSError("no space left")
 
@@ -210,7 +210,7 @@ def test_the_control_of_the_gemm_check_is_right_and_splits():
 
 @pytest.mark.parametrize("quick", [False, True], ids=["default", "quick"])
 @pytest.mark.parametrize(("parallel_mode", "norm"), [("column", None), ("row", None), ("column", "RMSNorm")])
-def test_layers_are_asked_with_every_owner_map(parallel_mode, norm, quick):
+def test_layers_are_checked_with_every_owner_map(parallel_mode, norm, quick):
     setup = Setup((1, 2, 3, 8), "cpu", quick=quick)
     cases = list(_layer_cases(setup, parallel_mode, norm, {}))
     assert {case.owner_map for case in cases if case.stride == 2 and case.sequence_parallel} == set(OWNER_MAPS)
@@ -224,7 +224,7 @@ def test_layers_are_asked_with_every_owner_map(parallel_mode, norm, quick):
             assert any(getattr(case, option) for case in cases), option
 
 
-def test_a_label_says_what_is_not_by_default():
+def test_a_label_names_the_fields_that_are_not_the_default():
     case = LayerCase("row", 32, 8, (4,), dtype=torch.bfloat16, seed=0, owner_map="cols")
     assert case.label == (
         "LayerCase(dtype=torch.bfloat16, seed=0, parallel_mode='row', in_features=32, out_features=8, tokens=(4,), "
@@ -281,7 +281,7 @@ def test_usage_errors(options, text, capsys, monkeypatch):
         (16, "", (1, 2, 3, 4, 8, 16)),
     ],
 )
-def test_degrees_by_default_are_not_powers_of_two_alone(gpus, options, degrees, monkeypatch):
+def test_default_degrees_are_not_only_powers_of_two(gpus, options, degrees, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     setup = verify._setup(verify._parser().parse_args(options.split()), pytest.fail)
@@ -302,7 +302,7 @@ def test_too_few_gpus(gpus, monkeypatch, capsys):
     assert f"torch sees {gpus} GPUs here, and comparing degrees takes two" in capsys.readouterr().err
 
 
-def test_without_safetensors_the_checkpoint_is_left_out_and_said(monkeypatch, capsys):
+def test_without_safetensors_the_checkpoint_check_is_left_out_with_a_message(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     chosen = verify._chosen(None, pytest.fail)
     assert [check.name for check in chosen] == [name for name in NAMES if name != "checkpoint"]
