@@ -72,8 +72,7 @@ def save(
 
     Args:
         optimizer: its state and param_groups are saved too.
-        extra: rank 0's is saved: nested dicts, lists, tuples, numbers, strings, None and tensors (a step count, RNG
-            states).
+        extra: rank 0's is saved: nested dicts, lists, tuples, numbers, strings, None, tensors (a step, RNG states).
         group: the ranks that call; None for the model's own tp_group. With data parallelism give the group of all
             ranks, or call it on one replica.
 

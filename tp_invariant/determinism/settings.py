@@ -326,7 +326,7 @@ SETTINGS: tuple[Setting, ...] = (
         for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
     ),
     _env(
-        "NCCL_ALGO", "ring,tree;allreduce:tree",  # from NCCL 2.31 "allreduce:tree" alone leaves other collectives none
+        "NCCL_ALGO", "ring,tree;allreduce:tree",  # since NCCL 2.31 "allreduce:tree" alone leaves others no algorithm
         "NCCL picks the order of an all-reduce's sums by size, ring or tree", "large all-reduces are slower than ring",
         ("wire", "vllm"), "NCCL", "allreduce:tree",
     ),

@@ -243,9 +243,7 @@ def check_state(case: TrainingCase, degrees: Sequence[int], *, to_disk: bool, ge
                 try:
                     assert_bitwise_equal(result, {name: whole[name] for name in result})
                 except AssertionError as problem:
-                    raise AssertionError(
-                        f"{where}, rank {rank} differs from a run that did not stop: {problem}"
-                    ) from None
+                    raise AssertionError(f"{where}, rank {rank} differs from an unstopped run: {problem}") from None
                 outcome.count(result)
             if not outcome.controls:
                 result = on_ranks(_resume, resumed_at, case, path or saved, True)[0]

@@ -63,8 +63,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes()} must be [batch, heads, sequence, head size]; packed sequences have batch 1")
     if k.shape[:-1] != v.shape[:-1] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{shapes()} do not fit: all must have the same batch, k and v the same heads and sequence, and q and k "
-            "the same head size"
+            f"{shapes()} do not fit: all need one batch, k and v the same heads and sequence, q and k one head size"
         )
     if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
