@@ -1,4 +1,4 @@
-"""Registered buffers: which lease gets which, on gloo with ordinary memory in place of NCCL's; on GPUs their bytes."""
+"""Registered buffers: who gets which, on gloo with ordinary memory in place of NCCL's; on GPUs their bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory(nbytes):
 
 
 class Stream:
-    """The methods of a stream that a lease calls."""
+    """Of what a lease asks of a stream."""
 
     def __init__(self):
         self.waited_for = []
@@ -104,7 +104,7 @@ def test_captures_have_buffers_of_their_own_and_make_none():
 
 
 def program(tp_group, seed):
-    """Random gathers and exchanges, up to four in flight; how many found no buffer, and which buffers were taken."""
+    """Random gathers and exchanges, up to four under way; how many found no buffer, and which the others took."""
     group, device = resolve_group(tp_group), torch.device(tp_group_device(tp_group))
     draw = random.Random(seed)  # the same on every rank
     if device.type == "cuda":
@@ -154,7 +154,7 @@ def tp_group_device(tp_group):
 
 @pytest.mark.parametrize("world", (2, 3, 4))
 def test_bytes_are_those_of_plain_collectives(world):
-    """Every rank takes the same buffers; some calls find none, because too many are in flight."""
+    """And every rank takes the same buffers; some find none, as too many are under way."""
     for seed in range(4):
         results = run_ranks(program, world, seed)
         assert all(result == results[0] for result in results)

@@ -297,8 +297,8 @@ def check_match(
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Tensor]:
     """The state dict that the unsharded model would have: keys, shapes, dtypes and order. A collective.
 
-    Gated layers are in TP=1's order, and a padded vocabulary is without its padding. No two tensors share memory, not
-    even tied weights, so that `safetensors.torch.save_file` accepts them.
+    Gated layers are in TP=1's order, a padded vocabulary has its own rows alone. No two tensors share memory, tied
+    weights neither, so that `safetensors.torch.save_file` takes them.
 
     Args:
         rank0_only: return {} on all ranks but the group's first.

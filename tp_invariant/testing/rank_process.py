@@ -46,7 +46,7 @@ def serve(descriptor: int, rank: int, size: int) -> None:
             world_size = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent has ended
             os._exit(0)
-        if world_size not in groups:  # creating a group needs every rank
+        if world_size not in groups:  # every rank takes part in making a group
             groups[world_size] = dist.new_group(list(range(world_size)))
         if rank >= world_size:
             continue
