@@ -99,7 +99,7 @@ def steps(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> list[Any]:
-    """Losses, outputs and whole gradients of one step for each mode, the steps of different lengths."""
+    """Losses, outputs and full gradients of one step for each mode; the steps have different lengths."""
     torch.manual_seed(0)
     model = Model(tp_group, sequence_parallel, dtype, device)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def steps(
 
 @pytest.mark.parametrize("sequence_parallel", (False, True))
 def test_model(sequence_parallel):
-    """On, on with another length, off: the same bits as eager TP=1 while on; while off, those of no other degree."""
+    """On, on with another length, off: with the mode on the bits of eager TP=1; with it off, of no other degree."""
     expected = steps(None, sequence_parallel, None)
     off = steps(None, sequence_parallel, None, ON_ON_OFF)[2]
     exact = steps(None, sequence_parallel, None, (False, False), torch.float64)
@@ -138,7 +138,7 @@ def test_model(sequence_parallel):
 
 
 class Pair(nn.Module):
-    """Two layers that do not see each other, each with collectives in forward and backward."""
+    """Two layers that are independent of each other, each with collectives in forward and backward."""
 
     def __init__(self, tp_group: Any, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_inductor_with_independent_layers():
 
 
 def ordered_ops(tp_group: Any) -> tuple[list[str], list[str]]:
-    """The names of the ops in the graphs of forward and backward that hold on to the one before them, in order."""
+    """The names of the ops in the forward and backward graphs that depend on the op before them, in order."""
     graphs: list[list[str]] = []
 
     def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -197,7 +197,7 @@ def ordered_ops(tp_group: Any) -> tuple[list[str], list[str]]:
 
 
 def test_calls_of_several_ranks_are_ordered():
-    """A token goes from each op that communicates to the next; at TP=1 nothing is held up."""
+    """A token passes from each op that communicates to the next; at TP=1 no op waits."""
     with tpi.set_tp_invariant_mode(True):
         assert ordered_ops(None) == ([], [])
         for forward, backward in run_ranks(ordered_ops, 2):
@@ -205,8 +205,8 @@ def test_calls_of_several_ranks_are_ordered():
             assert backward == ["tp_invariant::column_linear_ranks_backward"] * 2
 
 
-def test_every_op_says_on_which_device_it_runs():
-    """By a tensor among its arguments: inductor puts an op without one in the wrong place (see as_runtime_op)."""
+def test_every_op_has_an_argument_on_its_device():
+    """Without a tensor argument inductor places an op on the wrong device (see as_runtime_op)."""
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("tp_invariant::")]
     assert len(schemas) > 20
     for schema in schemas:
@@ -219,7 +219,7 @@ def test_every_op_says_on_which_device_it_runs():
 
 
 def test_compiled_code_follows_the_mode(monkeypatch):
-    """By the call and by either variable; each change shows at the next call."""
+    """Set by the call and by either variable; each change takes effect at the next call."""
     layer, x = tpi.Linear(4096, 8), wide_randn(4, 4096, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()
     call = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -239,7 +239,7 @@ def test_compiled_code_follows_the_mode(monkeypatch):
 
 
 def test_a_graph_break_is_an_error():
-    """So that fullgraph=True above means something."""
+    """The control: fullgraph=True in the tests above has an effect."""
 
     class Broken(tpi.Linear):
         def forward(self, x: Tensor) -> Any:
@@ -254,7 +254,7 @@ def test_a_graph_break_is_an_error():
 
 
 def scaled(scale: float) -> Any:
-    """gemm_fns of the same code, which torch.compile takes for one function if it is allowed to."""
+    """gemm_fns of the same code, which torch.compile treats as one function if it can."""
     return lambda a, b, *, bias=None, out_dtype=None: (a @ b * scale).to(out_dtype or a.dtype)
 
 
@@ -273,7 +273,7 @@ def test_each_layer_keeps_its_gemm_fn():
 @pytest.mark.parametrize("dynamic", (None, True))
 @pytest.mark.parametrize("norm", ("ParallelNorm", "LayerNormLinear"))
 def test_each_norm_keeps_its_eps(norm, dynamic):
-    """torch.compile makes a symbol of the second eps that it meets, and with dynamic=True of the first."""
+    """torch.compile makes a symbol of the second eps that it sees, and with dynamic=True of the first."""
     torch.manual_seed(0)
     make = (
         functools.partial(tpi.ParallelNorm, 8)
@@ -299,7 +299,7 @@ def test_each_norm_keeps_its_eps(norm, dynamic):
 
 
 def test_numbers_that_change_from_call_to_call():
-    """A label_smoothing and an ignore_index are settings too, given as arguments."""
+    """label_smoothing and ignore_index are options too, given as arguments."""
     logits, target = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
     loss = functools.partial(tpi.vocab_parallel_cross_entropy, tp_group=None)
     torch.compiler.reset()

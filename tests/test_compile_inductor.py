@@ -1,8 +1,8 @@
-"""What people compile, with inductor: blocks of layers with norms, activations, attention and residuals between them.
+"""What users compile, with inductor: blocks of layers with norms, activations, attention and residuals between them.
 
-Three claims. Compiled with the mode on, a rank's results are TP=1's when that is compiled too: loss, output,
-gradients, parameters after optimizer steps; in other lengths and with the mode off the same code stays right; and
-everything is as near to float64 as it is eagerly. The layers' own bits are eager's (test_compile.py); those of the code
+Three claims. Compiled with the mode on, a rank's results equal those of TP=1 compiled: loss, output, gradients,
+parameters after optimizer steps. At other lengths and with the mode off the same code stays right. All results are as
+near to float64 as eager ones. The bits of the layers are those of eager mode (test_compile.py); the bits of the code
 between them are inductor's.
 """
 
@@ -41,7 +41,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Net(nn.Module):
-    """Every kind of layer in the two blocks of a transformer, and between them what people write in plain torch."""
+    """Every kind of layer in the two blocks of a transformer, with the usual plain torch code between them."""
 
     def __init__(self, tp_group: Any, sequence_parallel: bool, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def train(
     device: str = "cpu",
     dynamic: bool | None = None,
 ) -> list[Any]:
-    """Loss, output, gradients and the parameters after an optimizer's step, for steps of two lengths; all whole."""
+    """Loss, output, gradients and the parameters after an optimizer step, for steps of two lengths; full tensors."""
     torch.compiler.reset()
     # layer by layer, all Linears share one code, in both modes and lengths; named so, since a rank is sent no module
     setattr(importlib.import_module("torch._dynamo.config"), "recompile_limit", 64)  # noqa: B010
@@ -152,7 +152,7 @@ def test_a_model():
 
 
 class Small(nn.Module):
-    """The two shortest programs in which C++ loops stand before a layer of several ranks."""
+    """The two shortest programs in which inductor makes C++ loops before a layer of several ranks."""
 
     def __init__(self, tp_group: Any) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def small(tp_group: Any, compiled: bool, modes: tuple[bool, ...], dtype: torch.d
 
 @needs_compiler
 def test_small_models_with_the_mode_on_and_off():
-    """TP=2 has the bits of TP=1 while the mode is on, and others while it is off; both are right."""
+    """TP=2 has the bits of TP=1 with the mode on, and others with it off; both are right."""
     (exact,) = small(None, False, (OFF,), torch.float64)
     whole = run_ranks(small, 1, True, (ON, OFF))[0]
     for got in run_ranks(small, 2, True, (ON, OFF)):
@@ -231,7 +231,7 @@ def train_hugging_face(
 
 @needs_compiler
 def test_a_hugging_face_layer():
-    """With padding in both batches, so that each degree compiles once; without any, `test_a_model` has attention."""
+    """Both batches have padding, so that each degree compiles once; `test_a_model` covers attention without padding."""
     pytest.importorskip("transformers")
     same = torch.float32, "cpu", (1, 3)
     eager = train_hugging_face(None, False, False, *same)

@@ -1,4 +1,4 @@
-"""The demo: what it prints and returns, and that its verdict can fail."""
+"""The demo: its output and exit status, and that its verdict can fail."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def table_digests(output: str) -> list[list[str]]:
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def test_demo_agrees_with_the_mode_on_and_parts_with_it_off(capsys, tmp_path):
+def test_demo_agrees_with_the_mode_on_and_differs_with_it_off(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "losses.png"
     assert main(small("--picture", str(picture))) == 0
@@ -103,7 +103,7 @@ def text_with_the_mode_on(output: str) -> str:
 
 
 def shape_of(output: str) -> list[str]:
-    """The kinds of lines, in order: digits, digests, rules of tables, texts and a machine's name count for nothing."""
+    """The kinds of lines, in order, without digits, digests, lines of tables, texts and the name of the machine."""
     lines = (line for line in output.splitlines() if not line.startswith("    "))
     lines = (re.sub(r"[0-9a-f]{12}|\d[\d.,e+-]*|[^\x00-\x7f]+", "#", line) for line in lines)
     # a first word is enough where the rest depends on the machine, or on how many degrees there are
@@ -113,7 +113,7 @@ def shape_of(output: str) -> list[str]:
 
 
 def test_the_page_shows_what_the_demo_prints(capsys):
-    """Everywhere its form; its numbers and text on the kind of machine that it names, which alone gives those bits."""
+    """Its form on every machine; its numbers and text on the kind of machine that it names, whose bits they are."""
     shown = shown_output()
     on, off = table_digests(shown)
     assert len(set(on)) == 1 and len(set(off)) == len(off) == len(on) == 4
@@ -131,7 +131,7 @@ def test_the_page_shows_what_the_demo_prints(capsys):
 
 
 def test_the_readme_shows_the_end_of_that_output():
-    """Texts and the verdict: of the page's output, each line in its order."""
+    """Texts and verdict: lines of the page's output, in its order."""
     (block,) = re.findall(r"```text\n(The trained model .*?Verdict: .*?\n)```", README.read_text(), flags=re.DOTALL)
     lines = iter(shown_output().splitlines())
     strangers = [line for line in block.splitlines() if line not in lines]  # `in` goes on behind the line it found
@@ -139,7 +139,7 @@ def test_the_readme_shows_the_end_of_that_output():
     assert text_with_the_mode_on(block) == text_with_the_mode_on(shown_output())
 
 
-def test_the_texts_that_the_page_shows_part_where_it_says():
+def test_the_texts_on_the_page_differ_where_it_says():
     shown = shown_output()
     (reference,) = re.findall(r"^  mode off, TP=1[\d, ]*:\n((?:    .*\n)+)", shown, flags=re.MULTILINE)
     expected = encode(reference)
@@ -224,7 +224,7 @@ def test_interrupt_exits_with_130(capsys, monkeypatch):
 
 def made_up(degrees=(1, 2, 4), steps=5, changed=None, texts=None, parameters=None):
     """Equal records. `changed` maps (degree, rank, step from 1) to (tensor, its digest, loss), `texts` (degree, rank)
-    to its words, and `parameters` a degree to its trained values."""
+    to its text, and `parameters` a degree to its trained values."""
     runs = {}
     for degree in degrees:
         runs[degree] = []
@@ -254,13 +254,13 @@ def test_verdict_on_equal_records():
 
 
 def other_texts():
-    """Runs with the mode off whose texts and parameters part."""
+    """Runs with the mode off whose texts and parameters differ."""
     changed = {(4, rank, 2): ("loss", "x", 3.5) for rank in range(4)}
     written = {(4, rank): "is the other model ." for rank in range(4)}
     return made_up(changed=changed, texts=written, parameters={4: [-0.0, 1, 2, 4]})
 
 
-def test_verdict_says_where_texts_and_parameters_part():
+def test_verdict_says_where_texts_and_parameters_differ():
     line, good = verdict(None, other_texts())
     assert good
     assert line.endswith("by up to 0.5 in the loss and in 50.0% of the parameters, and TP=4 in the text at word 3.")
@@ -277,7 +277,7 @@ def test_verdict_finds_a_rank_that_writes_another_text(capsys):
     ]
 
 
-def test_parting_counts_from_one():
+def test_the_step_that_differs_counts_from_one():
     assert parting(["a", "b"], ["a", "b"]) is None
     assert [parting(words.split(), ["a", "b"]) for words in ("x b", "a x", "a", "a b c")] == [1, 2, 2, 3]
 

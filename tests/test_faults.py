@@ -69,7 +69,7 @@ def check_deaths(results, who, within):
 
 
 def check_watch(results, who, within):
-    """Of ranks that torch's watchdog ends: its word comes last, and ours before."""
+    """For ranks that torch's watchdog ends: its message comes last, and the library's before it."""
     assert results[who][0] == -9
     for rank, (status, text, end) in enumerate(results):
         if rank == who:
@@ -97,7 +97,7 @@ def train_alone(tp_group, runs, common):
 
 
 def restart_after_a_death(folder, world, who, within, check=check_deaths, **common):
-    """Killed in step 3, after the checkpoint of 2, and resumed at TP=2; against TP=1 without faults."""
+    """Killed in step 3, after the checkpoint of step 2, and resumed at TP=2; compared with TP=1 without faults."""
     common.update(folder=folder, steps=6)
     check(run(world, dict(log="a.log", save=True, die_at=3, who=who), **common), who, within)
     assert sorted(read_log(folder / "a.log").steps) == [0, 1, 2], "the step in which it died was not logged"
@@ -116,7 +116,7 @@ def test_a_rank_dies_and_the_run_is_restarted(tmp_path):
 
 
 def test_the_rank_that_holds_the_store_dies(tmp_path):
-    """Rank 0's death takes the job's store along, which nothing here needs; with the mode off, in a reduce-scatter."""
+    """Rank 0's death ends the job's store, which nothing here needs; with the mode off, in a reduce-scatter."""
     results = run(2, dict(log="a.log", die_at=1, who=0), folder=tmp_path, steps=2, mode=False)
     check_deaths(results, 0, within=TIMEOUT / 3)
 
@@ -162,8 +162,8 @@ for what, group in groups.items():
 """
 
 
-def test_a_rank_that_never_comes_to_the_first_call_is_named():
-    """Whether it lives or has ended. All other tests of ranks are the control."""
+def test_a_rank_that_never_makes_the_first_call_is_named():
+    """Whether it is alive or has ended. All other tests of ranks are the control."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

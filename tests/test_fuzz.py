@@ -1,6 +1,6 @@
 """Random composed models at TP=1, 2, 3 and 4: the same bytes on every rank, and right.
 
-A fixed few here; `pytest tests/test_fuzz.py --fuzz 500 --fuzz-seed 7` runs as many others, on GPUs with
+A few fixed ones here; `pytest tests/test_fuzz.py --fuzz 500 --fuzz-seed 7` runs as many others, on GPUs with
 `--fuzz-device cuda`. A failing one is shrunk and printed as a script.
 """
 
@@ -20,7 +20,7 @@ FEW_PLANS = 12
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Small products on several threads are mostly waiting."""
+    """With small products, several threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -89,8 +89,8 @@ def test_random_plans(request, capsys, one_thread):
 
 
 @pytest.mark.parametrize("kind", fuzz_programs.DRIFTS)
-def test_ranks_that_drift_apart(request, capsys, one_thread, kind):
-    """Where one rank does something else, every rank gets an error: not other numbers, and no waiting for ever."""
+def test_ranks_that_make_different_calls(request, capsys, one_thread, kind):
+    """If one rank makes another call, every rank gets an error, not wrong numbers or an endless wait."""
     count, number = _options(request.config, 2)
     programs = fuzz_runner.collect(fuzz_programs.drifting(kind), count, number)
     silent = []
@@ -108,7 +108,7 @@ def test_ranks_that_drift_apart(request, capsys, one_thread, kind):
 
 
 def test_a_failing_program_is_shrunk_to_a_script(one_thread, tmp_path):
-    """With a check that calls every program with a row-parallel layer wrong: the smallest one has just that."""
+    """With a check that refuses every program with a row-parallel layer: the smallest has only that layer."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""The fuzzer finds defects: each of these, put into the ranks, within a bounded number of random programs."""
+"""The fuzzer finds defects: each of these, planted into the ranks, within a bounded number of random programs."""
 
 import fuzz_planted
 import fuzz_programs
@@ -19,7 +19,7 @@ def _planted(tp_group, name, programs):
 
 @pytest.fixture(scope="module")
 def programs():
-    """(programs, {index: what TP=1 gives}): the same for all defects, of degree 2 for speed."""
+    """(programs, {index: the result at TP=1}): the same for all defects, of degree 2 for speed."""
     chosen = fuzz_runner.collect(fuzz_programs.programs(most=8, degrees=(2,)), MOST, 1)
     single = {}
     for found in tpi.testing.run_ranks(fuzz_runner.alone, 2, chosen, "cpu", False, False, device="cpu"):
@@ -51,7 +51,7 @@ def test_without_a_planted_defect_nothing_is_found(programs):
 
 
 def test_what_is_wrong_at_every_degree_is_found(programs):
-    """By the comparison with float64, which nothing but a wrong value fails."""
+    """By the comparison with float64: all degrees give the same wrong bytes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     chosen = [p for p in programs[0] if p["dtype"] == "float32"]

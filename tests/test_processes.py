@@ -47,7 +47,7 @@ dist.destroy_process_group()
 
 
 def digests(script: Path, degree: int, variable: str) -> tuple[str, str]:
-    """What the ranks of one torchrun train to with the variable and without it; all ranks to the same."""
+    """The digests after training with one torchrun, with the variable and without it; all ranks must agree."""
     folder = script.parent / f"digests_{variable}"
     folder.mkdir()
     environment = {k: v for k, v in os.environ.items() if "TP_INVARIANT_MODE" not in k}
@@ -69,7 +69,7 @@ def digests(script: Path, degree: int, variable: str) -> tuple[str, str]:
 
 
 def test_separate_runs(tmp_path):
-    """Either variable gives every degree the same; without one they differ."""
+    """With either variable every degree gives the same digest; without one they differ."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with ThreadPoolExecutor() as both:

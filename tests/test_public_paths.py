@@ -1,4 +1,4 @@
-"""Paths that users' programs name stay where they were; one of them is a function and a folder."""
+"""Paths that users' programs import still work; one of them is a function and a folder."""
 
 import importlib
 import subprocess

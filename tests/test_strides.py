@@ -1,8 +1,8 @@
-"""What leaves the library lies in memory in the same way at every degree: outputs, and gradients of inputs.
+"""The results of the library have the same strides at every degree: outputs, and gradients of inputs.
 
-torch's own operators around the layers go by strides: a sum over the tokens of a gradient, say, adds in another order
-where the gradient is transposed, and so its bits would depend on the degree. Each public module and function is called
-with inputs and gradients in every layout that people hand on, and the strides of what comes out are compared.
+torch's own operators around the layers depend on strides: a sum over the tokens of a gradient, for example, adds in
+another order if the gradient is transposed, and its bits would then depend on the degree. Each public module and
+function is called with inputs and gradients in every common layout, and the strides of the results are compared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """As the gradient of a sum."""
+    """As the gradient of a sum is."""
     return x.flatten()[:1].expand(x.shape) if x.numel() else x
 
 
@@ -194,7 +194,7 @@ def observed(tp_group: Any) -> Strides:
 
 
 def order(shape: tuple[int, ...], strides: tuple[int, ...], dims: list[int]) -> tuple[Any, ...]:
-    """Which of `dims` lies outside of which, those that are expanded, and whether anything lies between elements."""
+    """The order of `dims` in memory, those that are expanded, and whether there are gaps between elements."""
     dense, expected = True, 1
     for dim in sorted((d for d in dims if strides[d]), key=lambda d: strides[d]):
         dense &= strides[dim] == expected
@@ -203,7 +203,7 @@ def order(shape: tuple[int, ...], strides: tuple[int, ...], dims: list[int]) -> 
 
 
 def differences(whole: Strides, part: Strides) -> list[str]:
-    """Names of what lies otherwise at another degree; a dim of one element, or a tensor of none, lies nowhere."""
+    """The names of results whose layout differs at another degree, without dims of one element and empty tensors."""
     assert whole.keys() == part.keys()
     out = []
     for name, (shape, strides) in whole.items():
@@ -232,7 +232,7 @@ def test_strides_are_the_same_at_every_degree():
 
 
 def broadcast_grads(tp_group: Any) -> list[Tensor]:
-    """Gradients of what torch broadcasts over the tokens before and after layers, which are sums of its own."""
+    """Gradients of tensors that torch broadcasts over the tokens before and after layers; torch's own sums."""
     torch.manual_seed(0)
     before, between, after = (torch.zeros(size, requires_grad=True) for size in (K, N, K))
     row = tpi.Linear(K, N, parallel_mode="row", input_is_parallel=False, partition_stride=2, tp_group=tp_group)
@@ -252,8 +252,8 @@ def test_sums_of_torch_over_the_tokens_are_the_same_at_every_degree():
         testing.assert_bitwise_equal(got, whole)
 
 
-def test_what_a_region_gives_is_ones_own():
-    """Changed in place, it leaves alone what was passed; at TP=1 as at every other degree."""
+def test_the_result_of_a_region_shares_no_memory():
+    """Changing it in place does not change the input, at TP=1 as at every other degree."""
     for function in (gather_sequence, scatter_sequence):
         x = torch.ones(4, 3)
         function(x, None).add_(1)

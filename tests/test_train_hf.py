@@ -37,11 +37,11 @@ def pool():
 
 
 def _nothing(tp_group):
-    """Starts the pool at its full size."""
+    """Does nothing; calling it starts the pool at its full size."""
 
 
 def resumed_and_straight(folder, mode, steps, *extra):
-    """The logs of `steps` steps at TP=2, then TP=4, then TP=1, each from the other's checkpoint; and of TP=1 alone."""
+    """The logs of `steps` steps at TP=2, then TP=4, then TP=1, each from the checkpoint before; and of TP=1 alone."""
     resumed, straight, checkpoint = (str(folder / name) for name in ("resumed.log", "straight.log", "checkpoint"))
     with tpi.set_tp_invariant_mode(mode):
         common = ["--steps", str(steps), "--save", checkpoint, "--digest-log", resumed, *extra]
@@ -52,7 +52,7 @@ def resumed_and_straight(folder, mode, steps, *extra):
     return read_log(resumed), read_log(straight)
 
 
-def test_steps_through_three_degrees_are_straight_ones(tmp_path):
+def test_steps_at_three_degrees_equal_those_of_one_run(tmp_path):
     resumed, straight = resumed_and_straight(tmp_path, True, 5)
     text, same = compare(resumed, straight)
     assert same, text
@@ -67,7 +67,7 @@ def test_steps_through_three_degrees_are_straight_ones(tmp_path):
 
 
 def hugging_faces_own(preset="qwen3-tiny"):
-    """transformers' model, before anything is made parallel."""
+    """transformers' model, not parallelized."""
     kind, sizes = PRESETS[preset]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
@@ -116,7 +116,7 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 
 
 def bytes_that_follow_the_cut(make, device, dtype, size=300_007):
-    """How many bytes of parameter and state differ after four steps of a parameter in pieces, from those in one."""
+    """How many bytes of parameter and state differ after four steps between a parameter in pieces and in one piece."""
     generator = torch.Generator().manual_seed(0)
     start, *grads = (tpi.testing.wide_randn(size, generator=generator, spread=4).to(device, dtype) for _ in range(5))
 
@@ -137,12 +137,12 @@ def bytes_that_follow_the_cut(make, device, dtype, size=300_007):
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_optimizer_does_not_see_where_a_parameter_is_cut(device, dtype):
+def test_the_optimizer_does_not_depend_on_where_a_parameter_is_cut(device, dtype):
     assert bytes_that_follow_the_cut(build_optimizer, device, dtype) == 0
 
 
-def test_a_fused_optimizer_on_a_cpu_does():
-    """The control, and why the example takes another there."""
+def test_a_fused_optimizer_on_a_cpu_depends_on_it():
+    """The control, and the reason why the example uses another optimizer there."""
 
     def fused(model, options, device):
         return torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)

@@ -1,4 +1,4 @@
-"""The wings: which imports which, what may add on the wire, and what `import tp_invariant` starts."""
+"""The wings: which imports which, which may add on the wire, and what `import tp_invariant` loads."""
 
 import ast
 import importlib.util
@@ -37,7 +37,7 @@ def short(path):
 
 
 def imports_of(path, module):
-    """(node, absolute name) of every import in a file, wherever it stands; `from x import y` counts as x.y."""
+    """(node, absolute name) of every import anywhere in a file; `from x import y` counts as x.y."""
     package = module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -54,7 +54,7 @@ def own_imports(path):
 
 
 def names_in(path):
-    """Every name in a file's code; comments and strings do not count."""
+    """Every name in a file's code, without comments and strings."""
     with tokenize.open(path) as file:
         return {token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME}
 
@@ -63,7 +63,7 @@ def names_in(path):
 
 
 def lint_imports(config, folder):
-    """The status and the words of import-linter, which ends with 1 where a contract is broken."""
+    """The status and output of import-linter; the status is 1 if a contract is broken."""
     program = "import sys; from importlinter import cli; sys.exit(cli.lint_imports(sys.argv[1], no_cache=True))"
     command = [sys.executable, "-c", program, str(config)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
@@ -149,7 +149,7 @@ def test_the_stock_path_is_among_the_files():
 
 
 def run_python(code, cwd):
-    """What `code` prints as JSON, in a fresh interpreter that sees only what is installed."""
+    """The JSON that `code` prints in a new interpreter, which sees only installed packages."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)

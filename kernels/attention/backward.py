@@ -1,11 +1,11 @@
 """Attention in Triton, backward: `backward(dout, q, k, v, out, lse, spec, lengths)` of spec.py.
 
-Two kernels and no atomics (FlashAttention-2's formulas, arXiv 2307.08691, each product computed by whoever sums over
-it): dk and dv by programs that keep a block of keys and walk the queries, dq by programs that keep a block of queries
-and walk the keys. Both sums are chains in one tensor-core accumulator, so their order is that of the tokens and no tile
-changes it. It costs seven products where one pass with atomics has five, and no waiting.
+Two kernels and no atomics; the formulas are FlashAttention-2's (arXiv 2307.08691). For dk and dv a program holds a
+block of keys and loops over the queries; for dq it holds a block of queries and loops over the keys. Each sum is one
+chain in a tensor-core accumulator, in the order of the tokens, so the tile shape cannot change it. This takes seven
+products where one pass with atomics takes five.
 
-dk and dv of a key head that several query heads share are written in fp32 for each of them and added in head order.
+If several query heads share a key head, dk and dv are written in fp32 for each query head and added in head order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .tiles import (
 )
 
 _DELTA_TILE = Tile(32, 0, 4, 1)
-_SUM_TILE = Tile(1024, 0, 4, 1)  # elements that a program of the sum over query heads takes, of whole rows
+_SUM_TILE = Tile(1024, 0, 4, 1)  # elements for each program of the sum over query heads; whole rows
 
 
 @triton.jit(
@@ -51,7 +51,7 @@ def _delta_kernel(
     stride_ob, stride_oh, stride_os, stride_db, stride_dh, stride_ds,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """delta = the sum of out * dout over a row: what the softmax's backward subtracts."""
+    """delta = the sum of out * dout over a row, which the softmax's backward subtracts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = tl.arange(0, HEAD_DIM)
     inside = row < rows
@@ -65,7 +65,7 @@ def _delta_kernel(
 
 @triton.jit
 def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
-    """The gradient of the products q kᵀ, but for scale; `scores` are tanh values where there is a cap."""
+    """The gradient of q kᵀ without the factor scale; with a softcap, `scores` are the tanh values."""
     dscores = weights * (dweights - delta)
     if SOFTCAP:
         dscores *= 1.0 - scores * scores
@@ -84,7 +84,7 @@ def _walk_queries(
         dout = dout_desc.load([row_d + start, column_d])
         query = start + tl.arange(0, BLOCK_Q)
         if TAIL:
-            # past the last query stand other rows of the matrix: 0 times Inf is NaN
+            # rows past the last query belong to other sequences or heads: 0 times Inf would be NaN
             inside = query < queries
             q = tl.where(inside[:, None], q, 0.0)
             dout = tl.where(inside[:, None], dout, 0.0)
@@ -125,7 +125,7 @@ def _dk_dv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # under a causal mask most see the first
+    tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # causal: the first keys have most queries
     kv_head = head // groups
     start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
     start_k, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
@@ -143,8 +143,7 @@ def _dk_dv_kernel(
     k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
     v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
 
-    # Query i stands at position keys - queries + i. Those that see some of these keys run from low to high, those that
-    # see all from whole to clear.
+    # Query i is at position keys - queries + i. Queries low .. high see some of these keys, whole .. clear see all.
     offset = keys - queries
     low = tl.full((), 0, tl.int32)
     high = queries
@@ -208,7 +207,7 @@ def _walk_keys(
         v = v_desc.load([row_v + start, column_v])
         key = start + tl.arange(0, BLOCK_K)
         if TAIL:
-            k = tl.where((key < keys)[:, None], k, 0.0)  # as above
+            k = tl.where((key < keys)[:, None], k, 0.0)  # as in _walk_queries
         scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
         weights = tl.exp2(tl.fma(scores, factor, -lse[:, None]))
         dweights = tl.dot(dout, v.T, input_precision="ieee")
@@ -316,7 +315,7 @@ def backward(
     spec: AttentionSpec,
     lengths: PackedLengths | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See spec.py. `out` and `lse` are forward's for these very inputs."""
+    """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     head_dim = q.shape[3]
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention backward"):

@@ -1,19 +1,19 @@
 """Attention in Triton, forward: `forward(q, k, v, spec, lengths)` of spec.py; `backward` is beside it.
 
-A program holds a tile of queries and walks the keys from position 0 of their sequence. Its bits are a function of a
-query and the keys it sees alone, because
+A program holds a tile of queries and loops over the keys from position 0 of their sequence. The bits of a row of out
+depend only on its query and the keys that this query sees, because
 
-- scores and outputs are tensor-core products, whose bits depend on no tile;
-- largest scores have no order, and a row's weights are summed in an order that lies in the tile's keys and warps, which
-  are fixed for a head size and dtype;
-- the running result is cut at every CHUNK keys and chunks are folded in order, whether one program walks them all or
-  each has its own and another kernel folds them, as for a decode step (flash-decoding's split, at places that depend
-  on the position alone);
-- a block that a query does not see changes none of its bits: weights of 0, factors of 1. That takes finite keys and
-  values: 0 times Inf is NaN, for queries of the same sequence that share a tile.
+- scores and outputs are tensor-core products, whose bits do not depend on the tile;
+- a maximum does not depend on the order, and a row's weights are summed in an order that the tile's keys and warps
+  decide, which are fixed for a head size and dtype;
+- the running result is cut every CHUNK keys, and the chunks are folded in order. One program may compute all chunks, or
+  one program each, with another kernel to fold them, as for a decode step (flash-decoding's split, at positions that
+  are fixed);
+- a block that a query does not see does not change its bits: the weights are 0 and the factors 1. This needs finite
+  keys and values, since queries of the same sequence share a tile and 0 times Inf is NaN.
 
-The query heads of one key head may share a tile as rows, so that a decode step reads keys once. On Hopper, calls that
-are not split have a kernel of their own, hopper.py.
+The query heads of one key head may share a tile as rows, so that a decode step reads the keys once. On Hopper, calls
+that are not split run the kernel of hopper.py.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def _attend(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
-    this chunk; where another begins (FOLDS), they join those of the chunks before it.
+    the current chunk. With FOLDS they are folded into those of the chunks before whenever a new chunk begins.
 
-    One loop over all chunks, so that its loads go on while a chunk is folded. MASKED: rows of v past the last key are
-    replaced, so they pass through registers and are loaded without a pipeline, which would need more shared memory.
+    One loop covers all chunks, so that loads continue while a chunk is folded. MASKED: rows of v past the last key are
+    set to zero in registers, so v is loaded without a pipeline, which would need more shared memory.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k = k_desc.load([row_k + start, column_k])
         v = v_desc.load([row_v + start, column_v])
         scores = tl.dot(q, k.T, input_precision="ieee")
-        if FOLDS:  # noqa: SIM102 - a constexpr: there is no branch where it is False
+        if FOLDS:  # noqa: SIM102 - a constexpr: no branch is compiled if it is False
             if start % CHUNK == 0:
                 before, before_largest, before_total = fold(
                     before, before_largest, before_total, acc, largest, total, factor
@@ -89,11 +89,11 @@ def _attend(
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             scores = tl.where(see, scores, float("-inf"))
-            v = tl.where((key < keys)[:, None], v, 0.0)  # other rows of the matrix stand there: 0 times Inf is NaN
+            v = tl.where((key < keys)[:, None], v, 0.0)  # rows of other data: 0 times Inf is NaN
         new = tl.maximum(largest, tl.max(scores, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(tl.fma(scores, factor, -(reference * factor)[:, None]))
-        decay = tl.exp2((largest - reference) * factor)  # exactly 1 where the largest stays what it was
+        decay = tl.exp2((largest - reference) * factor)  # exactly 1 where the largest score is unchanged
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         largest = new
@@ -118,7 +118,7 @@ def _forward_kernel(
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
-    tile = tiles - 1 - tile  # under a causal mask the last has most to do
+    tile = tiles - 1 - tile  # under a causal mask the last tile has the most work
     column = tl.program_id(1) * V_COLUMNS
     kv_head = head if SHARED > 1 else head // groups
     start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
@@ -134,7 +134,7 @@ def _forward_kernel(
     low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
     if SPLIT:
         if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()  # merge_kernel may come and wait
+            tl.extra.cuda.gdc_launch_dependents()  # merge_kernel may be launched and wait
         low = tl.maximum(low, tl.program_id(2) * CHUNK)
         high = tl.minimum(high, tl.program_id(2) * CHUNK + CHUNK)
         clear = tl.maximum(tl.minimum(clear, high), low)
@@ -198,36 +198,36 @@ def _multiprocessors(index: int) -> int:
 
 @functools.cache
 def _overlaps(index: int | None) -> bool:
-    """Whether a kernel may be launched before the one that it waits for is done: Hopper's programmatic launch."""
+    """Whether a kernel may be launched before the kernel that it waits for has ended: Hopper's programmatic launch."""
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
 
 
 def _max_scratch(cache: int) -> int:
-    """Bytes that a split may take, which is there for speed alone; cache: those of keys and values, if they rule it.
+    """How many bytes of scratch memory a split may take; cache: the bytes of keys and values.
 
-    A decode step's are at most about a quarter of these, unless sequences are much shorter than they are said to be.
+    A decode step needs at most about cache / 4, unless sequences are much shorter than max_seqlen_k says.
     """
     return max(_MAX_SCRATCH, cache // 2)
 
 
 def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether hopper.py computes this: the same bits, sooner."""
+    """Whether hopper.py computes this: the same bits, faster."""
     hopper = index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
     return hopper and head_dim in (64, 128) and dtype != torch.float32
 
 
 class _Plan(NamedTuple):
-    """All of a call that does not depend on its data: for the host, most of the work."""
+    """All of a call that does not depend on its data, which is most of the host's work."""
 
     run: Launch
     k_block: tuple[int, int]
     v_block: tuple[int, int]
     numbers: tuple
     grid: tuple[int, int, int]
-    merge: Launch | None  # of chunks, each of which has its own program
+    merge: Launch | None  # folds chunks that had a program each
     merge_numbers: tuple
     merge_grid: tuple[int, int, int]
-    parts: int | None  # fp32 values that the programs leave to it; None: their kernel knows of none
+    parts: int | None  # fp32 values that the programs leave to it; None: their kernel has no such argument
 
 
 @functools.lru_cache(maxsize=4096)
@@ -241,7 +241,7 @@ def _plan(
     tile = forward_tile(head_dim, dtype)
     tiles = cdiv(p.longest_q, tile.queries)
     chunks = cdiv(p.longest_k, chunk)
-    # Splitting changes no bits: it is for calls that would leave most of the chip idle.
+    # Splitting changes no bits; it helps calls that would leave most of the GPU idle.
     shared_tiles = cdiv(p.longest_q * groups, tile.queries)
     idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
     scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
@@ -255,8 +255,8 @@ def _plan(
             tile = tile._replace(stages=3)
     programs = tiles * (heads // shared) * p.sequences
     v_columns = head_dim
-    # Where they leave half of the chip idle, programs take halves of the value's columns, each with its own scores. Not
-    # in fp32, where a row's weights are summed in an order that the compiler draws from all of a program's shapes.
+    # If half of the GPU would still be idle, each program computes half of v's columns and its own scores. Not in fp32,
+    # where the compiler derives the order of a row's sum of weights from all shapes of a program.
     while split and v_columns > _MIN_COLUMNS and dtype != torch.float32 and index is not None:
         if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
@@ -287,7 +287,7 @@ def _plan(
         head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
         *p.flags, overlap,
     )  # fmt: skip
-    merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # a column for each thread, so that many parts fit
+    merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
     merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH)
     return _Plan(
         run=launch(_forward_kernel, index, (dtype,), tile, constants),
@@ -311,8 +311,7 @@ def forward(
     """See spec.py.
 
     Raises:
-        ValueError: a device without Triton, a dtype or head size that the kernel does not take, a scale that is not
-            positive.
+        ValueError: a device without Triton, an unsupported dtype or head size, or a scale that is not positive.
     """
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}: the attention kernel takes {', '.join(map(str, DTYPES))}")

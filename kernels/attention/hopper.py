@@ -1,11 +1,11 @@
 """Attention's forward in Gluon, on Hopper, for heads of 64 and 128 in 16 bits: what forward.py computes, to the bit.
 
-Written out by hand because the compiler's own pipeline holds as many blocks of values as of keys, and at 128 keys a
-block then leaves room for one program on a multiprocessor: two blocks of keys and one of values leave it for two, which
-are each other's shadow. A product and the softmax of another program hardly overlap there (measured: their times add),
-so what counts is the number of instructions for a key: large blocks, and nothing in the loop that need not be.
+The pipeline is written by hand because the compiler's buffers as many blocks of values as of keys, and with 128 keys in
+a block only one program then fits on a multiprocessor. Two blocks of keys and one of values let two programs fit, so
+that one runs while the other waits. The products of one program hardly overlap with the softmax of the other (measured:
+their times add), so speed depends on the number of instructions per key: large blocks and a short loop.
 
-Imported by the first call that has a use for it: Gluon cannot be interpreted.
+Imported by the first call that needs it, because Gluon has no interpreter.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A tensor map of a matrix in x's memory, as kernels of this file take it."""
+    """A TMA descriptor of a matrix in x's memory, for the kernels of this file."""
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
 @gluon.jit
 def _along(row, WIDE: gl.constexpr):
-    """One number a row, over the columns of an accumulator."""
+    """One number for each row, broadcast over the columns of an accumulator."""
     return gl.convert_layout(row, gl.SliceLayout(1, WIDE))[:, None]
 
 
 @gluon.jit
 def _fold(acc, largest, total, part, part_largest, part_total, factor, WIDE: gl.constexpr):
-    """attention_merge.fold, in the layouts that tensor cores leave."""
+    """merge.fold, in the layouts of tensor-core accumulators."""
     new = gl.maximum(largest, part_largest)
     reference = gl.where(new == float("-inf"), 0.0, new)
     mine = gl.exp2((largest - reference) * factor)
@@ -57,7 +57,7 @@ def _fold(acc, largest, total, part, part_largest, part_total, factor, WIDE: gl.
 
 @gluon.jit
 def _load(desc, row, column, ring, full, number, wanted, BUFFERS: gl.constexpr, BYTES: gl.constexpr):
-    """Starts the load of the number'th block into its place of a ring, whose readers are done."""
+    """Starts loading block `number` into its slot of the ring buffer; the block before must have been read."""
     place = number % BUFFERS
     mbarrier.expect(full.index(place), BYTES, pred=wanted)
     tma.async_copy_global_to_shared(desc, [row, column], full.index(place), ring.index(place), pred=wanted)
@@ -72,7 +72,7 @@ def _arrived(ring, full, number, BUFFERS: gl.constexpr):
 
 @gluon.jit
 def _clear_rows(block, there, BLOCK_K: gl.constexpr, LOADED: gl.constexpr):
-    """Zeros into a block's rows from `there` on, where other rows of the matrix stand: 0 times Inf is NaN."""
+    """Sets a block's rows from `there` on to zero: they hold other data, and 0 times Inf is NaN."""
     PIECE: gl.constexpr = 32  # registers are few
     for s in gl.static_range(BLOCK_K // PIECE):
         piece = block.slice(s * PIECE, PIECE)
@@ -105,7 +105,7 @@ def forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
 
     tile, head, index = _tile_of(gl.program_id(0), tiles, heads, sequences)
-    tile = tiles - 1 - tile  # under a causal mask the last has most to do
+    tile = tiles - 1 - tile  # under a causal mask the last tile has the most work
     kv_head = head // groups
     start_q, queries = _sequence(cu_q_ptr, index, tokens_q, PACKED)
     start_k, keys = _sequence(cu_k_ptr, index, tokens_k, PACKED)

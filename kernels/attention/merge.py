@@ -1,4 +1,4 @@
-"""Results of attention over stretches of keys, put together: `fold` and `finish`, and the kernel that folds a split."""
+"""Combines the results of attention over chunks of keys: `fold`, `finish`, and the kernel that folds a split call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tiles import key_phases, sequence
 
 @triton.jit
 def fold(acc, largest, total, part, part_largest, part_total, factor):
-    """The results over two stretches of keys as one."""
+    """Combines the results over two ranges of keys."""
     new = tl.maximum(largest, part_largest)
     reference = tl.where(new == float("-inf"), 0.0, new)
     mine = tl.exp2((largest - reference) * factor)
@@ -21,7 +21,7 @@ def fold(acc, largest, total, part, part_largest, part_total, factor):
 
 @triton.jit
 def finish(acc, largest, total, factor):
-    """out, and lse in base 2. Adding zero leaves no negative zero, which other cuts of the same sum might not have."""
+    """out, and lse in base 2. Adding zero removes negative zeros, which other splits of the same sum might not have."""
     nothing = total == 0.0
     out = acc / tl.where(nothing, 1.0, total)[:, None] + 0.0
     lse = tl.where(nothing, float("-inf"), tl.fma(largest, factor, tl.log2(total)))
@@ -50,7 +50,7 @@ def merge_kernel(
     position = keys - queries + query
     low, _, _, high = key_phases(position, position, keys, window, BLOCK_K, CAUSAL, WINDOW)
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # all parts are in memory; no program leaves before that, for who comes next
+        tl.extra.cuda.gdc_wait()  # until all parts are in memory; also before a return, as later kernels rely on it
     if query >= queries:
         return
     size = tl.arange(0, HEAD_DIM)
@@ -64,7 +64,7 @@ def merge_kernel(
     step = part_rows.to(tl.int64)
     for chunk in range(begin, end, AT_ONCE):
         parts = ()
-        for i in tl.static_range(AT_ONCE):  # all on their way before the first is folded
+        for i in tl.static_range(AT_ONCE):  # start all loads before the first fold
             there = chunk + i < end
             part = tl.load(part_ptr + i * step * HEAD_DIM, mask=there, other=0.0)
             part_largest = tl.load(largest_ptr + i * step, mask=there, other=float("-inf"))

@@ -1,9 +1,9 @@
-"""Attention in plain torch, in fp32 throughout: the contract of spec.py for a CPU, and for what the Triton
-kernel does not take.
+"""Attention in plain torch, in fp32 throughout: the contract of spec.py on a CPU, and for calls that the Triton kernel
+does not support.
 
-Keys are walked in blocks of 128 from position 0. A block is met by the queries that see something of it and by no
-others, so that nothing which is masked for a query takes part in its sums, up to the end of the block. Products go
-through the slice-invariant GEMM of the device, one head at a time; the rest is elementwise, over all heads together:
+Keys are processed in blocks of 128 from position 0, each only with the queries that see some of its keys: so masked
+keys enter a query's sums only within such a block. Products use the device's slice-invariant GEMM, one head at a time;
+the rest is elementwise, over all heads together:
 
     forward, for each block     s = scale log2(e) q kᵀ        m' = max(m, max s)       p = 2^(s - m')     a = 2^(m - m')
                                 l' = a l + sum of p           acc' = a acc + p v
@@ -28,7 +28,7 @@ from .spec import AttentionSpec, PackedLengths, heads_side_by_side
 
 KEY_BLOCK = 128
 LOG2_E = 1 / math.log(2)
-_ELEMENTS = 1 << 21  # of scores at a time: heads are taken together up to this; sets the speed only
+_ELEMENTS = 1 << 21  # scores computed at a time, which limits how many heads are taken together; a matter of speed only
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _sequences(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Iterator[
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Key heads taken together, of rows [N, S, groups, D]."""
+    """Slices of the key heads of rows [N, S, groups, D] that are processed together."""
     step = max(1, _ELEMENTS // max(1, rows.shape[1] * rows.shape[2] * KEY_BLOCK))
     for start in range(0, rows.shape[0], step):
         yield slice(start, start + step)
@@ -62,9 +62,9 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
 def _blocks(
     queries: int, keys: int, spec: AttentionSpec, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """For each block of keys: the queries that see something of it, its keys, and what they do not see [queries, keys].
+    """For each block of keys: the queries that see some of it, its keys, and the mask [queries, keys] of unseen keys.
 
-    Keys are those of the padded sequence: the last block is whole.
+    The keys are those of the padded sequence, so the last block is whole.
     """
     first = keys - queries  # the first query's position
     for start in range(0, keys, KEY_BLOCK):
@@ -85,7 +85,7 @@ def _blocks(
 
 
 def _by_key_head(x: Tensor, groups: int) -> Tensor:
-    """[B, kv * groups, S, D] -> fp32 [B * kv, S, groups, D], contiguous: the rows that one key head meets."""
+    """[B, kv * groups, S, D] -> fp32 [B * kv, S, groups, D], contiguous: the query rows of each key head."""
     return rearrange(x.float(), "b (kv groups) s d -> (b kv) s groups d", groups=groups).contiguous()
 
 

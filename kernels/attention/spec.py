@@ -12,11 +12,11 @@ Both have the same two functions and the same contract:
 
 out, dq, dk and dv lie in memory as [B, S, H, D] would (`empty_heads`), lse is contiguous.
 
-Query i stands at key position Sk - Sq + i, the last query at the last key, as in flash-attn 2.1 and later. Keys are
-walked from position 0 of their sequence in blocks that depend on nothing but dtype and head size. So out[b, h, i] is a
-function of q[b, h, i], k[b, h'] and v[b, h'] alone, the same bits in a full prefill, a chunk or one decode step, in any
-batch, packing or slice of the heads. dk and dv of a key head are the sum over its query heads' fp32 parts, in head
-order, rounded once.
+Query i is at key position Sk - Sq + i, the last query at the last key, as in flash-attn 2.1 and later. Keys are
+processed from position 0 of their sequence in blocks that depend only on dtype and head size. So the bits of
+out[b, h, i] depend only on q[b, h, i], k[b, h'] and v[b, h']: they are the same in a full prefill, a chunk or one
+decode step, in any batch, packing or slice of the heads. dk and dv of a key head are the sums of its query heads' fp32
+parts, in head order, rounded once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# How many keys of a sequence the Triton kernels fold into one partial result before it joins the total. A sum over keys
-# is cut here and nowhere else, so that one program can take all chunks or each its own: a decode step then fills the
-# chip, and its bits are those of a prefill. Another value, other bits: a multiple of the largest tile's keys.
-# A prefill pays some 190 instructions a warp for each cut: 1024 makes it up to 6% faster on an H200 (2048 to 16384
-# tokens, head size 128), and a decode step of one sequence 8% slower. benchmarks/bench_attention.py --chunks measures
-# others.
+# The number of keys that the Triton kernels add to one partial result before they fold it into the total. Sums over
+# keys are cut only here, so one program may compute all chunks, or one program each: a decode step then fills the GPU
+# and has the bits of a prefill. Another value gives other bits; it must be a multiple of the largest tile's keys.
+# Each cut costs a prefill some 190 instructions per warp: 1024 makes it up to 6% faster on an H200 (2048 to 16384
+# tokens, head size 128), and a decode step of one sequence 8% slower (benchmarks/bench_attention.py --chunks).
 CHUNK = 512
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Which keys a query sees, and how a score is made.
+    """Which keys a query sees, and how a score is computed.
 
     causal: a query at key position p sees keys 0 .. p; else all of them.
     scale: multiplies q kᵀ.
@@ -66,14 +65,14 @@ class PackedLengths:
 
 
 def empty_heads(like: Tensor) -> Tensor:
-    """[B, H, S, D] in memory for [B, S, H, D]: what follows takes a token's heads side by side, and needs no copy.
+    """[B, H, S, D] in memory as [B, S, H, D]: code that joins the heads of a token then needs no copy.
 
-    No view: autograd would refuse to have a view changed in place that a function returns.
+    It is not a view: autograd refuses in-place changes of a view that a function returns.
     """
     _, heads, tokens, size = like.shape
     return like.new_empty_strided(like.shape, (tokens * heads * size, size, heads * size, 1))
 
 
 def heads_side_by_side(x: Tensor) -> Tensor:
-    """A copy of x [B, H, S, D] in such memory."""
+    """A copy of x [B, H, S, D] in the memory layout of `empty_heads`."""
     return empty_heads(x).copy_(x)

@@ -1,4 +1,4 @@
-"""What attention's forward and backward kernels share: tile sizes, the walk over keys, where rows stand in memory."""
+"""Shared by attention's forward and backward kernels: tile sizes, the range of keys, the layout of rows in memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..launch import Launch
 from .spec import AttentionSpec, PackedLengths
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels; other sizes are padded with zeros to the next
+HEAD_DIMS = (16, 32, 64, 128, 256)  # other sizes are padded with zeros to the next of these
 LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 
 
 class Tile(NamedTuple):
-    """queries x keys of a step, the warps that share it, the depth of the loads' pipeline."""
+    """The queries and keys of a step, the number of warps, and the number of pipeline stages for loads."""
 
     queries: int
     keys: int
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """By head size and dtype alone: in keys, and in how rows fall to warps, lies the order of a row's weights' sum."""
+    """A function of head size and dtype alone: keys and warps decide the order in which a row's weights are summed."""
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2) if head_dim <= 64 else Tile(64, 16, 8, 1)  # 4 warps at 128 spill 16000 registers
     if head_dim > 128:
@@ -41,21 +41,21 @@ def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
 
 @functools.cache
 def has_room(index: int | None) -> bool:
-    """Whether a program here may have more than 160 KiB of shared memory: on Hopper, and on Blackwell in servers."""
+    """Whether a program may use more than 160 KiB of shared memory: on Hopper, and on Blackwell in servers."""
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
 def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int, room: bool) -> Tile:
-    """dk and dv: a program keeps `keys` keys and walks the queries. A choice of speed alone."""
+    """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
-    if head_dim <= 128:  # 16384 queries take 2% less by the larger tile, 2048 4% more
+    if head_dim <= 128:  # with the larger tile 16384 queries take 2% less time, 2048 4% more
         return Tile(32, 128, 8, 3) if room and queries >= 8192 else Tile(32, 64, 4, 3)
     return Tile(32, 64, 8, 2)
 
 
 def backward_query_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """dq: a program keeps `queries` queries and walks the keys. A choice of speed alone."""
+    """dq: a program holds `queries` queries and loops over the keys. A matter of speed only."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 8, 1)
     return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 8, 2)
@@ -66,7 +66,7 @@ def backward_query_tile(head_dim: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def sequence(cu_ptr, index, length, PACKED: tl.constexpr):
-    """Where sequence `index` starts and how long it is: packed ones stand in a list, others are all alike."""
+    """The start and length of sequence `index`: read from cu_ptr if sequences are packed, else 0 and `length`."""
     if PACKED:
         start = tl.load(cu_ptr + index)
         return start, tl.load(cu_ptr + index + 1) - start
@@ -75,8 +75,7 @@ def sequence(cu_ptr, index, length, PACKED: tl.constexpr):
 
 @triton.jit
 def tile_of(program, tiles, heads, sequences):
-    """Which tile, head and sequence a program has: heads by groups, so that what they read stays in the cache, and
-    within a group first the tiles numbered 0."""
+    """The tile, head and sequence of a program: by groups of heads, whose data stays in the cache, then by tiles."""
     GROUP: tl.constexpr = 16
     group = program // (tiles * GROUP)
     size = tl.minimum(heads * sequences - group * GROUP, GROUP)
@@ -87,10 +86,10 @@ def tile_of(program, tiles, heads, sequences):
 
 @triton.jit
 def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
-    """tanh(scores / cap) where there is a cap; the multiplication by cap is left to the exponent's factor."""
+    """With a softcap tanh(scores * inverse_cap), else scores; the exponent's factor multiplies by the cap."""
     if SOFTCAP:
         x = scores * inverse_cap
-        # the formula with exp loses what is small, where the series is right to 3e-7 of its value
+        # for small x the formula with exp cancels, while the series has a relative error of 3e-7
         square = x * x
         series = tl.fma(square, 62.0 / 2835.0, -17.0 / 315.0)
         series = tl.fma(series, square, 2.0 / 15.0)
@@ -102,7 +101,7 @@ def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a query at a key position sees a key; both broadcast."""
+    """Whether the query at `position` sees `key`; the two broadcast."""
     see = key < keys
     if CAUSAL:
         see = see & (key <= position)
@@ -113,13 +112,13 @@ def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The key blocks that queries at positions first .. last see: [low, clear) and [full, high) in part, between whole.
+    """The key blocks that queries at positions first .. last see: whole in [clear, full), else partly.
 
-    All but high are multiples of BLOCK.
+    Returns low, clear, full, high; all but high are multiples of BLOCK.
     """
     low = 0
     high = keys
-    whole = keys  # all queries see the keys before
+    whole = keys  # all queries see the keys before this one
     clear = low
     if CAUSAL:
         high = tl.minimum(keys, last + 1)
@@ -136,7 +135,7 @@ def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.conste
 
 
 class Rows(NamedTuple):
-    """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) stands in row b * row_batch + h *
+    """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) is in row b * row_batch + h *
     row_head + s and column b * column_batch + h * column_head + d."""
 
     shape: tuple[int, int]
@@ -191,7 +190,7 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, Rows]:
-    """`aligned` x, or a contiguous copy of it where it is no matrix, and the matrix."""
+    """x, or a contiguous copy of it if it is not a matrix, and its Rows; x comes from `aligned`."""
     rows = _rows(x.shape, x.stride())
     if rows is None:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -204,12 +203,12 @@ def padded_head_dim(head_dim: int) -> int:
     """The kernels' head size for one of `head_dim`.
 
     Raises:
-        ValueError: it is larger than the largest.
+        ValueError: head_dim is larger than the largest of HEAD_DIMS.
     """
     for size in HEAD_DIMS:
         if head_dim <= size:
             return size
-    raise ValueError(f"head_dim={head_dim} is larger than the attention kernel takes: at most {HEAD_DIMS[-1]}")
+    raise ValueError(f"head_dim={head_dim} is more than the attention kernel supports: at most {HEAD_DIMS[-1]}")
 
 
 def pad_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -227,29 +226,29 @@ def launch(
     early: bool = False,
     make_descriptor: Any = TensorDescriptor,
 ) -> Launch:
-    """The launch of `kernel` for what decides which compiled form it is; `early`: before the kernel ahead is done."""
+    """The launch of one compiled form of `kernel`; `early`: it may start before the preceding kernel has ended."""
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
     options["make_descriptor"] = make_descriptor
     return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 
 class Problem(NamedTuple):
-    """A call's sizes and options as the kernels want them."""
+    """A call's sizes and options in the form that the kernels take."""
 
     kv_heads: int
     sequences: int
     longest_q: int
     longest_k: int
     window: int
-    factor: float  # of a (capped) score in the exponent of 2
+    factor: float  # multiplies a (capped) score in the exponent of 2
     inverse_cap: float  # scale / softcap
     flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
 
 
 def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | None) -> Problem:
-    """Raises ValueError for a scale that is not positive: the kernels take the largest score before they scale."""
+    """Raises ValueError for a scale that is not positive: the kernels take the maximum before they scale."""
     if not spec.scale > 0:
-        raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; negate q for a negative one")
+        raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; for a negative one, negate q")
     capped_scores = spec.softcap != 0.0
     longest_k = k.shape[2] if lengths is None else lengths.max_k
     return Problem(
@@ -257,7 +256,7 @@ def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | 
         q.shape[0] if lengths is None else lengths.cu_q.shape[0] - 1,
         q.shape[2] if lengths is None else lengths.max_q,
         longest_k,
-        min(spec.window, max(longest_k, 1)),  # a longer one hides no more, and positions minus it stay in 32 bits
+        min(spec.window, max(longest_k, 1)),  # a longer one hides no more, and might overflow 32 bits
         (spec.softcap if capped_scores else spec.scale) * LOG2_E,
         spec.scale / spec.softcap if capped_scores else 0.0,
         (spec.causal, spec.window > 0, capped_scores, lengths is not None),

@@ -1,1 +1,1 @@
-"""The matrix product: the Triton kernels, their tiles, the reference, and the tensor core as a reference."""
+"""The matrix product: the Triton kernels, their tiles, the reference, and a model of the tensor core."""

@@ -2,13 +2,13 @@
 
 How one call runs:
   1. `matmul` checks its arguments and picks a tile shape (`choose_config`), which is a matter of speed only.
-  2. The kernel gives each output tile to one program. It walks K from 0 upwards, in order, and adds every product
-     into one fp32 accumulator. There is no split of K and no atomic, so neither the number of rows and columns nor the
-     place of an element in its tile can reorder a sum. A second accumulator is there only if `promote_every` asks for
-     it, and then at places that K alone decides.
-  3. Bias is added to the fp32 accumulator, and one rounding makes the output. `accumulate` adds what `out` holds.
+  2. One program computes each output tile. It goes through K in order from 0 and adds every product to one fp32
+     accumulator. K is not split and there are no atomics, so neither the number of rows and columns nor the position of
+     an element in its tile can reorder a sum. Only `promote_every` adds a second accumulator; the steps at which the
+     first is added to it depend on K alone.
+  3. Bias is added to the fp32 accumulator, and the output is rounded once. `accumulate` adds the contents of `out`.
 
-On Hopper, 16-bit operands that TMA can address go to matmul_tma.py: the same sums, so the same bits, faster.
+On Hopper, matmul_tma.py computes 16-bit operands that TMA can address: the same sums, so the same bits, faster.
 
 Under TRITON_INTERPRET=1 (no GPU) the same kernel runs on CPU tensors. That tests the logic, not the GPU's bits.
 """
@@ -28,7 +28,7 @@ from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, 
 from .operands import check_bias, check_kinds, check_operands
 from .output import check_output, check_promotion, written
 
-# In the interpreter tl.dot is one BLAS call per block, so there block_k does change bits: all shapes share one value.
+# In the interpreter tl.dot is one BLAS call per block, so block_k does change bits there: all shapes share one value.
 _INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
 
 
@@ -37,7 +37,7 @@ def _walk(
     a_ptrs, b_ptrs, a_step, b_step, first, last, K, row_mask, col_mask,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the products of steps first .. last, and where the next step is."""
+    """The sum of the products of steps first .. last, and the pointers of the next step."""
     ks = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(first, last):
@@ -45,7 +45,7 @@ def _walk(
             a = tl.load(a_ptrs, mask=row_mask, other=0.0)
             b = tl.load(b_ptrs, mask=col_mask, other=0.0)
         else:
-            # Both operands are zeroed past K: a zero times a stray NaN or Inf would poison the sum.
+            # Both operands are zero past K, because zero times a NaN or Inf would be NaN.
             k_left = K - step * BLOCK_K
             a = tl.load(a_ptrs, mask=row_mask & (ks[None, :] < k_left), other=0.0)
             b = tl.load(b_ptrs, mask=col_mask & (ks[:, None] < k_left), other=0.0)
@@ -55,9 +55,9 @@ def _walk(
     return acc, a_ptrs, b_ptrs
 
 
-# `steps` must stay a run-time value. With one step known at compile time the loop folds away, and Triton then rewrites
-# dot(a, b, 0) + bias into dot(a, b, bias): another order of additions, so other bits. `promoted_steps` likewise, where
-# the second accumulator would take the place of the bias.
+# `steps` must stay a run-time value: if the compiler knows that there is one step, it removes the loop and rewrites
+# dot(a, b, 0) + bias into dot(a, b, bias), which is another order of additions and so other bits. The same holds for
+# `promoted_steps`, with the second accumulator in place of the bias.
 @triton.jit(do_not_specialize=["steps", "promoted_steps"])
 def _matmul_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr,
@@ -66,7 +66,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    # Tiles in groups of GROUP_M tile rows, column by column within a group: neighbours share their part of B.
+    # Tiles run in groups of GROUP_M tile rows, column by column within a group, so that neighbours share a part of B.
     pid = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -102,7 +102,7 @@ def _matmul_kernel(
         )
 
     # Products that underflow can leave -0.0, which the zeros past K turn into +0.0 for some block_k and not for others.
-    # Adding +0.0 (which compilers may not drop) makes it +0.0 always, and no bias the same as a bias of zeros.
+    # Adding +0.0 (which compilers must keep) always gives +0.0, and makes no bias equal to a bias of zeros.
     acc += 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0)
@@ -116,7 +116,7 @@ def _matmul_kernel(
 def _check_rank_major(
     a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    """TMA gives zeros for what lies outside, so operands that do not fit would have a product too."""
+    """Raises if the operands do not fit: TMA reads zeros outside of a tensor, so the kernel would not notice."""
     name = "matmul_rank_major"
     check_kinds(name, a, b, bias, out_dtype)
     if b_k_dim not in (0, 1):
@@ -139,7 +139,7 @@ def _check_rank_major(
 
 
 def _no_negated_views(*tensors: Tensor | None) -> list[Any]:
-    """The tensors, a copy of each that torch negates by a bit alone (z.conj().imag): kernels see its bytes."""
+    """The tensors, with a copy of each that torch negates only by a flag (z.conj().imag), which kernels do not see."""
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
 
@@ -161,24 +161,24 @@ def matmul(
         b: [K, N], dtype and device of `a`, any strides.
         bias: [N] of any of these dtypes, or None; added in fp32 before the one final rounding.
         out_dtype: dtype of the result, any of the three; None means out's, else a's.
-        out: [M, N] to write into, rows contiguous, memory of its own; None makes a new tensor.
-        accumulate: add the product to what out, float32, holds: the bytes of `out.add_(matmul(a, b, bias=bias,
+        out: [M, N] to write into, with contiguous rows, in memory of its own; None makes a new tensor.
+        accumulate: add the product to out, which is float32: the bytes of `out.add_(matmul(a, b, bias=bias,
             out_dtype=torch.float32))`.
-        promote_every: None, or after how many k, a multiple of 128, the accumulator is added to a second one. Part of
-            the order of K: other values, other bits. See output.py.
-        config: tile shape for this module's kernel, for tests and tuning. None leaves the choice to `choose_config`,
-            and on Hopper takes the TMA kernel where it can. Neither changes a bit.
+        promote_every: None, or the number of k, a multiple of 128, after which the accumulator is added to a second
+            one. It changes the order of K and so the bits. See output.py.
+        config: tile shape for this module's kernel, for tests and tuning. None uses `choose_config`, and on Hopper the
+            TMA kernel if possible. Neither changes a bit.
 
     Returns:
         out, or contiguous [M, N]. Accumulated in fp32; fp32 operands are multiplied in IEEE fp32, never TF32.
         Not differentiable by itself: call it inside a torch.autograd.Function.
 
     Raises:
-        TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes, an out that is
-            not of out_dtype, or not float32 to accumulate into.
+        TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes, an out whose
+            dtype is not out_dtype or, with accumulate, not float32.
         ValueError: wrong shapes, an empty dimension (M, N or K is 0), different devices, an out without contiguous
-            rows, in the memory of an operand or of the bias, or negated by a bit, accumulate without out, a
-            promote_every that 128 does not divide, or a device that cannot run Triton kernels.
+            rows, that shares memory with an operand or the bias, or that is negated by a flag, accumulate without out,
+            a promote_every that is not a multiple of 128, or a device that cannot run Triton kernels.
     """
     key = None
     if out is None and config is None:
@@ -206,8 +206,8 @@ def matmul(
 
     with launch_on(a, "matmul"):
         if interpreting():
-            # The interpreter's tl.dot on bfloat16 is garbage, its bfloat16 subnormals are wrong and it rounds to
-            # bfloat16 by truncation: let it see fp32 only, and let torch convert on both sides.
+            # The interpreter's tl.dot and its subnormals are wrong in bfloat16, and it rounds to bfloat16 by
+            # truncation: give it fp32 only, and let torch convert before and after.
             a, b = a.float(), b.float()
             bias = None if bias is None else bias.float()
         c_dtype = torch.float32 if interpreting() else out_dtype
@@ -238,9 +238,9 @@ def matmul_rank_major(
     out_dtype: torch.dtype | None = None,
     promote_every: int | None = None,
 ) -> Tensor | None:
-    """The product of operands gathered from P ranks, read where they lie, or None where that is not possible.
+    """The product of operands gathered from P ranks, read in place, or None if that is not possible.
 
-    TP=1's order of K is (stride, rank, local): the bytes are those of `matmul` of the operands laid out in that order.
+    TP=1's order of K is (stride, rank, local); the bytes equal those of `matmul` of the operands copied to that order.
 
     Args:
         a: [P, M, K/P], contiguous.
@@ -250,12 +250,12 @@ def matmul_rank_major(
 
     Returns:
         Contiguous [M, N], or None: not a Hopper GPU, not a 16-bit dtype, K/P/stride not a multiple of 16, an empty
-        operand, or rows that TMA cannot address. The caller then lays the operands out and calls `matmul`.
+        operand, or rows that TMA cannot address. Then copy the operands to TP=1's order and call `matmul`.
 
     Raises:
-        TypeError: what is no tensor, a dtype that is not supported, a and b of different dtypes.
-        ValueError: shapes that do not fit each other, a stride that is no divisor of K/P, another b_k_dim,
-            different devices, a promote_every that 128 does not divide.
+        TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes.
+        ValueError: shapes that do not fit each other, a stride that does not divide K/P, an invalid b_k_dim,
+            different devices, a promote_every that is not a multiple of 128.
     """
     key = call_key(a, b, bias, out_dtype, promote_every)
     if key is not None and type(stride) is int:

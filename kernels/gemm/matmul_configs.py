@@ -18,19 +18,19 @@ def _cdiv(a: int, b: int) -> int:
 class MatmulConfig:
     """Tile shape and launch parameters of the matmul kernel. No field can change a bit of the result.
 
-    block_m, block_n: the output tile of one program. Tensor cores reduce each element of a tile on its own, in the
+    block_m, block_n: the output tile of one program. Tensor cores compute each element of a tile separately, in the
         same way for every tile shape and instruction (mma.sync or wgmma).
-    block_k: how much of K is loaded at a time. It must be a multiple of 16, the tensor core's own group of k, so that
-        every value cuts K into the same groups of 16, taken in the same order by the one accumulator. Past the end of
-        K zeros are added, which change no accumulator but a negative zero; the kernel maps that one to +0.0.
-    num_warps, num_stages: who computes a tile, and how far ahead loads run.
+    block_k: how much of K is loaded at a time. It must be a multiple of 16, the number of k that a tensor core adds in
+        one step, so that every value gives the same steps in the same order. Past the end of K zeros are added, which
+        change no accumulator but a negative zero; the kernel makes that +0.0.
+    num_warps, num_stages: the warps that compute a tile, and the number of pipeline stages for loads.
     group_m: the order in which tiles start (L2 reuse).
     halves: whether the TMA kernel stores a tile in two halves, which takes less shared memory.
 
-    The TMA kernel also takes a block_n of 3 * 2**n (with halves): two products side by side, `narrow` columns wide the
-    second. It fills a chip whose multiprocessors are not a power of two: 128 tiles of 128 x 192 cover 2048 x 1536.
+    The TMA kernel also takes a block_n of 3 * 2**n (with halves): two products side by side, the second `narrow`
+    columns wide. It fills a GPU whose multiprocessors are not a power of two: 128 tiles of 128 x 192 are 2048 x 1536.
 
-    Raises ValueError for a block that is neither and for one below 16, and for a count below 1.
+    Raises ValueError for other blocks, for one below 16, and for a count below 1.
     """
 
     block_m: int
@@ -60,22 +60,22 @@ class MatmulConfig:
 
 
 def promoted_block_k(block_k: int, promote_every: int | None) -> int:
-    """block_k, or as much of it as divides promote_every."""
+    """block_k, or the largest part of it that divides promote_every."""
     while promote_every and promote_every % block_k:
         block_k //= 2
     return block_k
 
 
 def choose_config(m: int, n: int, k: int, dtype: torch.dtype, spare_registers: bool = False) -> MatmulConfig:
-    """Tile shape for an [m, k] by [k, n] product of `dtype` operands: a guess about speed, never about bits.
+    """Tile shape for an [m, k] by [k, n] product of `dtype` operands: a heuristic for speed; no choice changes bits.
 
-    spare_registers: promoting takes a second accumulator, and accumulating what c holds; the largest tile spills then.
+    spare_registers: promoting needs a second accumulator, and accumulating the contents of c; the largest tile spills.
     """
     if dtype == torch.float32:
         # IEEE fp32 runs on the FMA units out of registers, where larger tiles spill.
         return MatmulConfig(16 if m <= 16 else 64, 64, 32, num_warps=4, num_stages=3)
     if m <= 64:
-        # Reading B once is all the time there is: narrow tiles so that every SM reads a part of it, deep in K.
+        # Bound by reading B once: narrow tiles, so that every SM reads a part of B, and a large block_k.
         block_m = 16 if m <= 16 else 32 if m <= 32 else 64
         return MatmulConfig(block_m, 32 if n <= 4096 else 64, 128, num_warps=4, num_stages=4)
     if (
@@ -87,15 +87,15 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, spare_registers: b
     return MatmulConfig(64, 64, 64, num_warps=4, num_stages=4)
 
 
-# Of the shared memory of a Hopper multiprocessor, what the operands' stages and the output tile may take.
+# The bytes of a Hopper multiprocessor's shared memory for the operands' stages and the output tile.
 _TMA_SHARED_MEMORY = 226 * 1024
 
 
 def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, promoted: bool = False) -> bool:
-    """Whether the TMA kernel has the shared memory and the registers for `config` with 16-bit operands."""
+    """Whether the TMA kernel has enough shared memory and registers for `config` with 16-bit operands."""
     stages = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
     c_cols = (config.block_n - config.narrow) // (2 if config.halves else 1)
-    # in the flattened loop what c holds is loaded while the operands' stages are in use
+    # in the flattened loop the contents of c are loaded while the operands' stages are in use
     c_tiles = 2 if accumulate and not promoted and not config.narrow else 1
     # a thread has 255 registers: two accumulators of 96 fit, two of 128 spill
     fits_registers = not promoted or config.block_m * config.block_n <= 96 * 32 * config.num_warps
@@ -113,10 +113,10 @@ def choose_tma_config(
     accumulate: bool = False,
     promoted: bool = False,
 ) -> MatmulConfig:
-    """The TMA kernel's tile shape for a shape: the table's where it was measured, else the one with the least estimate.
+    """The TMA kernel's tile shape: the measured one if the table has this shape, else that of the least estimated time.
 
-    A chip computes as many tiles at a time as it has multiprocessors, so an estimate is the number of such rounds times
-    what the table says a round takes. Never about bits.
+    A GPU computes one tile on each multiprocessor at a time, so the estimate is the number of such rounds times the
+    time of a round in the table. No choice changes bits.
     """
     layout = LAYOUTS[a_transposed, b_transposed]
 

@@ -1,15 +1,15 @@
 """The matrix product on Hopper: the same sums as matmul.py's kernel, fed by the tensor memory accelerator (TMA).
 
-A persistent grid, one program for each multiprocessor, walks the output tiles; K is walked in order into one fp32
-accumulator, exactly as in matmul.py, so the bits are the same and this is a choice of speed alone. An operand stands in
-memory either as its name says ([M, K], [K, N]) or transposed; TMA loads the tile as it stands and the tensor core reads
-it the other way round, so all three of a linear layer's products (X Wᵀ, dY W, dYᵀ X) run without a copy.
+A persistent grid, one program for each multiprocessor, loops over the output tiles. K is added in order to one fp32
+accumulator, exactly as in matmul.py, so the bits are the same and the choice is a matter of speed only. An operand may
+be in memory as [M, K], [K, N] or transposed: TMA loads the tile as it is, and the tensor core reads it transposed. So
+all three products of a linear layer (X Wᵀ, dY W, dYᵀ X) run without a copy.
 
-Operands gathered from P ranks are read where they lie. Rank r's shard holds K/P of K in S pieces (S is the
-partition_stride), and TP=1's order of K is piece by piece, within a piece rank by rank. So the kernel walks K as
-(piece, rank, local) in steps that never cross a piece, and the shards stand one below the other in one descriptor:
-A [P * M, K/P], B [P * N, K/P] or [P * K/P, N]. A tile at the lower edge of a shard also loads rows of the next shard;
-they end in rows of C past M, which are not stored.
+Operands gathered from P ranks are read in place. Rank r's shard holds K/P of K in S pieces (S is the partition_stride),
+and TP=1's order of K is piece by piece, within a piece rank by rank. So the kernel goes through K as (piece, rank,
+local) in steps that never cross a piece, and one descriptor has all shards one below the other: A [P * M, K/P],
+B [P * N, K/P] or [P * K/P, N]. A tile at the lower edge of a shard also loads rows of the next shard; these become rows
+of C past M, which are not stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _walk(
     BLOCK_M: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, BLOCK_K: tl.constexpr,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the products of steps first .. last, and where in a rank-major buffer the next step is."""
+    """The sums of the products of steps first .. last, and the next step's position in a rank-major buffer."""
     acc = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
     acc_narrow = tl.zeros((BLOCK_M, NARROW if NARROW else 1), dtype=tl.float32)
     for step in range(first, last):
@@ -51,7 +51,7 @@ def _walk(
             row_a = row
             k_b = k_a
             col_b = col
-        # what lies past the edges of M, N and K arrives as zeros
+        # TMA loads zeros past the edges of M, N and K
         if A_TRANSPOSED:
             a = a_desc.load([k_a, row_a]).T
         else:
@@ -81,13 +81,13 @@ def _finish(
     acc, c_desc, bias_ptr, row, col, N, stride_bias,
     COLS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Bias, what c holds, rounding, store: of COLS columns."""
+    """For COLS columns: adds the bias and, with ACCUMULATE, the contents of c; rounds; stores."""
     acc += 0.0  # no negative zero, as in matmul.py
     if HAS_BIAS:
         cols = col + tl.arange(0, COLS)
         acc += tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if HALVES:
-        # half a tile at a time takes half the shared memory, which buys the loads another stage
+        # half a tile at a time needs half the shared memory, which leaves room for another stage of loads
         PART: tl.constexpr = COLS // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, PART)), (0, 2, 1)))
         _store(left, c_desc, row, col, ACCUMULATE)
@@ -98,14 +98,14 @@ def _finish(
 
 @triton.jit
 def _store(c, c_desc, row, col, ACCUMULATE: tl.constexpr):
-    # Not by TMA's own addition (cp.reduce), which flushes subnormals; nor by pointers, which spill registers.
+    # TMA's own addition (cp.reduce) flushes subnormals, and loads by pointers spill registers.
     if ACCUMULATE:
         c += c_desc.load([row, col])
     c_desc.store([row, col], c.to(c_desc.dtype))
 
 
-# Nothing is specialised on a value, so that one compiled kernel serves all shapes; for `steps` and `promoted_steps`
-# that is needed for the bits too, as in matmul.py.
+# No argument is specialised on its value, so that one compiled kernel serves all shapes; for `steps` and
+# `promoted_steps` the bits need it too, as in matmul.py.
 @triton.jit(do_not_specialize=["bias_ptr", "M", "N", "steps", "promoted_steps", "stride_bias", "ranks", "piece_k"])
 def _persistent_matmul_kernel(
     a_desc, b_desc, b_narrow_desc, c_desc, bias_ptr,
@@ -114,15 +114,15 @@ def _persistent_matmul_kernel(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    # A tile of 3 * 2**n columns is two products side by side, of two thirds and of one third of them.
+    # A tile of 3 * 2**n columns is two products side by side, of two thirds and one third of the columns.
     NARROW: tl.constexpr = 0 if (BLOCK_N & (BLOCK_N - 1)) == 0 else BLOCK_N // 3
     WIDE: tl.constexpr = BLOCK_N - NARROW
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_in_group = GROUP_M * tiles_n
-    # Flattened with the K loop, so that the loads of the next tile start while this one is being stored. With two
-    # products side by side that takes longer (128 x 192 at 2048 x 1536 x 4096: 59 us against 41), and loops three deep
-    # Triton does not flatten: a promotion waits for its last product, and the loads start anew after it.
+    # Flattened with the K loop, so that the loads of the next tile start while this one is being stored. Not with two
+    # products side by side, where it is slower (128 x 192 at 2048 x 1536 x 4096: 59 us against 41), nor with promotion,
+    # because Triton does not flatten three nested loops.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=NARROW == 0 and not PROMOTE):
         group = tile // tiles_in_group
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
@@ -157,12 +157,12 @@ def _persistent_matmul_kernel(
 
 
 class TmaOperands(NamedTuple):
-    """Two matrices that TMA can address, as the kernel wants them.
+    """Two matrices that TMA can address, in the form that the kernel takes.
 
-    a, b          as they stand in memory: [M, K] or [K, M]; [K, N] or [N, K]; rank-major: shards one below the other
-    a_transposed  a stands as [K, M]; b_transposed: b stands as [N, K]
+    a, b          as they are in memory: [M, K] or [K, M]; [K, N] or [N, K]; rank-major: shards one below the other
+    a_transposed  a is [K, M] in memory; b_transposed: b is [N, K]
     ranks         P of rank-major operands; 1 otherwise
-    piece_k       K / (P * S), how much of K stands together; K where ranks is 1
+    piece_k       K / (P * S), how much of K is contiguous; K if ranks is 1
     """
 
     a: Tensor
@@ -200,14 +200,14 @@ def _multiprocessors(index: int) -> int:
 
 
 def _supports_tma(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
-    """Whether the device, the dtypes and the row stride of C are right."""
+    """Whether the TMA kernel supports the device, the dtypes and the row stride of C."""
     if not a.is_cuda or a.dtype not in HALF_DTYPES or not _is_hopper(a.device.index):
         return False
     return c_stride * out_dtype.itemsize % _ALIGNMENT == 0
 
 
 def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> TmaOperands | None:
-    """What the kernel needs to compute a [M, K] @ b [K, N] (into out), or None where it cannot take them."""
+    """The kernel's operands for a [M, K] @ b [K, N] (into out), or None if TMA cannot address them."""
     (m, k), n = a.shape, b.shape[1]
     if not _supports_tma(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > _MAX_SIDE:
         return None
@@ -222,9 +222,9 @@ def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | Non
 def rank_major_operands(
     a: Tensor, b: Tensor, *, b_k_dim: int, stride: int, out_dtype: torch.dtype
 ) -> TmaOperands | None:
-    """The same for rank-major a [P, M, K/P] and b [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0).
+    """`tma_operands` for rank-major a [P, M, K/P] and b [P, N, K/P] (b_k_dim 1) or [P, K/P, N] (b_k_dim 0).
 
-    None where the kernel cannot read them in place: then lay them out first (gemm.RankMajor.matrix).
+    None if the kernel cannot read them in place: then copy them to TP=1's order first (gemm.RankMajor.matrix).
     """
     ranks, m, k_local = a.shape
     n = b.shape[2 - b_k_dim]
@@ -240,7 +240,7 @@ def rank_major_operands(
 
 
 class _Plan(NamedTuple):
-    """All of a call that does not depend on its data: for the host, most of the work."""
+    """All of a call that does not depend on its data, which is most of the host's work."""
 
     launch: Launch
     a_block: tuple[int, int]
@@ -291,7 +291,7 @@ def _plan(
 
 
 class _Prepared(NamedTuple):
-    """A call that was made before, but for its output. Addresses and no tensors, so that it keeps nothing alive."""
+    """An earlier call without its output. It holds addresses instead of tensors, so that it keeps no memory alive."""
 
     launch: Launch
     index: int
@@ -312,11 +312,11 @@ _prepared: dict[tuple, _Prepared] = {}
 def call_key(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
 ) -> tuple | None:
-    """All that a call depends on, but for what stands at these addresses.
+    """All that a call depends on, except the data at its addresses.
 
-    None for a call that is neither remembered nor like one that was: arguments that are no tensors, views negated by a
-    bit (the same address as what they negate), a promote_every of another type, which may equal an int (512.0). Devices
-    are a part, since an address of memory that one gave back may be another's next.
+    None for a call that must not be remembered: arguments that are not tensors, views negated by a flag (they have the
+    address of the tensor that they negate), a promote_every that is not an int but may equal one (512.0). Devices are
+    included, because an address that one device has freed may be in use on another.
     """
     if promote_every is not None and type(promote_every) is not int:
         return None
@@ -337,12 +337,12 @@ def call_key(
 
 
 def repeat_call(key: tuple | None) -> Tensor | None:
-    """The product of a call like one before, or None if there was none: most of a call's time goes into preparing."""
+    """The product if an earlier call had this key, else None: preparing a call takes most of the host's time."""
     prepared = _prepared.get(key)  # type: ignore[arg-type]
     if prepared is None:
         return None
     launch, index, shape, strides, dtype, device, operands, c_position, c_block, others = prepared
-    if index != torch._C._cuda_getDevice():  # torch.cuda.current_device() less 0.2 us: CUDA has started
+    if index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda.current_device()
         return None
     c = torch.empty(shape, device=device, dtype=dtype)
     launch(index, *operands, *launch.descriptor(c_position, c, c_block, shape, strides), *others)
@@ -360,13 +360,13 @@ def tma_matmul(
     promote_every: int | None = None,
     key: tuple | None = None,
 ) -> Tensor:
-    """c [M, N] = a @ b (+ bias), on the current device; arguments checked by matmul.matmul.
+    """c [M, N] = a @ b (+ bias), on the current device; matmul.matmul has checked the arguments.
 
     config: for tests and tuning; None takes the table's. key: `call_key`, to remember the call for `repeat_call`.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
     if bias is not None and n * bias.stride(0) > _MAX_SIDE:
-        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address is not to be remembered
+        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address must not be remembered
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
     launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(

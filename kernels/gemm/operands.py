@@ -1,4 +1,4 @@
-"""What every matmul of this package takes for operands: the same on every device, refused in the same words."""
+"""Checks of a matmul's operands, shared by every matmul of this package and so equal on every device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ALLOWED = ", ".join(map(str, DTYPES))
 
 
 def check_kinds(operation: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-    """Raises unless these are tensors of one device and of dtypes that go together."""
+    """Raises unless these are tensors on one device and of compatible dtypes."""
     for name, tensor in (("a", a), ("b", b)) if bias is None else (("a", a), ("b", b), ("bias", bias)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")

@@ -1,14 +1,14 @@
-"""What every matmul of this package takes besides its operands: where the product goes, and how often it is promoted.
+"""The options of every matmul of this package for its output and for promotion.
 
     out            [M, N] to write into instead of a new tensor, rows contiguous
-    accumulate     out + product instead of product: the product is rounded to fp32 first, once, so that the bytes are
-                   those of `out.add_(matmul(a, b, out_dtype=torch.float32))`, without another pass over memory
-    promote_every  after so many k the accumulator is added to a second one, fp32, and starts again from zero. It is a
-                   part of the order of K, and so of the bits; None is one accumulator for all of K
+    accumulate     adds the product to out: the product is rounded to fp32 first, so that the bytes are those of
+                   `out.add_(matmul(a, b, out_dtype=torch.float32))`, without another pass over memory
+    promote_every  after this many k the accumulator is added to a second fp32 accumulator and starts again from zero.
+                   It changes the order of K and so the bits; None is one accumulator for all of K
 
-Why promote: a tensor core truncates its accumulator at every step, so that one accumulator over 12288 k errs by 1.4e-5
-of the norm where sums over shorter stretches err by 2e-6. Output of 16 bits does not show that (4e-3). DeepGEMM does
-the same for fp8.
+Why promote: a tensor core truncates its accumulator at every step, so one accumulator over 12288 k has a relative error
+of 1.4e-5 in the norm, and sums over shorter parts of K one of 2e-6. Rounding to 16 bits hides the difference (4e-3).
+DeepGEMM does the same for fp8.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PROMOTION_MULTIPLE = 128  # of k: what every kernel's step divides
+PROMOTION_MULTIPLE = 128  # the step along K of every kernel divides it
 
 
 def check_promotion(promote_every: int | None) -> int | None:
@@ -24,7 +24,7 @@ def check_promotion(promote_every: int | None) -> int | None:
     if promote_every is None:
         return None
     if isinstance(promote_every, bool) or not isinstance(promote_every, int):
-        raise TypeError(f"promote_every={promote_every!r} is no int: pass a multiple of {PROMOTION_MULTIPLE}, or None")
+        raise TypeError(f"promote_every={promote_every!r} must be an int, a multiple of {PROMOTION_MULTIPLE}, or None")
     if promote_every < 1 or promote_every % PROMOTION_MULTIPLE:
         raise ValueError(
             f"promote_every={promote_every} is not a multiple of {PROMOTION_MULTIPLE}: pass for example 512, or None"
@@ -40,13 +40,13 @@ def check_output(
     accumulate: bool,
     bias: Tensor | None = None,
 ) -> torch.dtype:
-    """The dtype of the product, for operands that were checked before.
+    """The dtype of the product, for operands that have been checked.
 
     Raises:
-        TypeError: an out that is no tensor or not of out_dtype, or one to accumulate into that is not float32.
+        TypeError: an out that is not a tensor or not of out_dtype, or, with accumulate, not float32.
         ValueError: accumulate without out; an out of another shape or device, without contiguous rows, that requires
-            grad while gradients are recorded, or that shares memory with an operand or the bias, which other tiles
-            would read after it was overwritten.
+            grad while gradients are recorded, or that shares memory with an operand or the bias, which the kernel would
+            overwrite before it has read all of it.
     """
     if out is None:
         if accumulate:
@@ -75,7 +75,7 @@ def check_output(
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the stretches of memory from the first to the last element of x and y meet."""
+    """Whether the memory ranges of x and y, each from its first to its last element, overlap."""
     (x_first, x_last), (y_first, y_last) = _ends(x), _ends(y)
     return x_first <= y_last and y_first <= x_last
 

@@ -1,13 +1,13 @@
 """The gemm_fn for a CPU: plain torch, slice-invariant, close to the speed of torch.mm.
 
-K order, a function of K alone: blocks of 128; inside a block one chain of fp32 fused multiply-adds from zero, in
-order; the blocks' sums added one after another (promoted: added up within each stretch of `promote_every` k, then
-stretch by stretch). `chained_matmul` is that sentence written with addcmul_, elementwise,
-and is invariant by construction. `matmul` gets the same bits from the BLAS: fresh fp32 copies of both operands in
-panels of 128 k, M and N zero-padded to multiples of 64, one BLAS call per panel. BLAS libraries change their order of
-summation with the shape, in particular at edges that are no multiple of their tile, but not for the few shapes that
-this leaves. Nobody promises that, so each shape is compared with the chain when a process first meets it, and the
-chain takes its place, with a warning, if they ever differ.
+The order of K depends on K alone. K is cut into blocks of 128. Within a block, fp32 fused multiply-adds run in order
+from zero; the sums of the blocks are added one after another (with `promote_every`: first within each part of so many
+k, then part after part). `chained_matmul` does this elementwise with addcmul_, and is invariant by construction.
+`matmul` gets the same bits from the BLAS: it copies both operands to fp32 panels of 128 k, pads M and N with zeros to
+multiples of 64, and calls the BLAS once per panel. BLAS libraries change their order of summation with the shape, in
+particular at edges that are not a multiple of their tile, but have not done so for the few shapes that remain. No
+library promises that, so a process compares each shape with the chain once, and if they differ uses the chain instead,
+with a warning.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .operands import check_operands
 from .output import check_output, check_promotion
 
 K_BLOCK = 128
-_PAD = 64  # rows and columns come in multiples of this
-_TILE = 512  # and at most this many at a time, so that only (512 / 64)^2 shapes, times layouts, ever reach the BLAS
+_PAD = 64  # the BLAS gets multiples of this many rows and columns
+_TILE = 512  # and at most this many at a time, so that it sees only (512 / 64)^2 shapes for each layout
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -43,9 +43,9 @@ def check_cpu_operands(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: tor
 
 
 def _panels(x: Tensor, k_last: bool) -> list[Tensor]:
-    """x [R, K] as fresh fp32 panels of K_BLOCK k, zero-padded to R' rows, each contiguous.
+    """x [R, K] copied to contiguous fp32 panels of K_BLOCK k, zero-padded to R' rows.
 
-    k_last: [R', K_BLOCK] each, for an x whose rows are contiguous; else [K_BLOCK, R'], for one whose columns are.
+    k_last: panels [R', K_BLOCK], for an x whose rows are contiguous; else [K_BLOCK, R'], for contiguous columns.
     """
     rows, k = x.shape
     padded_rows, blocks = _round_up(rows, _PAD), -(-k // K_BLOCK)
@@ -72,7 +72,7 @@ def _blas_tile(a_panels: list[Tensor], b_panels: list[Tensor]) -> Tensor:
 
 
 def _promoted(tile: Callable[..., Tensor], a: list[Tensor], b: list[Tensor], panels: int) -> Tensor:
-    """The sums of so many panels at a time, added one after another."""
+    """Sums over `panels` panels at a time, added one after another."""
     total = tile(a[:panels], b[:panels])
     for first in range(panels, len(a), panels):
         total += tile(a[first : first + panels], b[first : first + panels])
@@ -97,7 +97,7 @@ _check_lock = threading.Lock()
 
 
 def _panel_like(rows: int, k_last: bool, generator: torch.Generator) -> Tensor:
-    """Random values over a wide range of exponents, where any other order of summation shows."""
+    """Random values over a wide range of exponents, for which every order of summation gives other bits."""
     shape = (rows, K_BLOCK) if k_last else (K_BLOCK, rows)
     exponents = torch.randint(-12, 13, shape, generator=generator, dtype=torch.int64, device="cpu")
     values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -117,7 +117,7 @@ def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: 
     if not agrees:
         warnings.warn(
             f"the BLAS of this torch sums a {rows} x {K_BLOCK} by {K_BLOCK} x {cols} product on {threads} threads in "
-            "another order than expected; tp_invariant takes its elementwise form instead: same bits, but slower",
+            "another order than expected; tp_invariant uses its elementwise form instead: the same bits, but slower",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -131,8 +131,8 @@ def _as_it_is(fn: Callable[..., Tensor], *args: Any) -> Tensor:
     return fn(*args)
 
 
-# batch_invariant() brings torch's products here, and sets this to what calls fn with its routing off: the torch.mm
-# below is the BLAS. Routed, it would come back, and the self-check's would wait for its own lock.
+# batch_invariant() routes torch's products to this module, and sets `unrouted` to a function that calls fn without the
+# routing. Otherwise the torch.mm above would be routed here again, and in _blas_agrees wait for its own lock.
 unrouted: Callable[..., Tensor] = _as_it_is
 
 
@@ -193,19 +193,20 @@ def matmul(
         b: [K, N], any strides, of a's dtype.
         bias: [N] or None, of any of those dtypes; added in fp32.
         out_dtype: any of those dtypes; out's, else a's, if None.
-        out, accumulate, promote_every: where to, added to what is there, and how K is cut; see output.py.
+        out, accumulate, promote_every: see output.py.
 
     Returns:
         out, or a contiguous [M, N].
 
     Raises:
         ValueError: shapes that do not agree, an empty operand, an operand not on the CPU, an out that cannot be
-            written in place or requires grad while gradients are recorded, a promote_every that 128 does not divide.
+            written in place or requires grad while gradients are recorded, a promote_every that is not a multiple of
+            128.
         TypeError: dtypes that differ or are not supported (float64 among them: accumulation is fp32).
     """
     return unrouted(_matmul, a, b, bias, out_dtype, _blas_agrees, out, accumulate, promote_every)
 
 
 def chained_matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`matmul`, the same bits, elementwise and so invariant by construction; several times slower."""
+    """The bits of `matmul`, computed elementwise and so invariant by construction; several times slower."""
     return unrouted(_matmul, a, b, bias, out_dtype, lambda *shape: False)

@@ -1,24 +1,24 @@
 """A CPU model of the Hopper tensor core: a gemm_fn that gives an H200's bits without one, for bfloat16 and float16.
 
-The recipe, for one element of C. K is walked in order, 16 at a time, into one fp32 accumulator. In each step
+For one element of C, K is added in order, 16 at a time, to one fp32 accumulator. In each step
   1. the 16 products are exact; a product's exponent is ea + eb, so its significand lies in [1, 4), not renormalised.
      A subnormal operand has the smallest normal exponent and no hidden bit;
   2. all 17 terms, products and accumulator, are aligned to the largest exponent among them and truncated toward zero
      to 25 fraction bits below it. A zero product has no exponent; a subnormal accumulator has -126, a zero one -133,
-     so that a step never keeps anything below 2^-158;
+     so that a step never keeps bits below 2^-158;
   3. the 17 integers are added exactly, and the sum is truncated toward zero to fp32: 24 bits, fewer if subnormal.
      What reaches 2^128 is infinite.
 Then, as in matmul.py: +0.0 is added (so no zero is negative), bias is added in fp32, and one rounding to
-nearest even makes the output. NaN and infinity go as in IEEE arithmetic, and every NaN is 0x7fffffff (16 bit: 0x7fff).
+nearest even gives the output. NaN and infinity follow IEEE arithmetic, and every NaN is 0x7fffffff (16 bit: 0x7fff).
 
-Measured on an H200 (torch 2.11, Triton 3.6): benchmarks/probe_tensor_core.py asks a GPU about each of these points.
-Most are published for this chip in MMA-Sim (arXiv 2511.10909), whose zeros all have -126. The -133 of a zero
-accumulator is the only value that gives every bit of sums near 2^-149 (-132 loses 0.4% of them, -134 0.2%, no exponent
-0.3%, -126 38%); why it is that is not known. `Recipe` holds what such a probe may vary.
+Measured on an H200 (torch 2.11, Triton 3.6) with benchmarks/probe_tensor_core.py, which tests each of these points.
+MMA-Sim (arXiv 2511.10909) publishes most of them for this chip, with -126 for every zero. The -133 of a zero
+accumulator is the only value that gives every bit of sums near 2^-149 (-132 misses 0.4% of them, -134 0.2%, no exponent
+0.3%, -126 38%); the reason is not known. `Recipe` holds what such a probe may vary.
 
-All of it is elementwise float64 arithmetic, and every operation on it is exact or a truncation: products have at most
-22 bits, aligned terms are integers below 2^27 (their sum below 2^32), and scales are powers of two. So neither threads
-nor tiles nor vector width can show in the result, and infinity and NaN need no care of their own.
+All of it is elementwise float64 arithmetic, and every operation is exact or a truncation: products have at most 22
+bits, aligned terms are integers below 2^27 (their sum below 2^32), and scales are powers of two. So threads, tiles and
+vector width cannot change the result, and infinity and NaN need no special case.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..dtypes import HALF_DTYPES as DTYPES
 from .output import check_promotion
 from .reference import check_cpu_operands
 
-_TILE_ROWS, _TILE_COLS = 64, 512  # of C at a time: the float64 tiles of one step stay in a core's cache
-_LOWEST = -400  # below every exponent of a product (-266 for bf16); what a term without one is given
+_TILE_ROWS, _TILE_COLS = 64, 512  # of C at a time, so that the float64 tiles of one step stay in a core's cache
+_LOWEST = -400  # for terms without an exponent: below that of every product (-266 for bf16)
 _MIN_NORMAL, _MIN_SUBNORMAL, _OVERFLOW = 2.0**-126, 2.0**-149, 2.0**128  # of fp32
 
 
@@ -43,9 +43,9 @@ class Recipe:
 
     group: products added in one step.
     fraction_bits: kept below the largest exponent.
-    accumulator_floor, zero_accumulator: the least exponent of an accumulator, and that of a zero one; None: its own,
-        however small, and none.
-    zero_products: whether a zero operand counts with the smallest normal exponent, instead of not at all.
+    accumulator_floor: the least exponent of an accumulator; None: no limit.
+    zero_accumulator: the exponent of a zero accumulator; None: it has none.
+    zero_products: whether a zero operand has the smallest normal exponent, instead of none.
     subnormal_inputs: "kept" as point 1 says; "normalized": with an exponent of their own; "zero".
     flush: whether subnormal sums become zero.
     saturate: whether overflow gives the largest finite fp32 instead of infinity.
@@ -65,7 +65,7 @@ HOPPER = Recipe()
 
 
 def _pow2(exponent: Tensor) -> Tensor:
-    """2^exponent as float64, by its bits; exponents from -1022 to 1023."""
+    """2^exponent as float64, made from its bits; exponents from -1022 to 1023."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
@@ -77,7 +77,7 @@ def _exponent(x: Tensor) -> Tensor:
 def _decode(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """x of 16 bits -> its values, float64, and its exponents, int16, both contiguous."""
     digits, bias = (7, 127) if x.dtype == torch.bfloat16 else (10, 15)
-    # by bits: exact for subnormals too, which a conversion flushes in a process that asked for that
+    # from the bits, since a conversion flushes subnormals after torch.set_flush_denormal(True)
     bits = x.contiguous().view(torch.int16).to(torch.int64)
     field, fraction = bits >> digits & (2 * bias + 1), bits & (1 << digits) - 1
     exponent = field.clamp_min(1) - bias
@@ -97,7 +97,7 @@ def _decode(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 def _to_fp32(x: Tensor, lowest: int, highest: int, recipe: Recipe) -> Tensor:
-    """float64 sums truncated toward zero to fp32's values; their last bits and exponents lie within the bounds."""
+    """float64 sums truncated toward zero to fp32 values; the bounds hold for their last bits and exponents."""
     x = (x.view(torch.int64) & -(1 << 29)).view(torch.float64)  # 53 bits to 24, a quiet NaN stays one
     if lowest < -149:
         x = (x / _MIN_SUBNORMAL).trunc_() * _MIN_SUBNORMAL
@@ -145,14 +145,14 @@ def model(
     recipe: Recipe = HOPPER,
     promote_every: int | None = None,
 ) -> Tensor:
-    """`matmul` by another recipe, for probes."""
+    """`matmul` with another recipe, for probes."""
     out_dtype = out_dtype or a.dtype
     check_cpu_operands(a, b, bias, out_dtype)
     stretch = check_promotion(promote_every) or a.shape[1]
     if a.dtype not in DTYPES:
         raise TypeError(
             f"a is {a.dtype}: the tensor core model takes {', '.join(map(str, DTYPES))}; IEEE fp32 products do not run "
-            "on tensor cores, so take kernels.gemm.reference.matmul or a GPU for those"
+            "on tensor cores: use kernels.gemm.reference.matmul or a GPU"
         )
     c = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     with torch.no_grad():

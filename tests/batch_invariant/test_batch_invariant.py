@@ -68,7 +68,7 @@ def first_bit_that_follows_the_batch(f, x: Tensor, dim: int = 0, batches=BATCHES
 
 
 def operations(dtype: torch.dtype) -> dict[str, tuple]:
-    """name: (f of a batch x, x, dim of the batch)."""
+    """name: (a function of a batch x, x, the dim of the batch)."""
     w, b = wide(K, 77, seed=1, dtype=dtype), wide(77, seed=2, dtype=dtype)
     rows, columns = wide(64, K, dtype=dtype), wide(300, 64, seed=4, dtype=dtype)
     entries, per_entry = wide(16, 3, 129, seed=5, dtype=dtype), wide(129, 7, seed=6, dtype=dtype)
@@ -191,7 +191,7 @@ def test_against_float64(name, dtype):
 
 
 class ToDouble(TorchDispatchMode):
-    """Every floating-point operand in float64, exactly."""
+    """Converts every floating-point operand to float64."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         def convert(value):
@@ -245,7 +245,7 @@ def test_attention(dtype):
 
 @pytest.mark.parametrize("need_weights", (True, False), ids=("weights", "fused"))
 def test_multihead_attention(need_weights):
-    """Its linears lie below torch's Python, which lays them out by need_weights and batch_first."""
+    """torch calls its linears from C++ and lays them out by need_weights and batch_first."""
     torch.manual_seed(0)
     layer, x = nn.MultiheadAttention(64, 4, batch_first=True).to(DEVICE), wide(8, 3, 64) / 64
 
@@ -267,7 +267,7 @@ def test_multihead_attention(need_weights):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_this_librarys_layers_keep_their_bits(dtype):
-    """They go through the same kernels already, so the context changes nothing, forward or backward."""
+    """The layers use the same kernels already, so the context changes nothing, forward or backward."""
     torch.manual_seed(0)
     layer = tpi.Linear(K, 24, parallel_mode="row", device=DEVICE, dtype=dtype)
     x = wide(5, K, dtype=dtype)
@@ -322,7 +322,7 @@ def test_softmax_gradients(log):
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpointing(reentrant):
-    """What is computed again in backward is the same: torch rounds this layout twice."""
+    """The recomputed forward gives the same bits: torch rounds this layout twice."""
     model = Classifier(torch.bfloat16).up
     x = wide(3, 4, K, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
     grad = wide(4, 3, 192, seed=1, dtype=torch.bfloat16)
@@ -363,7 +363,7 @@ class Counted:
 
 
 def test_compiled_functions_run_eagerly():
-    """No graph, which a compiler could have fused, runs inside, compiled before or not; outside they run again."""
+    """Inside no graph runs, because a compiler may have fused it, compiled before or not; outside graphs run again."""
     w, x, backend = wide(K, 16, seed=1), wide(8, K), Counted()
     before, new, entering = (torch.compile(f, backend=backend) for f in 3 * [lambda x: (x @ w).softmax(-1)])
 
@@ -500,7 +500,7 @@ def test_row_kernels(kernels, h):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("log", (False, True))
-def test_what_is_not_finite(kernels, log):
+def test_values_that_are_not_finite(kernels, log):
     x = wide(6, 40)
     x[1, 3], x[2, 5], x[4, 7] = math.nan, math.inf, -math.inf
     x[3] = -math.inf
@@ -595,7 +595,7 @@ def test_tables():
     assert set(REFUSED_OVER_DIMS) <= known - set(REFUSED)
 
 
-def test_integers_are_left_alone():
+def test_integers_are_not_routed():
     x = torch.arange(6, device=DEVICE).view(2, 3)
     with tpi.batch_invariant():
         assert_bitwise_equal(x.sum(1), torch.tensor([3, 12], device=DEVICE))
@@ -657,7 +657,7 @@ assert not torch.equal(torch.mm(a, b), inside[0])  # torch's bits are others
 
 
 def test_this_librarys_products_are_not_routed_back():
-    """The CPU matmul calls the BLAS through torch, when it checks a new shape of tile with a lock held."""
+    """The CPU matmul calls the BLAS through torch while it checks a new tile shape with a lock held."""
     subprocess.run([sys.executable, "-W", "error", "-c", NEW_TILES], check=True, timeout=500)
 
 
@@ -665,7 +665,7 @@ def test_this_librarys_products_are_not_routed_back():
 
 
 def is_routed() -> bool:
-    """Seen from outside: float64 is refused where products are routed."""
+    """Whether products are routed: float64 is refused then."""
     try:
         torch.mm(torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64))
     except TypeError:
@@ -720,7 +720,7 @@ def test_enable_and_disable():
     assert not is_routed()
 
 
-def test_holds_for_its_thread():
+def test_applies_to_its_own_thread_only():
     seen = {}
     with tpi.batch_invariant():
         thread = threading.Thread(target=lambda: seen.update(other=is_routed()))
@@ -730,8 +730,8 @@ def test_holds_for_its_thread():
     assert seen == {"other": False, "own": True}
 
 
-def test_torchs_own_threads_take_it_along():
-    """As those of a CUDA backward do."""
+def test_threads_that_torch_starts_inherit_it():
+    """As the threads of a CUDA backward do."""
     unit = torch.jit.CompilationUnit(
         """
         def product(x):
@@ -748,7 +748,7 @@ def test_torchs_own_threads_take_it_along():
 
 
 def python_calls(f) -> int:
-    """Of functions, while f runs, itself not counted."""
+    """The number of Python function calls while f runs, without f itself."""
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -758,7 +758,7 @@ def python_calls(f) -> int:
     return len(calls) - 1
 
 
-def test_what_is_not_routed_costs_no_python():
+def test_operations_that_are_not_routed_call_no_python():
     x, w = wide(4, 6), wide(6, 6, seed=1)
     with tpi.batch_invariant():
         assert python_calls(lambda: (x * 2).relu().view(2, 12).t().contiguous().sqrt().unsqueeze(0).cumsum(1)) == 0
@@ -823,7 +823,7 @@ assert any(not torch.equal(whole[1:2], row) for whole, row in stock) and x.grad.
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="where there is CUDA the other tests see it")
 def test_elementwise_functions_where_there_is_cuda():
-    """There they are registered at another key."""
+    """With CUDA they are registered at another dispatch key."""
     subprocess.run([sys.executable, "-W", "error", "-c", FROM_CPU_KEY], check=True)
 
 
@@ -836,7 +836,7 @@ def layer_of(w: Tensor, b: Tensor):
 
 @pytest.mark.parametrize("mode_first", (True, False))
 def test_under_other_modes(mode_first):
-    """Whichever was entered first: they see the operations, and what they call is routed."""
+    """In either order of entering: the other modes see the operations, and what they call is routed."""
     seen = []
 
     class Mode(TorchDispatchMode):
@@ -888,7 +888,7 @@ def test_autocast():
 
 
 def test_subclasses_dispatch_first():
-    """A DTensor, say: its own dispatch unwraps it, and the local operation is routed."""
+    """For example a DTensor: its own dispatch unwraps it, and the local operation is routed."""
     seen = []
 
     class Wrapper(Tensor):
@@ -919,7 +919,7 @@ def test_subclasses_dispatch_first():
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_sizes(dtype):
-    """Rows of 1 to 2048 tokens; torch's own mm differs somewhere, so the data can tell."""
+    """Rows of 1 to 2048 tokens; torch's own mm gives other bits for some of them, so the test can fail."""
     x, w, b = wide(2048, 4096, dtype=dtype), wide(4096, 1024, seed=1, dtype=dtype), wide(1024, seed=2, dtype=dtype)
     batches = (1, 2, 16, 33, 64, 512)
 
@@ -938,7 +938,7 @@ def test_real_sizes(dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 def test_a_hugging_face_model():
-    """Four of Qwen3-0.6B's layers, causal and without a mask: the fused attention, and a row's logits in any batch."""
+    """Four of Qwen3-0.6B's layers, causal and without a mask: fused attention, and a row's logits in any batch."""
     pytest.importorskip("transformers")
     layers, batches = 4, (1, 2, 4, 8, 16, 32, 64)
     sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
@@ -967,7 +967,7 @@ def test_a_hugging_face_model():
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 def test_backward_threads_are_routed():
-    """Autograd runs a CUDA backward on a thread of its own, which takes the mode along."""
+    """Autograd runs a CUDA backward on a thread of its own, which inherits the mode."""
     x = wide(4, 4).double().requires_grad_()
     y = x @ x
     with tpi.batch_invariant(), pytest.raises(TypeError, match="float64"):

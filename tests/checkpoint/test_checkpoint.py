@@ -74,7 +74,7 @@ def everything(model, optimizer):
 
 
 def unsharded():
-    """What a model that knows nothing of sharding has."""
+    """The state of a model without any sharding."""
     return dict(Model(None, pad=1).state_dict())
 
 
@@ -188,7 +188,7 @@ def test_full_dicts_go_from_any_degree_to_any(tmp_path):
 
 
 def test_state_of_an_unsharded_torch_model_loads():
-    """Names and shapes are torch's own: an optimizer of the unsharded model takes the full state."""
+    """Names and shapes are torch's: an optimizer of the unsharded model can load the full state."""
     layer = nn.Linear(HIDDEN, HIDDEN)
     model = tpi.Linear.from_linear(layer, parallel_mode="column", tp_group=None)
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_load_full_state_dict_names_every_problem_on_every_rank():
             assert part in str(error)
 
 
-def test_not_strict_loads_what_fits():
+def test_without_strict_the_matching_keys_are_loaded():
     state = unsharded()
     del state["scale"]
     state["other"] = torch.zeros(1)
@@ -272,7 +272,7 @@ def test_state_of_other_shapes_is_refused_by_name(tmp_path):
 
 def test_an_optimizer_of_another_model_is_refused():
     optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters())
-    with pytest.raises(ValueError, match=r"param_groups\[0\] holds 2 tensors that are no parameters of the model"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\] holds 2 tensors that are not parameters of the model"):
         tpi.full_optimizer_state_dict(Model(None), optimizer)
 
 
@@ -330,7 +330,7 @@ def test_full_optimizer_state_of_another_model_is_refused():
         tpi.load_full_optimizer_state_dict(small, torch.optim.SGD(small.parameters()), states[0])
 
 
-def test_without_the_optimizers_state_training_goes_on_differently(tmp_path):
+def test_without_the_optimizers_state_training_continues_differently(tmp_path):
     """The control of the test above: it would notice state that was not loaded."""
     path = tmp_path / "c"
     save_trained(None, path)
@@ -385,7 +385,7 @@ def test_big_checkpoints_go_to_several_files(tmp_path, monkeypatch):
     assert_bitwise_equal(loaded, saved)
 
 
-def test_load_names_what_does_not_fit_on_every_rank(tmp_path):
+def test_load_names_every_mismatch_on_every_rank(tmp_path):
     save_trained(None, tmp_path)
     before = Path(tmp_path / "index.json").read_bytes()
     with pytest.raises(RankError) as raised:
@@ -400,7 +400,7 @@ def test_load_names_what_does_not_fit_on_every_rank(tmp_path):
 
 
 def test_tied_and_untied_models(tmp_path):
-    """A tied model's checkpoint loads into an untied one; the other way there are two values for one parameter."""
+    """A tied model's checkpoint loads into an untied model; the reverse gives two values for one parameter."""
     untied = Model(None, seed=1)
     untied.second.weight = nn.Parameter(untied.second.weight.clone())
     tied = Model(None)
@@ -437,7 +437,7 @@ def test_a_checkpoint_without_optimizer(tmp_path):
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_fails_to_write_is_an_error_on_all_and_the_old_checkpoint_stands(tmp_path):
+def test_a_failed_write_is_an_error_on_all_ranks_and_keeps_the_old_checkpoint(tmp_path):
     path = tmp_path / "c"
     saved = run_ranks(save_trained, 2, str(path))
     with pytest.raises(RankError) as raised:
@@ -453,7 +453,7 @@ def test_a_rank_that_fails_to_write_is_an_error_on_all_and_the_old_checkpoint_st
 
 
 def save_interrupted_on_rank_1(tp_group, path, kind):
-    """What save raised here."""
+    """The error that save raised on this rank."""
     if resolve_group(tp_group).rank == 1:
 
         def interrupt(*args, **kwargs):
@@ -472,7 +472,7 @@ def save_interrupted_on_rank_1(tp_group, path, kind):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_itself_on_the_rank_that_got_it(tmp_path, kind):
+def test_an_interrupt_is_raised_on_the_rank_that_got_it(tmp_path, kind):
     other, interrupted = run_ranks(save_interrupted_on_rank_1, 2, str(tmp_path / "c"), kind)
     assert type(interrupted) is kind and interrupted.args == (3,)
     assert type(other) is RuntimeError and f"rank 1 of 2: {kind.__name__}: 3" in str(other)
@@ -490,7 +490,7 @@ tpi.checkpoint.save(sys.argv[1], torch.nn.Linear(3, 3), extra={"step": 2})
 """
 
 
-def test_a_process_killed_before_the_commit_leaves_the_old_checkpoint(tmp_path):
+def test_a_process_killed_before_the_commit_keeps_the_old_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 9, done.stderr
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
@@ -500,7 +500,7 @@ def test_a_process_killed_before_the_commit_leaves_the_old_checkpoint(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-def test_extras_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
+def test_unsupported_extras_are_an_error_on_every_rank(tmp_path):
     with pytest.raises(RankError) as raised:
         run_ranks(save_with, 2, str(tmp_path / "c"), [1, {2}])
     assert set(raised.value.errors) == {0, 1}
@@ -510,9 +510,9 @@ def test_extras_that_do_not_fit_are_an_error_on_every_rank(tmp_path):
             tpi.checkpoint.save(tmp_path / "c", nn.Linear(2, 2), extra=extra)
 
 
-def test_no_checkpoint_there(tmp_path):
+def test_a_missing_checkpoint(tmp_path):
     model = nn.Linear(2, 2)
-    with pytest.raises(FileNotFoundError, match=r"absent is no checkpoint: there is no index\.json in it"):
+    with pytest.raises(FileNotFoundError, match=r"absent is not a checkpoint: there is no index\.json in it"):
         tpi.checkpoint.load(tmp_path / "absent", model)
     (tmp_path / "part.safetensors").touch()
     with pytest.raises(FileNotFoundError, match="holds a save that did not finish"):

@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged, another save's, planted, or an old version's: an error that names the file, and a model
-whose bytes are as they were; and ranks that differ in what they hold alike."""
+"""Damaged checkpoints, files of another save, and old versions: a load raises an error that names the file, and changes
+no byte of the model. Also ranks whose copies of replicated tensors differ."""
 
 import json
 import os
@@ -66,14 +66,14 @@ def bytes_of(model, optimizer):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A folder with a checkpoint of one rank, and what it holds."""
+    """A folder with a checkpoint of one rank, and the saved values."""
     model, optimizer = make(None)
     tpi.checkpoint.save(tmp_path / "c", model, optimizer, extra={"step": 7, "rng": torch.arange(3)})
     return tmp_path / "c", bytes_of(model, optimizer)
 
 
 def refused(folder, match, error=ValueError, **options):
-    """Asserts that a load is refused with words that say why, and changes nothing."""
+    """Asserts that a load raises an error with this text, and changes nothing."""
     model, optimizer = make(None, seed=1, **options)
     before = bytes_of(model, optimizer)
     with pytest.raises(error, match=match) as caught:
@@ -84,7 +84,7 @@ def refused(folder, match, error=ValueError, **options):
 
 
 def rewrite(folder, change, *, sign=True):
-    """Changes the index; with `sign` it has the digest of what it says then, as if `save` had written it so."""
+    """Changes the index; with `sign` it gets a new valid digest, as if `save` had written it."""
     path = folder / "index.json"
     index = json.loads(path.read_text())
     change(index)
@@ -94,7 +94,7 @@ def rewrite(folder, change, *, sign=True):
 
 
 def as_old(folder):
-    """Makes a checkpoint one of the version before digests."""
+    """Converts a checkpoint to the version without digests."""
 
     def change(index):
         index["format"] = WITHOUT_DIGESTS
@@ -127,7 +127,7 @@ def test_a_flipped_bit_anywhere_in_the_data(saved):
 
 
 def load_on_ranks(tp_group, folder):
-    """(what load raised, whether anything changed)"""
+    """(the error of load, whether anything changed)"""
     model, optimizer = make(tp_group, seed=1)
     before, error = bytes_of(model, optimizer), None
     try:
@@ -142,7 +142,7 @@ def save_on_ranks(tp_group, folder):
     tpi.checkpoint.save(folder, model, optimizer)
 
 
-def test_a_bit_that_one_rank_alone_reads_is_an_error_on_all(tmp_path):
+def test_damage_that_only_one_rank_reads_is_an_error_on_all(tmp_path):
     run_ranks(save_on_ranks, 2, str(tmp_path))
     data = next(tmp_path.glob("*-00001-*.safetensors"))
     with safe_open(data, framework="pt") as boxes:
@@ -161,12 +161,12 @@ def test_a_file_of_another_save_under_the_right_name(saved, tmp_path):
     tpi.checkpoint.save(tmp_path / "d", *make(None, seed=3), extra={"step": 7, "rng": torch.arange(3)})
     ours, other = next(folder.glob("*.safetensors")), next((tmp_path / "d").glob("*.safetensors"))
     shutil.copy(other, ours)
-    refused(folder, rf"{ours.name} is not of the save that index\.json speaks of")
+    refused(folder, rf"{ours.name} is not of the save that index\.json names")
     boxes = load_file(other)
     save_file(boxes, ours, metadata={"save": ours.name[:16]})  # one that says that it is
     refused(folder, rf"{ours.name} is damaged")
     ours.unlink()
-    refused(folder, rf"{ours.name} is not there, and index\.json names it")
+    refused(folder, rf"{ours.name} does not exist, but index\.json names it")
 
 
 def box(index, name, place=0):
@@ -210,22 +210,22 @@ CHANGES = {
     "dims": (lambda i: box(i, "down.weight").update(sizes=[32]), "has 2 dims and a box at"),
     "true": (lambda i: box(i, "up.bias").update(offsets=[False]), "lengths are integers of at least 0"),
     "huge": (lambda i: box(i, "up.bias").update(sizes=[2**70]), "lengths are integers of at least 0"),
-    "another tensor's key": (exchange_keys, "is said to be .*, which it cannot be"),
-    "extra of the model": (point_extra_at_the_model, "stands neither for a tuple nor for its own tensor"),
-    "no state": (drop_state, "holds tensors that have no place in its values: optimizer.state.down.weight.exp_avg"),
-    "less state": (drop_a_name, "holds tensors that have no place in its values: optimizer.state.up.bias.exp_avg"),
-    "a path": (lambda i: box(i, "up.bias").update(file="../x.safetensors"), "no name of a data file"),
-    "an absolute path": (lambda i: box(i, "up.bias").update(file="/etc/passwd"), "no name of a data file"),
+    "another tensor's key": (exchange_keys, "has the key .* of another box"),
+    "extra of the model": (point_extra_at_the_model, "which marks neither a tuple nor its own tensor"),
+    "no state": (drop_state, "holds tensors that its values do not refer to: optimizer.state.down.weight.exp_avg"),
+    "less state": (drop_a_name, "holds tensors that its values do not refer to: optimizer.state.up.bias.exp_avg"),
+    "a path": (lambda i: box(i, "up.bias").update(file="../x.safetensors"), "not the name of a data file"),
+    "an absolute path": (lambda i: box(i, "up.bias").update(file="/etc/passwd"), "not the name of a data file"),
     "no boxes": (lambda i: i["tensors"]["model.up.bias"].update(boxes=[]), "do not make up its shape"),
     "no values": (lambda i: i.pop("values"), "has no 'values'"),
-    "a list": (lambda i: i.update(tensors=[1]), "which is no dict"),
-    "no class of torch": (lambda i: i["tensors"]["model.seen"].update(dtype="nn"), "which torch has not"),
+    "a list": (lambda i: i.update(tensors=[1]), "which is not a dict"),
+    "no class of torch": (lambda i: i["tensors"]["model.seen"].update(dtype="nn"), "which is not a dtype of torch"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_an_index_that_does_not_hold_together(saved, what):
-    """Found by what it says, also in an old checkpoint; a new one has its digest besides."""
+def test_an_inconsistent_index_is_refused(saved, what):
+    """Its content is checked, also in an old checkpoint; a new one also has a digest."""
     folder, _ = saved
     whole = (folder / "index.json").read_text()
     change, text = CHANGES[what]
@@ -241,7 +241,7 @@ def test_an_index_that_does_not_hold_together(saved, what):
 
 
 def test_another_tensors_boxes_are_found_by_their_digests(saved):
-    """Tied names share boxes, so the words of the index may be those of one: what the file holds is not."""
+    """Tied names share boxes, so the index may name another tensor's box; the bytes in the file then differ."""
     folder, _ = saved
     rewrite(folder, lambda index: box(index, "up.bias").update(digest=box(index, "seen")["digest"]))
     refused(folder, r"is damaged: model.up.bias@0 does not have the digest")
@@ -252,14 +252,14 @@ def test_another_tensors_boxes_are_found_by_their_digests(saved):
     ["", "[]", "null", "\udcff", "[" * 10**5, '{"a": ' * 5000 + "1" + "}" * 5000, '{"format": 1, "format": 2}', "NaN"],
     ids=str.__len__,
 )
-def test_text_that_is_no_index(saved, text):
+def test_text_that_is_not_an_index(saved, text):
     folder, _ = saved
     (folder / "index.json").write_bytes(text.encode(errors="surrogateescape"))
     refused(folder, "index.json cannot be read as a checkpoint's index: ")
 
 
-def test_deep_values(saved):
-    """As deep as json reads and deeper than a walk goes."""
+def test_deeply_nested_values(saved):
+    """As deep as json can read, and deeper than the recursion limit of the library."""
     folder, _ = saved
     deep = []
     for _ in range(900):
@@ -278,7 +278,7 @@ def loop():
 
 
 def test_boxes_that_tile():
-    """The control of the refusals: cuts along any dim, any number, and a tensor without values."""
+    """The control of the refusals: valid cuts along any dim into any number of boxes, and an empty tensor."""
     for shape, boxes in (
         ((), [((), ())]),
         ((0, 3), []),
@@ -428,7 +428,7 @@ def test_another_optimizers_state(saved):
     refused(folder, r"param_groups\[0\] has amsgrad=False against amsgrad=True", amsgrad=True)
 
 
-def test_full_optimizer_states_of_others():
+def test_full_optimizer_states_of_other_optimizers():
     states = {}
     for kind, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
         model, optimizer = make(None, kind=kind, **options)
@@ -439,9 +439,9 @@ def test_full_optimizer_states_of_others():
     for state, message in (
         (states[torch.optim.AdamW], "it is a state of AdamW"),
         (old, "has the options amsgrad, .* and lacks dampening"),
-        ({}, "has no optimizer's state"),
-        ({"state": [], "param_groups": []}, "has no optimizer's state"),
-        ({"state": {}, "param_groups": [{"params": 3}]}, "has no optimizer's state"),
+        ({}, "has no optimizer state"),
+        ({"state": [], "param_groups": []}, "has no optimizer state"),
+        ({"state": {}, "param_groups": [{"params": 3}]}, "has no optimizer state"),
         ({**states[torch.optim.SGD], "state": {"up.weight": 3}}, "has a state of up.weight that is 3"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -452,7 +452,7 @@ def test_full_optimizer_states_of_others():
     assert_bitwise_equal(tpi.full_optimizer_state_dict(model, optimizer), states[torch.optim.SGD])
 
 
-def test_parameters_in_another_order_frozen_scheduled_and_gone(tmp_path):
+def test_parameters_reordered_frozen_scheduled_and_removed(tmp_path):
     model = Model(None)
     model.up.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -494,7 +494,7 @@ def load_old(tp_group, folder):
     return extra, tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer)
 
 
-def test_an_old_checkpoint_loads_and_says_that_it_has_no_digests(tmp_path, caplog):
+def test_an_old_checkpoint_loads_with_a_warning_that_it_has_no_digests(tmp_path, caplog):
     extra, *_ = load_old(None, OLD)
     lines = [record.getMessage() for record in caplog.records if record.name == "tp_invariant"]
     assert len([line for line in lines if "has no digests" in line and str(OLD) in line]) == 1
@@ -570,7 +570,7 @@ tpi.checkpoint.save(sys.argv[1], torch.nn.Linear(3, 3), extra={"step": "theirs"}
 
 
 def test_two_jobs_that_save_into_one_folder(tmp_path):
-    """The second gets an error, and the first its checkpoint; one that is killed hinders nobody."""
+    """The second gets an error, and the first its checkpoint; a killed job blocks nobody."""
     model = nn.Linear(3, 3)
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -601,7 +601,7 @@ def without_locks(*args):
     raise OSError(checkpoint_files.errno.EOPNOTSUPP, "Operation not supported")
 
 
-def test_a_filesystem_without_locks_is_said(tmp_path, monkeypatch, caplog):
+def test_a_filesystem_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint_files.fcntl, "flock", without_locks)
     tpi.checkpoint.save(tmp_path, nn.Linear(2, 2))
     assert "has no locks" in caplog.text and not (tmp_path / "save.lock").exists()
@@ -612,7 +612,7 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match="file is a file: a checkpoint is a folder"):
         tpi.checkpoint.save(tmp_path / "file", model)
-    with pytest.raises(FileNotFoundError, match="file is no checkpoint: it is a file"):
+    with pytest.raises(FileNotFoundError, match="file is not a checkpoint: it is a file"):
         tpi.checkpoint.load(tmp_path / "file", model)
     tpi.checkpoint.save(tmp_path / "c", model, extra={"step": 1})
     listing = sorted(os.listdir(tmp_path / "c"))
@@ -633,7 +633,7 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 class Kinds(nn.Module):
-    """Buffers of every dtype that safetensors has, without values, strided, and views of one memory."""
+    """Buffers of every dtype that safetensors has, empty, strided, and views of one memory."""
 
     def __init__(self, seed):
         super().__init__()
@@ -672,7 +672,7 @@ def test_tensors_of_every_kind(tmp_path, monkeypatch):
     assert digest(dict(Kinds(0).state_dict())) != digest(dict(Kinds(1).state_dict()))
 
 
-def test_tensors_that_have_no_place(tmp_path):
+def test_tensors_that_cannot_be_stored(tmp_path):
     for tensor, error, message in (
         (torch.zeros(2, dtype=torch.complex128), TypeError, "b is torch.complex128, which safetensors does not store"),
         (torch.zeros(2, 2).to_sparse(), TypeError, "b in the model's state dict is a torch.sparse_coo tensor"),
@@ -707,7 +707,7 @@ def outcome(call):
 
 
 def save_differing(tp_group, folder, what):
-    """What save, full_state_dict and full_optimizer_state_dict said where rank 1 holds something else."""
+    """The errors of save, full_state_dict and full_optimizer_state_dict if rank 1 holds another tensor."""
     model, optimizer = make(tp_group)
     model.plain = nn.LayerNorm(4)
     model.register_buffer("mean", torch.zeros(3))
@@ -745,10 +745,10 @@ def save_differing(tp_group, folder, what):
         ("a shape", "model.mean: torch.float32 (3,) on rank 0; torch.float32 (4,) on rank 1", "xx-"),
         ("a name", "model.more: nothing on rank 0; torch.float32 (1,) on rank 1", "xx-"),
         ("a step", "optimizer.state.up.weight.step: one value on rank 0, another on rank 1", "x-x"),
-        ("a rate", "differ in ['optimizer']['groups'][0]['lr'], which should be alike: 0.1 on rank 0; 0.2", "x--"),
+        ("a rate", "differ in ['optimizer']['groups'][0]['lr'], which must be equal: 0.1 on rank 0; 0.2", "x--"),
     ],
 )
-def test_ranks_that_hold_something_else_are_refused(tmp_path, what, saying, others):
+def test_ranks_with_different_tensors_are_refused(tmp_path, what, saying, others):
     for results in run_ranks(save_differing, 2, str(tmp_path / "c"), what):
         assert "".join("-" if error is None else "x" for error in results) == others, results
         assert all(error is None or isinstance(error, RuntimeError) for error in results)
@@ -760,7 +760,7 @@ def test_ranks_that_hold_something_else_are_refused(tmp_path, what, saying, othe
 
 
 def own_pair(tp_group, name, *pairs):
-    """The group of this rank's pair, made by its two ranks alone: the pool may have more ranks than tp_group."""
+    """The group of this rank's pair, created by its two ranks alone: the pool may have more ranks than tp_group."""
     ranks = next(pair for pair in pairs if tp_group.rank() in pair)
     made, _ = c10d._new_process_group_helper(
         2,
@@ -776,7 +776,7 @@ def own_pair(tp_group, name, *pairs):
 
 
 def save_replica_differing(tp_group, folder):
-    """Two replicas of two ranks each, of which one holds another shard."""
+    """Two replicas of two ranks each; one replica holds another shard."""
     model = Model(own_pair(tp_group, "replicas", [0, 1], [2, 3]))
     tpi.checkpoint.save(folder, model, group=tp_group)
     if tp_group.rank() == 3:
@@ -796,7 +796,7 @@ def test_replicas_with_different_shards_are_refused(tmp_path):
 
 
 class Tied(nn.Module):
-    """A padded table whose shards a plain module holds as well, before or after it."""
+    """A padded embedding whose shards a plain module also holds, before or after it."""
 
     def __init__(self, tp_group, first, seed=0):
         super().__init__()
@@ -827,7 +827,7 @@ def load_both(tp_group, folder, first):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_table_tied_to_a_plain_module(tmp_path, first):
+def test_an_embedding_tied_to_a_plain_module(tmp_path, first):
     alone = through_both(None, tmp_path / "1", first)
     assert alone[0]["plain.weight"].shape == (9, 4)
     for result in run_ranks(through_both, 2, str(tmp_path / "2"), first):
@@ -862,14 +862,14 @@ def parametrized(tp_group, folder, how):
 @pytest.mark.parametrize(
     ("how", "saying"),
     [
-        ("parametrized", "up.weight is sharded and no parameter of its"),
-        ("hooked", "up.weight is sharded and no parameter of its"),
-        ("pruned", "down.weight is sharded and no parameter of its"),
-        ("cloned", "has something else in place of up.weight, which is sharded"),
+        ("parametrized", "up.weight is sharded, but not a parameter of its"),
+        ("hooked", "up.weight is sharded, but not a parameter of its"),
+        ("pruned", "down.weight is sharded, but not a parameter of its"),
+        ("cloned", "has another tensor in place of up.weight, which is sharded"),
         ("wrapped", "whole.weight in the model's state dict is a DTensor tensor"),
     ],
 )
-def test_layers_that_do_not_say_how_they_are_sharded(tmp_path, how, saying):
+def test_layers_whose_sharding_is_not_known(tmp_path, how, saying):
     for results in run_ranks(parametrized, 2, str(tmp_path / "c"), how):
         for error in results:
             assert isinstance(error, (ValueError, TypeError)) and saying in str(error)

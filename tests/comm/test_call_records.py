@@ -1,4 +1,4 @@
-"""Ranks that part in a later call, on gloo: the disagreement is said on every rank, and no process aborts."""
+"""Ranks that make different calls later than the first, on gloo: every rank gets an error, and no process aborts."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ ODD = 1  # the rank that is not like the others
 
 
 def another_group(tp_group, name):
-    """A gloo group of the same ranks, which no other case sees: one on which ranks have parted is of no more use."""
+    """A gloo group of the same ranks that no other case uses: after different calls a group cannot be used again."""
     parent = resolve_group(tp_group).process_group
     ranks = dist.get_process_group_ranks(parent)
     made, _ = c10d._new_process_group_helper(
@@ -104,7 +104,7 @@ def one_forward_more(group, odd):
 
 
 def swapped_later(group, odd):
-    """Layers of one shape, which have been called before: what travels has the same sizes."""
+    """Layers of one shape that have been called before: their messages have the same sizes."""
     layers = [tpi.Linear(12, 12, parallel_mode="row", tp_group=group, bias=False) for _ in range(2)]
     x = torch.ones(4, 12 // group.size)
     for layer in (*layers, *(reversed(layers) if odd else layers)):
@@ -142,7 +142,7 @@ PARTED = {
 
 
 def part(tp_group, cases, enabled):
-    """{case: what this rank raises}, each on a group of its own."""
+    """{case: the error of this rank}, each on a group of its own."""
     found = {}
     with tpi.set_tp_invariant_mode(enabled), pytest.MonkeyPatch.context() as patch:
         patch.setattr(call_records, "_ANSWER_SECONDS", 200.0)  # every rank answers, a busy one later
@@ -160,7 +160,7 @@ def part(tp_group, cases, enabled):
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-def test_ranks_that_part_are_told_so(enabled):
+def test_ranks_that_make_different_calls_get_an_error(enabled):
     ranks = run_ranks(part, 3, list(PARTED), enabled)
     for case, pattern in PARTED.items():
         texts = [found[case.__name__] for found in ranks]
@@ -173,7 +173,7 @@ def test_ranks_that_part_are_told_so(enabled):
 
 
 def in_step(tp_group):
-    """What ranks may do without telling each other, and calls that a record must not take for different."""
+    """Calls that ranks may make without telling each other, and calls that a record must not find different."""
     group = another_group(tp_group, "in_step")
     with tpi.set_tp_invariant_mode(True):
         model = blocks(group)
@@ -194,7 +194,7 @@ def in_step(tp_group):
     return float(total), call_records._records[group.process_group].progress()
 
 
-def test_ranks_in_step_are_left_alone():
+def test_ranks_that_make_equal_calls_get_no_error():
     results = run_ranks(in_step, 3)
     assert len(set(results)) == 1, results
     counts = re.findall(r"has begun (\d+)", results[0][1])
@@ -202,7 +202,7 @@ def test_ranks_in_step_are_left_alone():
 
 
 def in_threads(tp_group):
-    """Each thread has a model and a group of its own: in which order the threads run is another on each rank."""
+    """Each thread has a model and a group of its own; the order in which threads run differs between ranks."""
     groups = [another_group(tp_group, f"thread {number}") for number in range(3)]
     models = [blocks(group) for group in groups]
 
@@ -214,7 +214,7 @@ def in_threads(tp_group):
         return list(threads.map(steps, models))
 
 
-def test_threads_do_not_take_each_others_layers_for_theirs():
+def test_threads_do_not_confuse_each_others_layers():
     run_ranks(in_threads, 2)
 
 
@@ -284,7 +284,7 @@ def test_what_differs(two, change):
         change(two[1])
 
 
-def test_a_rank_far_ahead_or_behind_is_not_mistaken(two):
+def test_a_rank_far_ahead_or_behind_gets_no_error(two):
     one, other = two
     for number in range(100):
         one.begin(ALL_GATHER, torch.ones(number), (number,))
@@ -293,8 +293,8 @@ def test_a_rank_far_ahead_or_behind_is_not_mistaken(two):
     one.check()
 
 
-def test_a_mark_whose_count_is_still_to_come_is_not_mistaken(two):
-    """It stands where that of 64 calls ago stood, whose count is still the last one written."""
+def test_a_mark_whose_count_is_not_yet_written_gets_no_error(two):
+    """It is in the slot of 64 calls ago, whose count is still the last one written."""
     one, other = two
     for records in (one, other):
         for _ in range(call_records._RECORDED):
@@ -303,7 +303,7 @@ def test_a_mark_whose_count_is_still_to_come_is_not_mistaken(two):
     one.check()
 
 
-def test_an_error_of_the_collective_is_its_own(two):
+def test_an_error_of_the_collective_is_raised_unchanged(two):
     def fail(*timeout):
         raise RuntimeError("Connection closed by peer")
 
@@ -312,7 +312,7 @@ def test_an_error_of_the_collective_is_its_own(two):
 
 
 def test_no_layer_is_left_behind(monkeypatch):
-    """Also where its forward fails: checkpointing ends a recomputation by an exception, say."""
+    """Also if its forward fails: checkpointing, for example, ends a recomputation by an exception."""
     seen = []
 
     def failing(*args, **options):
@@ -361,7 +361,7 @@ def embedding(group):
 
 
 def copied(group):
-    """A copy of a layer that has been called: its own first call is yet to come."""
+    """A copy of a layer that has been called; the copy has not."""
     layer, x = row(group)
     layer(x)
     return copy.deepcopy(layer), x
@@ -382,7 +382,7 @@ MAKERS = (row, column, normed, norm, embedding, copied, moved, from_linear)
 
 
 def swapped(tp_group, make, enabled, check):
-    """What each rank raises where one calls two layers of one shape in another order, at first or with the check."""
+    """The error of each rank if one calls two layers of one shape in another order, at first or with the check."""
     group, found = resolve_group(tp_group), []
     odd = group.rank == ODD
     with tpi.set_tp_invariant_mode(enabled), pytest.MonkeyPatch.context() as patch:
@@ -436,7 +436,7 @@ def test_backwards_in_another_order():
 
 
 def numbers(tp_group):
-    """Of layers in two groups, which ranks make in another order; and of copies."""
+    """The numbers of layers in two groups, which ranks create in another order, and of copies."""
     one, other = resolve_group(tp_group), another_group(tp_group, "numbers")
     made = {}
     for name, group in (("a", one), ("b", other)) if one.rank else (("b", other), ("a", one)):
@@ -450,6 +450,6 @@ def numbers(tp_group):
 
 
 def test_numbers_are_those_of_the_group():
-    """As in pipeline stages: only the order within a group counts."""
+    """As in pipeline stages: only the order within a group matters."""
     want = {"a0": 1, "a1": 2, "b0": 1, "b1": 2, "copy": 3, "whole": 0}
     assert run_ranks(numbers, 2) == [want] * 2

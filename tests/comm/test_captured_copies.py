@@ -23,7 +23,7 @@ SHARED = torch.cuda.device_count() < gpu_ranks()
 
 
 class SimGraphMachine(SimMachine):
-    """Flags that count when they run, not when they are launched."""
+    """Flags that are counted when they run, not when they are launched."""
 
     def __init__(self, world, rank, size, without):
         super().__init__(world, rank, size, without)
@@ -65,7 +65,7 @@ class SimGraphMachine(SimMachine):
         self.put(stream, claim() if until == Flag.FREE else wait() if until is not None else write(tell))
 
     def join(self):
-        """What is launched from now on, on any stream, comes after all before: a graph after the one before it."""
+        """Orders all later launches on any stream after all earlier ones: a graph after the previous graph."""
         streams = [*self.computes, *self.lanes]
         for i, stream in enumerate(streams):
             self.mark(("join", i), stream)
@@ -139,7 +139,7 @@ def test_each_wait_is_needed(wait):
 
 
 def test_graphs_in_another_order_hang_and_never_read_wrong_bytes():
-    """It is the tags that see it: without them other graphs' bytes are read."""
+    """The tags detect it: without them other graphs' bytes are read."""
     found = {"tags": 0, "none": 0}
     for seed in range(10):
         with pytest.raises(Stuck):
@@ -167,7 +167,7 @@ def test_a_new_capture_finds_all_buffers_free():
 
 @pytest.mark.skipif(not launch.interpreting(), reason="needs Triton's interpreter: no GPU here")
 def test_the_kernels(monkeypatch):
-    """Two ranks by turns: three uses of a buffer; then each wait, whose word is not there, gives up."""
+    """Two ranks in turn: three uses of a buffer; then each wait times out, because its word is missing."""
     from triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
@@ -275,7 +275,7 @@ def test_graphs_hold_copies(ranks):
 
 
 def captured_steps(tp_group, choice):
-    """Two MLPs' training steps from one graph: outputs and gradients, and how many copies the graph holds."""
+    """Two MLPs' training steps from one graph: outputs and gradients, and the number of copies in the graph."""
     group = resolve_group(tp_group)
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Collectives move bytes: against what one process computes from all ranks' inputs, byte for byte, on every rank."""
+"""Collectives move bytes: compared on every rank with what one process computes from all ranks' inputs."""
 
 import copy
 import re
@@ -205,8 +205,8 @@ def test_group_of_a_wrong_type(wrong):
         ),
     ],
 )
-def test_the_same_ranks_again(device, world):
-    """Also where ranks are in different numbers of groups, from which torch would make different names."""
+def test_groups_of_the_same_ranks(device, world):
+    """Also if ranks are in different numbers of groups, from which torch would derive different names."""
 
     def on_rank(tp_group):
         group = resolve_group(tp_group)
@@ -225,7 +225,7 @@ def test_the_same_ranks_again(device, world):
 
 
 def prefetch_groups(tp_group):
-    """A first call in a capture, then two outside: which groups they give, and how many were made and connected."""
+    """A first call in a capture, then two outside: the groups they return, and how many were created and connected."""
     group, made = resolve_group(tp_group), []
 
     def again(group, backend, purpose):
@@ -276,7 +276,7 @@ def test_groups_and_meshes_on_ranks():
 
 
 def test_a_group_in_any_order_of_ranks():
-    """Ranks within a group count, not global ones."""
+    """Ranks within the group are used, not global ones."""
 
     def on_rank(tp_group):
         two = dist.new_group([5, 2])

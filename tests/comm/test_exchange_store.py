@@ -12,7 +12,7 @@ from tp_invariant.comm.exchange_store import InStepStore, meeting_of
 
 
 def exchange(store, name, number, rank, value):
-    """What torch does in C++, number by number of its own, up to 2.12 by wait and get and since then by multi_get."""
+    """What torch does in C++ with a number of its own: up to 2.12 by wait and get, later by multi_get."""
     store.set(f"{name}/{number}/{rank}", value)
 
     def look(other):
@@ -29,13 +29,13 @@ kept = []
 
 
 def two_ranks(make):
-    """Stores that call `make`'s from C++, as torch does, which keeps no reference to what is Python's."""
+    """Stores that call the stores of `make` from C++, as torch does, which keeps no reference to Python objects."""
     shared = dist.HashStore()
     kept.extend(make(dist.PrefixStore("group", shared)) for _ in range(2))
     return [dist.PrefixStore("CUDA", store) for store in kept[-2:]]
 
 
-def test_ranks_with_other_numbers_meet():
+def test_ranks_with_different_numbers_meet():
     first, second = two_ranks(InStepStore)
     for step, (mine, theirs) in enumerate(((0, 4), (1, 5), (7, 6))):
         looks = exchange(first, "x", mine, 0, f"a{step}"), exchange(second, "x", theirs, 1, f"b{step}")
@@ -43,7 +43,7 @@ def test_ranks_with_other_numbers_meet():
         assert looks[1](0) == f"a{step}".encode()
 
 
-def test_without_it_they_do_not():
+def test_without_the_store_they_do_not_meet():
     first, second = two_ranks(lambda store: store)
     look = exchange(first, "x", 0, 0, "a")
     exchange(second, "x", 4, 1, "b")
@@ -51,7 +51,7 @@ def test_without_it_they_do_not():
         look(1)
 
 
-def test_other_keys_are_left_alone():
+def test_other_keys_are_not_changed():
     under = dist.HashStore()
     store = InStepStore(under)
     store.set("plain", "a")
@@ -74,7 +74,7 @@ def test_a_group_meets_in_one_of_the_same_ranks():
 
 
 def test_groups_of_one_name_after_another():
-    """Destroyed and made again, by itself or with the job, on a store that holds the keys of the first."""
+    """Destroyed and created again, alone or with the job, on a store that has the keys of the first."""
     shared = dist.HashStore()
     seen = []
     for life in range(2):

@@ -33,7 +33,7 @@ from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_r
 
 
 def simulate(size, seed, without=(), one_queue=False, forgetful=None):
-    """Runs all ranks to their end; the machines, and the ranks' PeerCopies."""
+    """Runs all ranks to their end; returns the machines, and the ranks' PeerCopies."""
     world = World(size, seed, one_queue)
     calls = program(seed, size)
     machines = [SimMachine(world, rank, size, without) for rank in range(size)]
@@ -48,7 +48,7 @@ def simulate(size, seed, without=(), one_queue=False, forgetful=None):
 @pytest.mark.parametrize("one_queue", (False, True), ids=("streams", "one-queue"))
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_every_interleaving_reads_its_own_bytes(size, one_queue):
-    """Nothing is overwritten before it is read, nothing is read before it is there, and nobody waits in a circle."""
+    """Nothing is overwritten before it is read, nothing is read before it has arrived, and there is no deadlock."""
     for seed in range(60 // size):
         machines, copies = simulate(size, seed, one_queue=one_queue)
         assert all(own.started >= 10 for own in copies)
@@ -71,13 +71,13 @@ def test_each_wait_is_needed(wait):
 
 
 @pytest.mark.parametrize("word", ("tell FREE", "tell ARRIVED"))
-def test_what_is_not_told_is_waited_for(word):
+def test_a_copy_whose_flag_is_missing_is_waited_for(word):
     with pytest.raises(Stuck):
         simulate(3, 0, without=(word,))
 
 
-def test_ranks_that_part_hang_and_never_read_wrong_bytes():
-    """One leaves out a release, so that its buffers are others from then on."""
+def test_ranks_that_differ_hang_and_never_read_wrong_bytes():
+    """One rank omits a release, so that it uses other buffers from then on."""
     stuck = 0
     for seed in range(20):
         try:
@@ -130,7 +130,7 @@ def test_buffers_are_bounded():
 
 
 class HostDriver:
-    """peer_memory.Driver on this process's own memory, one operation at a time; waits are looked at in the end."""
+    """peer_memory.Driver on this process's own memory, one operation at a time; waits are checked at the end."""
 
     def __init__(self):
         self.waits = []
@@ -225,7 +225,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
 
 
 class Lent(Pending):
-    """What another gives, in memory that is overwritten when it is released."""
+    """A gather whose memory is overwritten when it is released."""
 
     leased, open, started = True, 0, 0
 
@@ -307,8 +307,8 @@ def test_nothing_reads_a_buffer_that_was_released():
     assert all(run_ranks(too_early, 3, device="cpu")), "this test does not see a buffer that is released too early"
 
 
-def test_what_is_kept_is_not_lent(monkeypatch):
-    """`keep` set after a gather was started: that one is let go, as a CUDA graph may read what is kept."""
+def test_cached_gathers_are_not_in_leased_buffers(monkeypatch):
+    """`keep` set after a gather was started: that gather is dropped, because a CUDA graph may read cached weights."""
     started = []
 
     def start(weight, layout, *, lend, **options):
@@ -330,7 +330,7 @@ def test_what_is_kept_is_not_lent(monkeypatch):
 # --- what is chosen -------------------------------------------------------------------------------------------------
 
 
-def test_the_variable(monkeypatch):
+def test_the_environment_variable(monkeypatch):
     monkeypatch.delenv("TP_INVARIANT_TRANSPORT", raising=False)
     assert transport() == "auto"
     for choice in peer_copies.TRANSPORTS:
@@ -365,7 +365,7 @@ def chosen(tp_group, monkeypatch_to):
             return str(error)
 
 
-def test_on_a_cpu_there_are_none():
+def test_a_cpu_has_no_peer_copies():
     assert peer_memory.why_not(torch.device("cpu")) == "the tensors are on cpu"
     for choice in ("auto", "nccl"):
         assert run_ranks(chosen, 2, choice, device="cpu") == [(None, None)] * 2
@@ -381,7 +381,7 @@ def test_on_a_cpu_there_are_none():
 
 
 def rounds_of_copies(tp_group):
-    """Gathers and exchanges beside NCCL's, several in flight, some ranks late: how many went which way."""
+    """Gathers and exchanges beside NCCL's, several in flight, some ranks late: how many used which transport."""
     group = resolve_group(tp_group)
     late = random.Random(group.rank)  # the ranks' own; all else is shared
     choose = random.Random(0)
@@ -431,7 +431,7 @@ def test_bytes_are_those_of_nccl(ranks):
 
 
 def after_meeting_alone(tp_group):
-    """Rank 0 has met in other groups before: torch numbers its exchanges from there on otherwise than the others'."""
+    """Rank 0 has exchanged in other groups before, so torch numbers its exchanges differently from the others'."""
     group, device = resolve_group(tp_group), torch.device("cuda", torch.cuda.current_device())
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
         peer_copies.start_gather(torch.ones(8, device=device), group).release()
@@ -453,7 +453,7 @@ def test_ranks_meet_whatever_other_groups_they_have_met_in(ranks):
 
 
 def without_arrival(tp_group):
-    """Rank 1 is late and nobody waits for what arrives: whether rank 0 reads what rank 1 sent."""
+    """Rank 1 is late and nobody waits for its bytes: whether rank 0 reads what rank 1 sent."""
     group = resolve_group(tp_group)
     x = torch.full((2**20,), group.rank + 1.0, device="cuda")
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
@@ -484,12 +484,12 @@ def without_arrival(tp_group):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-def test_the_wait_is_what_makes_them_right():
+def test_without_the_wait_the_bytes_are_wrong():
     assert run_ranks(without_arrival, 2, device="cuda")[0] == (False, True)
 
 
 def by_transport(tp_group, sp):
-    """Digests of two steps by each transport, and how many blocks went by copy engine."""
+    """Digests of two steps by each transport, and how many blocks used a copy engine."""
     group, found = resolve_group(tp_group), []
     device = torch.device("cuda", torch.cuda.current_device())
     sizes = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 1536, "tokens": 1536}

@@ -53,12 +53,12 @@ def asked(tp_group, choice):
 
 
 @pytest.mark.parametrize("choice", ("auto", "nccl", "copy_engine"))
-def test_there_are_none_on_a_cpu(choice):
+def test_a_cpu_has_no_small_gathers(choice):
     assert run_ranks(asked, 2, choice, device="cpu") == [(None, None)] * 2
 
 
 def through_owners(tp_group, owner_map, rows):
-    """Row-parallel forward with small gathers (made of gloo's) and without: both, and how many there were."""
+    """Row-parallel forward with small gathers (emulated with gloo) and without: both results, and their number."""
     group, calls = resolve_group(tp_group), []
 
     def start(x, group, dim=0):
@@ -76,8 +76,8 @@ def through_owners(tp_group, owner_map, rows):
 
 
 @pytest.mark.parametrize(("owner_map", "rows", "dims"), (("cols", 3, [0, 1]), ("rows", 4, [0, 0]), ("rows", 3, [0])))
-def test_layers_ask_for_them(owner_map, rows, dims):
-    """Both operands' gathers and the result's; uneven rows go another way."""
+def test_layers_use_them(owner_map, rows, dims):
+    """For both operands' gathers and the result's; uneven rows use another transport."""
     for want, got, calls in run_ranks(through_owners, 2, owner_map, rows, device="cpu"):
         assert_bitwise_equal(got, want)
         assert calls == dims
@@ -159,12 +159,12 @@ def in_a_graph(tp_group):
 
 
 @pytest.mark.parametrize("ranks", ON_GPUS)
-def test_a_graph_holds_them(ranks):
+def test_a_cuda_graph_replays_them(ranks):
     assert run_ranks(in_a_graph, ranks, device="cuda") == [True] * ranks
 
 
 def layer(tp_group, rows, choice):
-    """A row-parallel layer's outputs, eager and captured, and how many gathers went this way."""
+    """A row-parallel layer's outputs, eager and captured, and the number of small gathers."""
     group = resolve_group(tp_group)
     torch.manual_seed(0)
     made = tpi.Linear(
@@ -236,8 +236,8 @@ if __name__ == "__main__":
 
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-def test_a_rank_that_does_not_come_ends_the_wait(tmp_path):
-    """In processes of their own: a failed assertion ends a CUDA context."""
+def test_a_rank_that_does_not_arrive_ends_the_wait(tmp_path):
+    """In processes of their own, because a failed assertion ends a CUDA context."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=500)

@@ -1,4 +1,4 @@
-"""The watch for groups on NCCL, here without NCCL: which ends of ranks the others name, which not, in what order."""
+"""The watch for groups on NCCL, here without NCCL: which ends of ranks the others report, and in what order."""
 
 import contextlib
 import re
@@ -19,7 +19,7 @@ WORKER = Path(__file__).parents[1] / "helpers" / "watch_worker.py"
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """said(run, rank): the lines of that rank's stderr that are ours."""
+    """said(run, rank): the lines of that rank's stderr that this library wrote."""
     folder = tmp_path_factory.mktemp("watch")
     done = subprocess.run([sys.executable, str(WORKER), str(folder)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ ADVICE = (
 
 
 def test_the_first_death_is_named_and_those_after_it(said):
-    """1 is killed, 2 raises, 3 ends well; 4 raises when all this was said, and has heard it too."""
+    """1 is killed, 2 raises, 3 ends well; 4 raises after all this was reported, and has received the reports."""
     first, second = said("deaths", 0)
     match = re.fullmatch(rf"tp_invariant: {name(1)} has ended; {name(2)} ended after{ADVICE}", first)
     assert match and match[1] == "1", first
@@ -55,15 +55,15 @@ def test_the_first_death_is_named_and_those_after_it(said):
 
 @pytest.mark.parametrize("run, who", [("an exception", 2), ("in multiprocessing", 1), ("a child outlives it", 1)])
 def test_a_death_is_named(said, run, who):
-    """By an exception; by an exit status in a child of multiprocessing; while a child of the dead rank lives on."""
+    """By an exception; by an exit status in a child of multiprocessing; while a child of the dead rank is alive."""
     (line,) = said(run, 0)
     match = re.fullmatch(rf"tp_invariant: {name(who)} has ended{ADVICE}", line)
     assert match and match[1] == str(who), line
 
 
 @pytest.mark.parametrize("run, ranks", [("good ends", 5), ("all are ended", 2)])
-def test_nothing_is_said(said, run, ranks):
-    """Where all end well one after another, as do children of one; and of a death just before this rank ends."""
+def test_nothing_is_reported(said, run, ranks):
+    """If all end well one after another, also children of one; and for a death just before this rank ends."""
     assert [said(run, rank) for rank in range(ranks)] == [[]] * ranks
 
 
@@ -77,7 +77,7 @@ def own(monkeypatch):
 
 
 @pytest.mark.parametrize("goodbye", [True, False])
-def test_words_are_read_beside_the_connections_of_watchers(own, goodbye):
+def test_reports_are_read_beside_the_connections_of_watchers(own, goodbye):
     watchers = [liveness.connect(own, liveness.WATCHING)]
     assert liveness._probe(own, "2:1\n") == "alive"
     watchers.append(liveness.connect(own, liveness.WATCHING))
@@ -116,8 +116,8 @@ def test_groups_on_nccl_are_watched(monkeypatch, config, size, options, watched,
     assert calls == ([] if watched is None else [(watched, seconds)])
 
 
-def test_who_cannot_be_reached_is_not_watched(monkeypatch, own, capsys):
-    """Who could not listen, who is on the loopback of another network, who is gone. Whoever can be still is."""
+def test_ranks_that_cannot_be_reached_are_not_watched(monkeypatch, own, capsys):
+    """A rank that could not listen, one on the loopback of another host, one that has ended. The others are watched."""
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     here = liveness._network()

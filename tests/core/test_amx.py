@@ -1,4 +1,4 @@
-"""CPUs that list AMX units and trap their instructions: what is set, by whom; that the library itself needs none."""
+"""CPUs that list AMX units and trap their instructions: what is set, by whom; the library needs no such product."""
 
 import os
 import re
@@ -37,7 +37,7 @@ BROKEN = "raise SystemExit(4)"  # no signal: torch is broken in another way, whi
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(flags, probe): what this machine seems to be to `amx`, with nothing set."""
+    """machine(flags, probe): simulates a machine for `amx`, with no variable set."""
 
     def pretend(cpuinfo, program):
         (tmp_path / "cpuinfo").write_text(cpuinfo)
@@ -64,7 +64,7 @@ def test_products_that_are_trapped_set_the_variable_once_it_is_known_to_help(mac
     )
 
 
-def test_a_variable_that_does_not_help_is_not_set_and_it_is_said(machine, capsys):
+def test_a_variable_that_does_not_help_is_not_set_and_is_reported(machine, capsys):
     machine(TRAPPED, ALWAYS_DIES)
     finding = amx.avoid_trapped_units()
     assert finding.died is not None and finding.helps is False
@@ -73,7 +73,7 @@ def test_a_variable_that_does_not_help_is_not_set_and_it_is_said(machine, capsys
 
 
 @pytest.mark.parametrize("program", [RUNS, BROKEN])
-def test_products_that_run_are_left_alone(machine, program, capsys):
+def test_products_that_run_need_no_variable(machine, program, capsys):
     machine(TRAPPED, program)
     assert amx.avoid_trapped_units().died is None
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ and capsys.readouterr().err == ""
@@ -89,7 +89,7 @@ def test_no_process_is_started_where_no_unit_is_listed(machine, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_what_the_user_has_set_stays(machine, monkeypatch, name):
+def test_a_value_that_the_user_has_set_is_not_changed(machine, monkeypatch, name):
     machine(TRAPPED, DIES)
     monkeypatch.setenv(name, "AVX2")
     monkeypatch.setattr("subprocess.run", None)
@@ -119,7 +119,7 @@ def test_doctor_says_what_to_export(machine, monkeypatch):
 
 
 def test_the_probe_runs_every_product_here():
-    """The program itself, on this machine: it must end of its own accord, or die as it says."""
+    """The program itself, on this machine: it must end by itself, or die as it reports."""
     environment = {name: value for name, value in os.environ.items() if name not in amx._VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", amx.PROBE], env=environment, capture_output=True, text=True, timeout=500
@@ -150,7 +150,7 @@ print(variable(None), *run_ranks(variable, 1, device="cpu"))
 
 
 def test_the_tests_own_start_sets_it_for_this_process_and_its_ranks(tmp_path):
-    """conftest.py, then ranks: on a machine whose products die both have the variable."""
+    """conftest.py, then ranks: on a machine whose products are trapped both have the variable."""
     (tmp_path / "cpuinfo").write_text(TRAPPED)
     environment = {name: value for name, value in os.environ.items() if name not in amx._VARIABLES}
     arguments = [str(tmp_path / "cpuinfo"), DIES, str(CONFTEST)]
@@ -171,7 +171,7 @@ SIXTEEN_BITS = {"c10::BFloat16", "c10::Half"}
 
 
 def products_in_16_bits(run):
-    """The names of torch's products that `run` reached with 16-bit operands, in forward and backward."""
+    """The names of torch's products that `run` called with 16-bit operands, in forward and backward."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         run()
     events = recorded.profiler.kineto_results.events()
@@ -179,7 +179,7 @@ def products_in_16_bits(run):
 
 
 def run_all(tp_group, cases):
-    """The 16-bit products of all cases, and of what is no case."""
+    """The 16-bit products of all cases of verify, and of code outside them."""
 
     def run():
         for case in cases:
@@ -191,7 +191,7 @@ def run_all(tp_group, cases):
 
 
 def attention_in_every_way():
-    """What `safe_attention` and `attention` have other code for."""
+    """Every code path of `safe_attention` and `attention`."""
     q, k, v = (torch.randn(1, 4, 24, 16).bfloat16().requires_grad_() for _ in range(3))
     mask = torch.rand(24, 24) > 0.2
     for options in ({"attn_mask": mask}, {"is_causal": True, "softcap": 20.0}, {"attn_mask": mask.bfloat16()}):

@@ -1,4 +1,4 @@
-"""Digests and the bitwise comparison: sensitive to every bit that counts, blind to the rest, and clear about both."""
+"""Digests and the bitwise comparison depend on every bit of the values and on nothing else; their messages."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def sample(dtype, shape=(3, 4)):
 
 
 def differs(left, right):
-    """Whether both the digest and the comparison tell the two apart; they must agree."""
+    """Whether the digest and the comparison find a difference; they must agree."""
     try:
         assert_bitwise_equal(left, right)
         unequal = False
@@ -55,7 +55,7 @@ def differs(left, right):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_single_bit_counts(dtype):
+def test_every_single_bit_is_compared(dtype):
     x = sample(dtype, (5,))
     bits = 1 if dtype == torch.bool else 8 * x.element_size()
     for bit in range(bits):
@@ -64,7 +64,7 @@ def test_every_single_bit_counts(dtype):
         assert differs(x, flipped), f"bit {bit}"
 
 
-def test_one_element_of_a_large_tensor_counts():
+def test_one_element_of_a_large_tensor_is_compared():
     x = torch.zeros(1000, 1000)
     y = x.clone()
     y[-1, -1] = 1e-45
@@ -102,7 +102,7 @@ def test_nan_payloads_differ_and_the_same_nan_is_equal():
         (0.1 + 0.2, 0.3),
     ],
 )
-def test_dtype_shape_and_kind_count(left, right):
+def test_dtype_shape_and_kind_are_compared(left, right):
     assert differs(left, right)
 
 
@@ -120,12 +120,12 @@ def test_dtype_shape_and_kind_count(left, right):
         ({"1": 0.0}, {1: 0.0}),
     ],
 )
-def test_structure_counts(left, right):
+def test_structure_is_compared(left, right):
     assert differs(left, right)
 
 
 @pytest.mark.parametrize(("left", "right"), [([1.0, []], [1.0]), ({"grads": {}}, {}), ([[]], []), (None, [])])
-def test_empty_containers_count(left, right):
+def test_empty_containers_are_compared(left, right):
     assert differs(left, right)
 
 
@@ -133,7 +133,7 @@ def test_empty_containers_count(left, right):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_do_not_count(dtype):
+def test_strides_are_not_compared(dtype):
     x = sample(dtype, (4, 6))
     variants = [x.t().contiguous().t(), torch.cat([x, x], 1)[:, :6], x.repeat_interleave(2, 0)[::2], x.clone()]
     for variant in variants:
@@ -142,7 +142,7 @@ def test_strides_do_not_count(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_of_dims_of_one_do_not_count(dtype):
+def test_strides_of_dims_of_size_one_are_not_compared(dtype):
     """torch calls such a tensor contiguous whatever its strides are."""
     x = sample(dtype, (4, 6))
     for odd in (x[:1, ::6], x[2:3, 1:2], x.t()[:1, :1], x[1:2].t()[:1]):
@@ -154,7 +154,7 @@ def test_an_expanded_tensor_equals_its_copy():
     assert not differs(x, x.contiguous())
 
 
-def test_gradients_and_parameters_do_not_count():
+def test_requires_grad_and_the_type_parameter_are_not_compared():
     x = torch.ones(3)
     assert not differs(torch.nn.Parameter(x), x)
 
@@ -275,5 +275,5 @@ def test_leaves_whose_bytes_are_not_known_are_refused(leaf):
         digest({"x": leaf})
 
 
-def test_the_order_of_keys_does_not_count():
+def test_the_order_of_keys_is_not_compared():
     assert digest({"a": 1, "b": 2.0}) == digest({"b": 2.0, "a": 1})

@@ -1,4 +1,4 @@
-"""A gemm_fn that declares what it is: what it holds may then differ between ranks; its code and its word may not."""
+"""A gemm_fn that declares an identity: its data may then differ between ranks, but not its code and its identity."""
 
 import functools
 import re
@@ -58,7 +58,7 @@ KINDS = (RankGemm, enclosing, given, method)
 
 
 def forward(tp_group, make, *declared):
-    """Two forwards with make(rank[, declared of this rank]); what every rank has."""
+    """Two forwards with make(rank[, declared of this rank]); what every rank raised."""
     rank = tp_group.rank()
     gemm_fn = make(rank, *declared[rank : rank + 1])
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_a_method_may_declare_it():
     assert identify(MethodGemm(0)) == identify(MethodGemm(1)) != identify(RankGemm(0))
 
 
-def test_code_and_name_count_all_the_same():
+def test_code_and_name_are_still_compared():
     class RankGemm:  # of another name and other code
         tp_invariant_identity = "v"
 

@@ -1,4 +1,4 @@
-"""Where elements of sharded tensors stand: round trips, hand-written oracles and brute force."""
+"""The positions of elements of sharded tensors: round trips, hand-written examples and brute force."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 
 def numbered(shape, dtype=torch.int64):
-    """Distinct elements where the dtype can tell them apart."""
+    """Elements that are distinct if the dtype has enough values."""
     count = torch.Size(shape).numel()
     if dtype == torch.bool:
         return (torch.arange(count) % 3 == 0).view(shape)
@@ -140,7 +140,7 @@ def test_check_divides_names_both(parts):
 
 
 def leaf_sums(x, rows_per_sum):
-    """[leaves, H]: sums of `rows_per_sum` consecutive tokens of x [.., H]."""
+    """[partial sums, H]: sums of `rows_per_sum` consecutive tokens of x [.., H]."""
     flat = x.reshape(-1, x.shape[-1])
     return torch.stack([block.sum(0) for block in flat.split(rows_per_sum)]) if len(flat) else flat
 
@@ -150,7 +150,7 @@ def shards_of(full, world, sequence_dim):
 
 
 def crosses_a_boundary(full, world, sequence_dim, rows_per_sum):
-    """Brute force: does any leaf of the full activation hold tokens of two ranks, or a rank hold part of a leaf?"""
+    """Brute force: does a partial sum of the full activation have tokens of two ranks, or a rank a part of one?"""
     owner = torch.zeros(full.shape[:-1], dtype=torch.int64)
     for rank, part in enumerate(owner.chunk(world, sequence_dim)):
         part.fill_(rank)

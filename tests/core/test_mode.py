@@ -1,4 +1,4 @@
-"""The gate: what the environment and `set_tp_invariant_mode` may say, and when it is read."""
+"""The gate: which values the environment and `set_tp_invariant_mode` accept, and when they are read."""
 
 import os
 import re
@@ -14,7 +14,7 @@ BOTH = (MODE_VARIABLE, ALIAS_VARIABLE)
 
 @pytest.fixture(autouse=True)
 def environment_decides(monkeypatch):
-    """Every test starts, and leaves, with nothing asked for in Python and neither variable set."""
+    """Every test starts and ends with no mode set in Python and neither variable set."""
     for variable in BOTH:
         monkeypatch.delenv(variable, raising=False)
     with tpi.set_tp_invariant_mode(None):
@@ -56,7 +56,7 @@ def test_anything_else_is_an_error(monkeypatch, variable, text):
 
 
 @pytest.mark.parametrize("variable", BOTH)
-def test_bytes_that_are_no_text_are_an_error_too(monkeypatch, variable):
+def test_bytes_that_are_not_text_are_an_error_too(monkeypatch, variable):
     monkeypatch.setitem(os.environb, variable.encode(), b"\xff1")
     with pytest.raises(ValueError, match=rf"^{variable}='\\udcff1' is not understood: set it to 1"):
         tpi.is_tp_invariant_mode_enabled()
@@ -88,7 +88,7 @@ def test_python_wins_over_the_environment(monkeypatch, text, asked):
     assert tpi.is_tp_invariant_mode_enabled() is (text == "1")
 
 
-def test_a_call_holds_until_the_next_and_none_hands_back(monkeypatch):
+def test_a_call_holds_until_the_next_and_none_restores_the_variable(monkeypatch):
     for asked in (True, False, None):
         tpi.set_tp_invariant_mode(asked)
         assert tpi.is_tp_invariant_mode_enabled() is bool(asked)

@@ -1,4 +1,4 @@
-"""Folders of processes that were killed: gone when the next one starts, and nobody else's are touched."""
+"""Folders of processes that were killed: the next process removes them, and does not touch other processes' folders."""
 
 import signal
 import subprocess

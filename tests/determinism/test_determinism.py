@@ -1,4 +1,4 @@
-"""tpi.determinism: every row is set and put back, too late and conflicts are errors, and seeds repeat a run."""
+"""tpi.determinism: every setting is set and restored, conflicts and late calls are errors, and seeds repeat a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def values():
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    """Every setting at torch's default, whatever this machine's environment says, and put back afterwards."""
+    """Every setting at torch's default, whatever this machine's environment has, and restored afterwards."""
     before, written = values(), dict(determinism._written)
     monkeypatch.setattr(determinism, "_in_force", {})
     monkeypatch.setattr(determinism_settings, "_seen", set())
@@ -53,7 +53,7 @@ def draws():
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_is_whole():
+def test_every_row_of_the_table_is_complete():
     assert len(BY_NAME) == len(SETTINGS)
     for setting in SETTINGS:
         assert setting.why and setting.cost and setting.where in ("env", "torch"), setting.name
@@ -88,7 +88,7 @@ def test_a_context_sets_its_profile_and_restores_everything(profile):
     assert values() == before
 
 
-def test_what_held_before_is_put_back_too():
+def test_settings_that_held_before_are_restored_too():
     torch.backends.cudnn.deterministic = True
     before = values()
     with determinism.deterministic(0):
@@ -97,8 +97,8 @@ def test_what_held_before_is_put_back_too():
     assert values() == before
 
 
-def test_torch_is_really_told():
-    """Through torch's own functions, not the table's."""
+def test_torchs_own_functions_see_the_settings():
+    """Read through torch's own functions, not the table's."""
     with determinism.deterministic(0, profiles=PROFILES):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -184,13 +184,13 @@ def draws_on_a_rank(tp_group, seed):
         return draws()
 
 
-def test_ranks_draw_alike():
+def test_ranks_draw_equal_numbers():
     first, second = run_ranks(draws_on_a_rank, 2, 11, device="cpu")
     assert_bitwise_equal(first, second)
     assert not torch.equal(run_ranks(draws_on_a_rank, 2, 12, device="cpu")[0][2], first[2])
 
 
-def test_enable_is_for_good():
+def test_enable_is_not_undone():
     seen = []
     for _ in range(2):  # twice is as once
         determinism.enable(4, profiles=PROFILES)
@@ -245,7 +245,7 @@ def test_a_users_own_value_is_a_conflict(name, value):
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("NCCL_ALGO", "allreduce:tree")])
-def test_a_users_value_that_serves_is_left_alone(name, value):
+def test_a_users_value_that_is_accepted_is_not_changed(name, value):
     os.environ[name] = value
     with determinism.deterministic(0, profiles=PROFILES):
         assert os.environ[name] == value
@@ -296,7 +296,7 @@ def test_what_cuda_read_inside_is_remembered(monkeypatch):
         determinism.enable(0)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     determinism._written.clear()
-    assert "cannot be told from one set before" in str(determinism.report())
+    assert "and this report cannot tell" in str(determinism.report())
 
 
 def test_what_cublas_could_not_read_inside_is_not_remembered(monkeypatch):
@@ -313,7 +313,7 @@ def test_what_cublas_could_not_read_inside_is_not_remembered(monkeypatch):
         determinism.deterministic(0).__enter__()
 
 
-def test_the_seed_that_cuda_will_start_with_is_put_back(monkeypatch):
+def test_the_seed_that_cuda_will_start_with_is_restored(monkeypatch):
     told = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", told.append)

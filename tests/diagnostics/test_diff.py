@@ -1,4 +1,4 @@
-"""Digest logs: the same at every degree, sensitive to one bit and to order; and what `tp-invariant diff` says."""
+"""Digest logs: the same at every degree, sensitive to one bit and to order; and the output of `tp-invariant diff`."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def pool():
 
 
 def _nothing(tp_group):
-    """Starts the pool at its full size."""
+    """Does nothing; calling it starts the pool at its full size."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def mode_on(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64], ids=str)
-def test_leaf_hashes_notice_one_bit_one_swap_and_one_sign(dtype):
+def test_slice_hashes_notice_one_bit_one_swap_and_one_sign(dtype):
     x = torch.arange(1, 61).view(5, 12).to(dtype)
     before = slice_hashes(x, 0)
     assert before.dtype == torch.int64 and before.shape == (5,)
@@ -54,7 +54,7 @@ def test_leaf_hashes_notice_one_bit_one_swap_and_one_sign(dtype):
         assert (slice_hashes(zeros, 0) != slice_hashes(negative, 0)).tolist() == [False, True, False]
 
 
-def test_leaf_hashes_do_not_depend_on_slicing_strides_or_blocks(monkeypatch):
+def test_slice_hashes_do_not_depend_on_slicing_strides_or_blocks(monkeypatch):
     numbers = torch.randn(7 * 9 * 6 + 1, generator=torch.Generator().manual_seed(0))
     for dim, x in enumerate((numbers[1:].view(7, 9, 6), numbers[:-1].view(7, 9, 6), numbers[:315].view(7, 9, 5))):
         whole = slice_hashes(x, dim)
@@ -65,7 +65,7 @@ def test_leaf_hashes_do_not_depend_on_slicing_strides_or_blocks(monkeypatch):
         monkeypatch.undo()
 
 
-def test_leaf_hashes_of_nothing_and_of_single_elements():
+def test_slice_hashes_of_empty_tensors_and_single_elements():
     assert slice_hashes(torch.zeros(0, 4), 0).shape == (0,)
     assert slice_hashes(torch.zeros(3, 0), 0).tolist() == [0, 0, 0]
     odd = torch.ones(3, 5).double()[:1, :1]
@@ -73,7 +73,7 @@ def test_leaf_hashes_of_nothing_and_of_single_elements():
 
 
 @pytest.mark.parametrize("values", [[1.5, -2.0, 0.0], [1.5, -2.0, 0.0, -0.0]])
-def test_leaf_hashes_are_splitmix64(values):
+def test_slice_hashes_are_splitmix64(values):
     """Against the formula in Python's integers, which neither wrap nor shift signs; pairs of floats make a word."""
     x = torch.tensor([values])
     words = x.view(torch.int64 if len(values) % 2 == 0 else torch.int32)[0].tolist()
@@ -105,7 +105,7 @@ class Model(nn.Module):
 
 
 def train(tp_group, path, steps=3, first=0, change=None):
-    """Trains and logs; change: (step, parameter, rank) of a bit flipped behind everybody's back."""
+    """Trains and logs; change: (step, parameter, rank) of a bit that is flipped unnoticed."""
     model = Model(tp_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rank = resolve_group(tp_group).rank
@@ -162,7 +162,7 @@ def test_degrees_agree_with_the_mode_on_and_differ_with_it_off(logs, capsys):
         assert "tensors: " in text and "\nloss 0." in text
 
 
-def test_lines_hold_what_they_say(logs):
+def test_lines_hold_the_values_of_their_step(logs):
     header, *lines = [json.loads(line) for line in logs["on4"].read_text().splitlines()]
     assert header["degree"] == 4 and header["mode"] is True and header["device"] == "cpu"
     assert header["parameters"]["embedding.weight"] == "float32 [45, 128]"
@@ -188,7 +188,7 @@ def test_one_bit_is_found_and_named(logs, capsys, tmp_path, name, mode_on):
     assert f"1 of 20 tensors: parameter {name}\n" in text
 
 
-def test_replicas_that_part_are_named_with_their_ranks(logs, capsys, tmp_path, mode_on):
+def test_replicas_that_differ_are_named_with_their_ranks(logs, capsys, tmp_path, mode_on):
     path = tmp_path / "parted.log"
     run_ranks(train, 4, str(path), 1, 0, (0, "fc2.bias", (2, 3)))
     status, text = diff(capsys, logs["on1"], path)
@@ -196,7 +196,7 @@ def test_replicas_that_part_are_named_with_their_ranks(logs, capsys, tmp_path, m
     assert f"step 0 of {path}: ranks 2, 3 differ from rank 0 in parameter fc2.bias" in text
 
 
-def test_a_resumed_run_appends_and_an_unfinished_line_goes(logs, capsys, tmp_path, mode_on):
+def test_a_resumed_run_appends_and_removes_an_unfinished_line(logs, capsys, tmp_path, mode_on):
     path = tmp_path / "resumed.log"
     run_ranks(train, 2, str(path), 2)
     with path.open("a") as file:
@@ -266,14 +266,14 @@ def test_runs_that_had_diverged_are_called_so(tmp_path, capsys, losses, noted):
     [
         (lambda path: None, "cannot be read"),
         (lambda path: path.write_text(""), "holds no steps: is it a digest log?"),
-        (lambda path: path.write_text("loss 3.4\n"), "line 1 of .* is no line of a digest log"),
+        (lambda path: path.write_text("loss 3.4\n"), "line 1 of .* is not a line of a digest log"),
         (lambda path: path.write_text('{"step": 1}\n'), "line 1 of .*its 'tensors' is None"),
         (lambda path: path.write_text('{"format": "other"}\n'), "line 1 of .*its format is 'other'"),
         (lambda path: path.write_text('{"step": 1, "tensors": {}}\n'), "line 1 of .*there is no header before it"),
         (lambda path: path.write_bytes(b"\xff\xfe\n"), "cannot be read"),
         (
             lambda path: path.write_text("[" * 10**6 + "]" * 10**6 + "\n"),
-            "line 1 of .* is no line of .*: max",
+            "line 1 of .* is not a line of .*: max",
         ),
         (lambda path: damaged(path, 0, degree=[[1]]), r"line 1 of .*its 'degree' is \[\[1\]\]"),
         (lambda path: damaged(path, 0, mode="on"), "line 1 of .*its 'mode' is 'on'"),
@@ -282,7 +282,7 @@ def test_runs_that_had_diverged_are_called_so(tmp_path, capsys, losses, noted):
         (lambda path: damaged(path, 1, tensors=None), "line 2 of .*its 'tensors' is None"),
         (lambda path: damaged(path, 1, loss="low"), "line 2 of .*its 'loss' is 'low'"),
         (lambda path: damaged(path, 1, ranks_differ=[1]), r"line 2 of .*its 'ranks_differ' is \[1\]"),
-        (lambda path: path.write_text("3\n"), "line 1 of .*it is no JSON object"),
+        (lambda path: path.write_text("3\n"), "line 1 of .*it is not a JSON object"),
         (
             lambda path: plain_log(path, nn.Linear(2, 3), [0]),
             r"different models: weight is float32 \[3, 2\] and .*\[2, 2\]",

@@ -1,4 +1,4 @@
-"""The doctor command: what it finds, that a claim which does not hold is said, and how it ends."""
+"""The doctor command: its facts, its verdicts on claims that do not hold, and its exit status."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Legend:
 
 @pytest.fixture(scope="module")
 def facts():
-    """One whole examination, in this process."""
+    """All facts of this machine, collected in this process."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TP_INVARIANT_MODE", "NVTE_TP_INVARIANT_MODE", "TP_INVARIANT_CHECK"):
             patch.delenv(name, raising=False)
@@ -48,7 +48,7 @@ def claim_named(facts, text):
 
 
 def no_checks(monkeypatch):
-    """For what is about something else: the checks that take seconds return at once."""
+    """For tests of other things: the checks that take seconds return at once."""
     for name in ("_gemm", "_attention", "_norms", "_losses"):
         monkeypatch.setattr(doctor_claims, name, lambda device: "not run")
     for name in ("_blas", "_tensor_core"):
@@ -175,7 +175,7 @@ def test_a_check_variable_that_every_call_would_refuse(monkeypatch, capsys):
 
 
 def test_a_loss_that_adds_by_the_number_of_tokens_does_not_hold(monkeypatch):
-    """The kernel's own with another last bit where there are many tokens."""
+    """The kernel's own loss, with another last bit if there are many tokens."""
     loss_of = doctor_claims.vocab_parallel_cross_entropy
 
     def by_tokens(logits, target, **options):
@@ -201,7 +201,7 @@ def test_a_gemm_that_splits_by_shape_does_not_hold(monkeypatch, capsys):
     assert claim["status"] == FAILS and "not slice-invariant for " in claim["detail"] and "report" in claim["next_step"]
 
 
-def test_heads_and_rows_that_see_others_do_not_hold(monkeypatch):
+def test_heads_and_rows_that_depend_on_others_do_not_hold(monkeypatch):
     def sees_other_heads(q, k, v, **options):
         return q + (k.sum() + v.sum()) * 1e-3
 
@@ -219,7 +219,7 @@ def test_heads_and_rows_that_see_others_do_not_hold(monkeypatch):
         doctor_claims._norms("cpu")
 
 
-def test_a_blas_in_another_order_is_said(monkeypatch):
+def test_a_blas_in_another_order_is_reported(monkeypatch):
     from tp_invariant.kernels.gemm import reference
 
     # sums in float64: no order of float32 sums, on any CPU; one call for all panels has the same bits on some
@@ -259,7 +259,7 @@ def test_a_triton_that_cannot_be_imported(monkeypatch):
     )
 
 
-def test_a_gpu_that_is_no_hopper(monkeypatch):
+def test_a_gpu_that_is_not_hopper(monkeypatch):
     no_checks(monkeypatch)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
@@ -300,8 +300,8 @@ def test_attention_that_cannot_run_is_a_finding(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--layer 8192", "'8192' is no pair of positive whole numbers K,N, as in 8192,2048"),
-        ("--layer 0,8", "'0,8' is no pair"),
+        ("--layer 8192", "'8192' is not a pair of positive whole numbers K,N, as in 8192,2048"),
+        ("--layer 0,8", "'0,8' is not a pair"),
         ("--tokens 0", "'0' is not a positive whole number"),
         ("--jsn", "unrecognized arguments: --jsn"),
     ],

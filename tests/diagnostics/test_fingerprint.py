@@ -1,4 +1,4 @@
-"""The fingerprint: the same lines every time and for any number of threads, other lines for any other bit."""
+"""The fingerprint: the same lines in every run and for any number of threads, and other lines if any bit differs."""
 
 import re
 import zlib
@@ -19,7 +19,7 @@ SMALL_GEMMS, SMALL_ROWS = ((7, 9, 100), (3, 5, 257)), ((5, 70),)
 
 @pytest.fixture
 def small(monkeypatch):
-    """Fewer and smaller shapes, where their size does not matter."""
+    """Fewer and smaller shapes, for tests in which the size does not matter."""
     monkeypatch.setattr(fingerprint_module, "GEMM_SHAPES", SMALL_GEMMS)
     monkeypatch.setattr(fingerprint_module, "ROW_SHAPES", SMALL_ROWS)
     monkeypatch.setattr(fingerprint_module, "ATTENTION_SHAPES", ((7, 16),))
@@ -29,7 +29,7 @@ def small(monkeypatch):
 
 
 def hash_of(name_hash, index):
-    """`hashed` of one place, in Python's integers."""
+    """`hashed` for one index, in Python integers."""
     x = (index * 0x1E3779B9 + name_hash) & 0xFFFFFFFF
     x = ((x ^ x >> 16) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ x >> 15) * 0x735A2D97) & 0xFFFFFFFF
@@ -73,7 +73,7 @@ def test_the_same_twice_and_for_any_number_of_threads(monkeypatch):
     assert found[0] == found[1]
 
 
-def test_lines_are_in_order_and_told_apart(small):
+def test_lines_are_in_order_and_have_different_keys(small):
     lines = fingerprint("cpu")
     keys = [line.key for line in lines]
     assert len(set(keys)) == len(keys)
@@ -94,7 +94,7 @@ def test_lines_are_in_order_and_told_apart(small):
 
 
 def test_every_result_is_finite(monkeypatch):
-    """A NaN would hide what led to it."""
+    """A NaN would hide the values that led to it."""
     seen = []
 
     def checking(value):
@@ -135,7 +135,7 @@ def test_one_bit_of_a_result_changes_its_line(small):
 
 
 def test_the_model_has_lines_of_its_own(small):
-    """Those of 16-bit GEMMs alone; in fp32 none has the CPU kernels' bits, so a comparison with them can fail."""
+    """Only those of 16-bit GEMMs; no fp32 line has the CPU kernels' bits, so a comparison with them can fail."""
     model, cpu = tensor_core_fingerprint(), {line.key: line.digest for line in fingerprint("cpu")}
     keys = [line.key for line in model]
     assert keys == [key for key in cpu if key.startswith("gemm") and key.split(" ")[1] in ("bfloat16", "float16")]
@@ -146,7 +146,7 @@ def test_the_model_has_lines_of_its_own(small):
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_printed_and_written_alike(small, capsys, tmp_path):
+def test_printed_and_written_lines_are_equal(small, capsys, tmp_path):
     assert main(["fingerprint", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert main(["fingerprint", "--device", "cpu", "--output", str(tmp_path / "f.txt")]) == 0
@@ -172,7 +172,7 @@ def test_compare(small, capsys, tmp_path):
 
 
 def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, tmp_path):
-    """What was not compared is not equal; only what the model cannot predict may be missing, on the model's side."""
+    """A result that was not compared is not equal; only results that the model does not compute may be missing."""
     computed = fingerprint("cpu")
     monkeypatch.setattr(fingerprint_module, "fingerprint", lambda device: computed)
     whole, cut = tmp_path / "whole.txt", tmp_path / "cut.txt"
@@ -208,13 +208,13 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
     [
         ("", "holds no line of a fingerprint, so there is nothing to compare with"),
         ("# a header alone\n\n", "holds no line of a fingerprint"),
-        ("x" * 30_000_000, f"line 1: '{'x' * 80}' (30,000,000 characters) is no line of a fingerprint"),
-        (f"{'n' * 10**6} float32 1x2 {'0' * 64}", "(1,000,077 characters) is no line of a fingerprint"),
+        ("x" * 30_000_000, f"line 1: '{'x' * 80}' (30,000,000 characters) is not a line of a fingerprint"),
+        (f"{'n' * 10**6} float32 1x2 {'0' * 64}", "(1,000,077 characters) is not a line of a fingerprint"),
         (f"gemm float32 1x2 {'g' * 64}", "line 1: 'gemm float32 1x2 ggg"),
     ],
     ids=["empty", "header", "long", "long name", "no digits"],
 )
-def test_files_that_are_no_fingerprint_are_one_short_error(capsys, tmp_path, text, error):
+def test_files_that_are_not_a_fingerprint_give_one_short_error(capsys, tmp_path, text, error):
     (tmp_path / "f.txt").write_text(text)
     with pytest.raises(SystemExit) as caught:
         main(["fingerprint", "--device", "cpu", "--compare", str(tmp_path / "f.txt")])

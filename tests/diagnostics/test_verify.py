@@ -1,4 +1,4 @@
-"""The verify command: it holds here, and it fails where a kernel, a control or a bound does, by the check's name."""
+"""The verify command: all checks hold here; if a kernel, a control or a bound fails, it fails and names the check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ name = "no function"
 
 @dataclasses.dataclass(frozen=True)
 class SumCase(Case):
-    """x summed over ranks' parts in rank order (naive), or whole (right), or wrong in ways that `fault` names."""
+    """The sum of x over ranks' parts in rank order (naive), over the whole (right), or wrong as `fault` says."""
 
     fault: str = ""
 
@@ -69,7 +69,7 @@ def outcome_of(fault: str) -> Outcome:
 
 @pytest.fixture
 def bare_environment(tmp_path):
-    """An environment in which what is optional, and what tests need, cannot be imported."""
+    """An environment in which optional packages, and those that only tests need, cannot be imported."""
     for name in ("pytest", "cloudpickle", "rich", "hypothesis", "matplotlib"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not here')\n")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TP_INVARIANT"))}
@@ -98,7 +98,7 @@ def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, c
     out = capfd.readouterr().out
     assert "gemm_fn broken_gemm:Callable.matmul\n" in out
     assert "FAILED  gemm " in out and "not slice-invariant for a (33, 300)" in out
-    assert "FAILED  linear-row " in out and "is not TP=1: ['y0']: " in out and "LayerCase(" in out
+    assert "FAILED  linear-row " in out and "differs from TP=1: ['y0']: " in out and "LayerCase(" in out
     assert "held    data-parallel " in out, "it has no GEMM"
     assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, linear-row (2 of 3 checks, ")
 
@@ -160,8 +160,8 @@ def test_a_sum_that_is_right_holds():
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("one rank", r"rank 1 of TP=2 is not TP=1: \['sum'\]: 1 of 64 elements differ; the first at index \(3,\)"),
-        ("easy", r"the control at TP=2 does not differ from TP=1, so on this data nothing would: SumCase\(mode=False"),
+        ("one rank", r"rank 1 of TP=2 differs from TP=1: \['sum'\]: 1 of 64 elements differ; the first at index"),
+        ("easy", r"the control at TP=2 does not differ from TP=1, so this data proves nothing: SumCase\(mode=False"),
         (
             "inexact",
             r"sum has relative error 1.0e-03 against float64, torch's own has .*, in SumCase\(fault='inexact'\)",
@@ -175,7 +175,7 @@ def test_faults_are_named(fault, text):
         outcome_of(fault)
 
 
-def test_a_failure_of_one_check_leaves_the_others(capsys):
+def test_a_failure_of_one_check_does_not_stop_the_others(capsys):
     def raises(setup):
         raise OSError("no space left")
 
@@ -210,7 +210,7 @@ def test_the_control_of_the_gemm_check_is_right_and_splits():
 
 @pytest.mark.parametrize("quick", [False, True], ids=["default", "quick"])
 @pytest.mark.parametrize(("parallel_mode", "norm"), [("column", None), ("row", None), ("column", "RMSNorm")])
-def test_layers_are_asked_with_every_owner_map(parallel_mode, norm, quick):
+def test_layers_are_checked_with_every_owner_map(parallel_mode, norm, quick):
     setup = Setup((1, 2, 3, 8), "cpu", quick=quick)
     cases = list(_layer_cases(setup, parallel_mode, norm, {}))
     assert {case.owner_map for case in cases if case.stride == 2 and case.sequence_parallel} == set(OWNER_MAPS)
@@ -224,7 +224,7 @@ def test_layers_are_asked_with_every_owner_map(parallel_mode, norm, quick):
             assert any(getattr(case, option) for case in cases), option
 
 
-def test_a_label_says_what_is_not_by_default():
+def test_a_label_names_the_fields_that_are_not_the_default():
     case = LayerCase("row", 32, 8, (4,), dtype=torch.bfloat16, seed=0, owner_map="cols")
     assert case.label == (
         "LayerCase(dtype=torch.bfloat16, seed=0, parallel_mode='row', in_features=32, out_features=8, tokens=(4,), "
@@ -249,10 +249,10 @@ def test_list(capsys):
     ("options", "text"),
     [
         ("--degrees 1", "--degrees 1 leaves nothing to compare: give one more, as in 1,2"),
-        ("--degrees 0,2", "'0,2' is no list of positive whole numbers, as in 1,2,4"),
-        ("--degrees 1,,2", "'1,,2' is no list of positive whole numbers"),
-        ("--degrees 5,7,8", "sizes are multiples of all of them, 280, which is too much; give fewer"),
-        ("--only nonsense", "--only nonsense: choose of gemm, linear-column, "),
+        ("--degrees 0,2", "'0,2' is not a list of positive whole numbers, as in 1,2,4"),
+        ("--degrees 1,,2", "'1,,2' is not a list of positive whole numbers"),
+        ("--degrees 5,7,8", "sizes are multiples of all of them, 280, which is too large; give fewer"),
+        ("--only nonsense", "--only nonsense: choose from gemm, linear-column, "),
         ("--gemm-fn no_such_module:f", "--gemm-fn: 'no_such_module:f' cannot be loaded: No module named"),
         ("--gemm-fn torch:no_such", "give module:name, as in my_kernels:matmul"),
         ("--gemm-fn torch", "'torch' is a module: give a gemm_fn(a, b, *, bias=None, "),
@@ -281,7 +281,7 @@ def test_usage_errors(options, text, capsys, monkeypatch):
         (16, "", (1, 2, 3, 4, 8, 16)),
     ],
 )
-def test_degrees_by_default_are_not_powers_of_two_alone(gpus, options, degrees, monkeypatch):
+def test_default_degrees_are_not_only_powers_of_two(gpus, options, degrees, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     setup = verify._setup(verify._parser().parse_args(options.split()), pytest.fail)
@@ -302,11 +302,11 @@ def test_too_few_gpus(gpus, monkeypatch, capsys):
     assert f"torch sees {gpus} GPUs here, and comparing degrees takes two" in capsys.readouterr().err
 
 
-def test_without_safetensors_the_checkpoint_is_left_out_and_said(monkeypatch, capsys):
+def test_without_safetensors_the_checkpoint_check_is_left_out_with_a_message(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     chosen = verify._chosen(None, pytest.fail)
     assert [check.name for check in chosen] == [name for name in NAMES if name != "checkpoint"]
-    assert capsys.readouterr().out == "not run checkpoint: needs safetensors (pip install safetensors)\n"
+    assert capsys.readouterr().out == "checkpoint is not run: it needs safetensors (pip install safetensors)\n"
 
 
 def test_no_gemm_fn_is_the_bundled_one():

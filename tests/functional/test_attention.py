@@ -1,6 +1,6 @@
-"""tpi.attention: a head's bits depend on its own data alone, a query's on itself and the keys; values; refusals.
+"""tpi.attention: a head's bits depend on its own data alone, a query's on itself and the keys; values; errors.
 
-On a CPU the reference runs, in small sizes; on a GPU the Triton kernel, in large ones.
+On a CPU the reference runs, with small sizes; on a GPU the Triton kernel, with large ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sizes_for(device, dim):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device, dtype, dim", PLACES)
-def test_a_head_and_a_sequence_do_not_see_the_others(device, dtype, dim, kind):
+def test_heads_and_sequences_do_not_depend_on_each_other(device, dtype, dim, kind):
     batch, heads, kv_heads, lengths = sizes_for(device, dim)
     for queries, keys in lengths:
         q, k, v, grad = data = tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim)
@@ -79,7 +79,7 @@ def test_a_head_and_a_sequence_do_not_see_the_others(device, dtype, dim, kind):
 
 @pytest.mark.parametrize("device, dtype, dim", [*PLACES[:3], *PLACES[4:6], PLACES[10]])
 def test_one_key_head_and_all_options_at_once(device, dtype, dim):
-    """Query heads that share the one key head are cut: their out and dq; and sequences. Window and softcap together."""
+    """Slices of query heads that share the one key head: out and dq; and of sequences. Window and softcap together."""
     queries, keys = (40, 170) if device == "cpu" else (100, 560)  # the window crosses chunks, and the control's cuts
     for kv_heads, options in ((1, KINDS["causal"]), (1, ALL), (2, ALL)):
         q, k, v, _ = data = tensors(device, dtype, 2, 4, kv_heads, queries, keys, dim, spread=0)
@@ -106,8 +106,8 @@ def test_one_key_head_and_all_options_at_once(device, dtype, dim):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device, dtype, dim", PLACES)
-def test_the_naive_way_sees_the_others(device, dtype, dim, kind):
-    """The control, on the data of a case above: heads, sequences and queries; all results differ."""
+def test_naive_attention_depends_on_other_heads_and_sequences(device, dtype, dim, kind):
+    """The control, on the data of a case above: with fewer heads, sequences or queries all results differ."""
     data = tensors(device, dtype, 2, 4, 2, 150, 150, dim)
     whole = attend(*data, naively, **KINDS[kind])
     for dim_cut in (0, 1):
@@ -160,7 +160,7 @@ def test_chunks_and_single_steps_are_the_prefill(device, dtype, dim, kind):
     whole = {"out": tpi.attention(q, k, v, **KINDS[kind])}
 
     def part(start: int, stop: int, cache: int) -> None:
-        """Queries start .. stop against keys 0 .. stop of a cache that has place for `cache`."""
+        """Queries start .. stop with keys 0 .. stop of a cache of `cache` keys."""
         keys, values = (F.pad(x, (0, 0, 0, cache - length), value=torch.nan)[:, :, :stop] for x in (k, v))
         got = {"out": tpi.attention(fresh(q[:, :, start:stop]), keys, values, **KINDS[kind])}
         expected = {"out": whole["out"][:, :, start:stop].contiguous()}
@@ -177,8 +177,8 @@ def test_chunks_and_single_steps_are_the_prefill(device, dtype, dim, kind):
 
 
 @pytest.mark.parametrize("device, dtype, dim", PLACES[:1] + PLACES[2:4])
-def test_keys_cut_at_other_places_would_show(device, dtype, dim):
-    """The control: the keys of a window, counted from its first one instead of from the sequence's."""
+def test_other_chunks_of_keys_give_other_bits(device, dtype, dim):
+    """The control: chunks counted from the first key of a window instead of from the sequence's."""
     q, k, v, _ = tensors(device, dtype, 1, 4, 2, 2500, 2500, dim)
     q, window, differ = q[:, :, -300:], 1700, 0
     whole = tpi.attention(q, k, v, causal=True, window=window)
@@ -191,7 +191,7 @@ def test_keys_cut_at_other_places_would_show(device, dtype, dim):
     assert differ
 
 
-def test_threads_do_not_count():
+def test_the_number_of_threads_changes_no_bit():
     data = tensors("cpu", torch.float32, 2, 8, 4, 150, 150, 24)
     before, results = torch.get_num_threads(), []
     try:
@@ -206,7 +206,7 @@ def test_threads_do_not_count():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_repeats_beside_a_busy_stream():
+def test_repeated_calls_beside_a_busy_stream():
     data = tensors("cuda", torch.bfloat16, 1, 32, 8, 4096, 4096, 128)
     first = attend(*data, causal=True)
     other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -221,7 +221,7 @@ def test_repeats_beside_a_busy_stream():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_decode_steps_of_two_streams():
-    """The kernel that folds a step's chunks is launched before the one that makes them is done: it has to wait."""
+    """The kernel that folds a step's chunks is launched before the one that computes them has ended: it must wait."""
     cases = [tensors("cuda", torch.bfloat16, batch, 8, 2, 1, keys, 128)[:3] for batch, keys in ((1, 5000), (16, 9000))]
     first = [tpi.attention(*case) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
@@ -240,7 +240,7 @@ def test_decode_steps_of_two_streams():
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """The formula where there is a softcap; flash or cuDNN where they take the case; else SDPA with a mask."""
+    """The formula with a softcap; flash or cuDNN if they support the case; otherwise SDPA with a mask."""
     if "softcap" in options:
         return plainly(q, k, v, **options)
     seen = visible(q.shape[2], k.shape[2], options, q.device)
@@ -285,7 +285,7 @@ def test_error_against_float64(device, dtype, dim, kind):
 
 
 @pytest.mark.parametrize("device", BOTH)
-def test_a_query_that_sees_nothing_gives_zeros(device):
+def test_a_query_that_sees_no_key_gives_zeros(device):
     q, k, v, grad = tensors(device, torch.float32, 2, 4, 2, 7, 3, 16)
     results = attend(q, k, v, grad, causal=True)  # queries 0 to 3 stand before the first key
     assert_same_bytes({"out": results["out"][:, :, :4]}, {"out": torch.zeros(2, 4, 4, 16, device=device)}, "zeros")
@@ -298,7 +298,7 @@ def test_a_query_that_sees_nothing_gives_zeros(device):
 
 
 @pytest.mark.parametrize("device", BOTH)
-def test_what_is_not_finite_stays_in_its_sequence(device):
+def test_values_that_are_not_finite_stay_in_their_sequence(device):
     data = tensors(device, torch.float32, 1, 4, 2, 60, 60, 16)
     cu = torch.tensor([0, 13, 40, 60], dtype=torch.int32, device=device)
     options = dict(causal=True, cu_seqlens_q=cu, max_seqlen_q=27)
@@ -316,7 +316,7 @@ def test_what_is_not_finite_stays_in_its_sequence(device):
 
 @pytest.mark.parametrize("device", BOTH)
 def test_an_infinite_value_may_spoil_queries_that_do_not_see_it(device):
-    """What the docstring says: within a sequence all keys are finite. Blocks that a query does not reach stay out."""
+    """As documented: all keys of a sequence must be finite. Blocks that a query does not see have no effect."""
     q, k, v, _ = tensors(device, torch.float32, 1, 4, 2, 300, 300, 16)
     clean = tpi.attention(q, k, v, causal=True)
     v[:, :, 280] = torch.inf
@@ -340,8 +340,8 @@ def test_values_of_another_head_size(device):
 @pytest.mark.parametrize("device", BOTH)
 @pytest.mark.parametrize("dim", [32, 20], ids=["a kernel's head size", "padded to one"])
 @pytest.mark.parametrize("queries", [40, 1])
-def test_results_lie_in_memory_as_layers_take_them(device, dim, queries):
-    """A token's heads side by side, forward and backward: what follows copies nothing. And nothing is a view."""
+def test_results_have_the_memory_layout_that_layers_take(device, dim, queries):
+    """A token's heads side by side, forward and backward, so that layers need no copy. No result is a view."""
     q, k, v, grad = tensors(device, torch.float32, 2, 4, 2, queries, 40, dim)
     results = attend(q, k, v, grad, causal=True)
     for name, x in results.items():
@@ -353,7 +353,7 @@ def test_results_lie_in_memory_as_layers_take_them(device, dim, queries):
     assert not tpi.attention(q, k, v, causal=True)._is_view()
 
 
-def test_strides_do_not_count():
+def test_strides_change_no_bit():
     q, k, v, grad = data = tensors("cpu", torch.bfloat16, 1, 4, 2, 40, 40, 16)
     cu = torch.tensor([[0, 7], [30, 7], [40, 7]], dtype=torch.int32)[:, 0]
     packed = attend(*data, causal=True, cu_seqlens_q=cu.contiguous())
@@ -404,7 +404,7 @@ def test_checkpointed_it_has_the_same_bits(reentrant):
 
 @pytest.mark.parametrize("device", BOTH)
 def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
-    """It is saved, so that forward runs once; unwatched, no operator runs."""
+    """Its result is saved, so forward runs once; without selective checkpointing no operator runs."""
     data = tensors(device, torch.float32 if device == "cpu" else torch.bfloat16, 1, 4, 2, 40, 40, 64)
     forward, runs = attention_module._kernel(data[0]).forward, []
     monkeypatch.setattr(attention_module._kernel(data[0]), "forward", lambda *args: runs.append(0) or forward(*args))
@@ -426,7 +426,7 @@ def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
 
 
 def test_graphs_and_fake_tensors_hold_the_operator(monkeypatch):
-    """No kernel runs: of a fake CUDA tensor it would read memory at address 0."""
+    """No kernel runs: for a fake CUDA tensor it would read memory at address 0."""
     data = [x[:1] for x in tensors("cpu", torch.float32, 2, 4, 2, 40, 40, 16)[:3]]
     cu = torch.tensor([0, 13, 40], dtype=torch.int32)
     expected = tpi.attention(*data, causal=True)
@@ -492,20 +492,20 @@ Q = torch.zeros(1, 4, 6, 8)
 KV = torch.zeros(1, 2, 6, 8)
 REFUSED = [
     (dict(q=Q[0]), ValueError, r"q \(4, 6, 8\), k .* must be \[batch, heads, sequence, head size\]"),
-    (dict(k=KV[:, :, :5]), ValueError, "k and v one sequence and heads"),
-    (dict(q=Q[:, :3]), ValueError, "q has 3 heads and k 2: q's must be a multiple of k's"),
+    (dict(k=KV[:, :, :5]), ValueError, "k and v the same heads and sequence"),
+    (dict(q=Q[:, :3]), ValueError, "q has 3 heads and k 2: both must be at least 1, and q's a multiple"),
     (
         dict(q=Q.double()),
         TypeError,
         r"q is torch\.float64: attention takes torch\.bfloat16, torch\.float16, torch\.float32",
     ),
-    (dict(v=KV.bfloat16()), TypeError, r"q is torch\.float32 and v is torch\.bfloat16: they must have one dtype"),
+    (dict(v=KV.bfloat16()), TypeError, r"q is torch\.float32 and v is torch\.bfloat16: they must have the same dtype"),
     (dict(q=Q[..., :0], k=KV[..., :0]), ValueError, "heads of size 0"),
     (dict(q=Q.to("meta"), k=KV.to("meta"), v=KV.to("meta")), NotImplementedError, "attention runs on cuda and cpu"),
     (dict(k=KV.to("meta")), ValueError, "q is on cpu and k on meta"),
     (dict(window=3), ValueError, "window=3 with causal=False: a window is at least 1 and needs causal=True"),
     (dict(window=0, causal=True), ValueError, "window=0 with causal=True"),
-    (dict(q=Q[:, :0]), ValueError, "q has 0 heads and k 2: .* at least 1 of each"),
+    (dict(q=Q[:, :0]), ValueError, "q has 0 heads and k 2: both must be at least 1"),
     (dict(softcap=0.0), ValueError, r"softcap=0\.0 must be positive and finite, or None"),
     (dict(scale=float("inf")), ValueError, "scale=inf must be positive and finite"),
     (dict(scale=torch.tensor(0.5)), TypeError, "scale is a tensor: it must be float or None, and gets no gradient"),
@@ -521,17 +521,21 @@ REFUSED = [
     (dict(cu_seqlens_q=[0, 3, 6]), TypeError, "cu_seqlens_q is a list: it must be an int32 tensor"),
     (dict(cu_seqlens_q=CU, max_seqlen_q=torch.tensor(3)), TypeError, "max_seqlen_q is a tensor"),
     (dict(q=Q[:, :, :5], cu_seqlens_q=CU), ValueError, "q has 5 tokens and k 6: packed sequences need cu_seqlens_k"),
-    (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive and finite: negate q"),
+    (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive and finite: for a negative one, negate q"),
     (dict(cu_seqlens_k=CU), ValueError, "cu_seqlens_k is given and cu_seqlens_q is not"),
     (dict(max_seqlen_q=3), ValueError, "max_seqlen_q is given and cu_seqlens_q is not"),
     (dict(cu_seqlens_q=CU.long()), ValueError, r"cu_seqlens_q is torch\.int64 \(3,\) on cpu: it must be int32"),
     (
         dict(cu_seqlens_q=CU, cu_seqlens_k=CU[::2]),
         ValueError,
-        r"cu_seqlens_q \(3,\) and cu_seqlens_k \(2,\) must have one",
+        r"cu_seqlens_q \(3,\) and cu_seqlens_k \(2,\) must have the same shape",
     ),
     (dict(cu_seqlens_q=CU[:2]), ValueError, r"cu_seqlens_q=\[0, 3\] must rise from 0 to 6"),
-    (dict(cu_seqlens_q=CU, max_seqlen_q=2), ValueError, "max_seqlen_q=2 is less than the longest sequence, 3"),
+    (
+        dict(cu_seqlens_q=CU, max_seqlen_q=2),
+        ValueError,
+        "max_seqlen_q=2 is less than the longest sequence: pass at least 3",
+    ),
     (dict(cu_seqlens_q=CU, max_seqlen_q=-1), ValueError, "max_seqlen_q=-1 must be at least 0"),
     (
         dict(q=Q.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1), cu_seqlens_q=CU),
@@ -578,8 +582,8 @@ torch.cuda.synchronize()
     "cu, longest, right",
     [([0, 20, 60], 40, True), ([0, 20, 60], 39, False), ([0, 20, 50], 40, False), ([0, 30, 20, 60], 40, False)],
 )
-def test_wrong_lengths_are_seen_on_the_device(cu, longest, right):
-    """In a process of its own: the assertion ends its work with the GPU."""
+def test_wrong_lengths_are_found_on_the_device(cu, longest, right):
+    """In a process of its own: the assertion makes the GPU unusable for the process."""
     code = BAD_LENGTHS.format(cu=cu, longest=longest)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.returncode == 0) == right, ran.stderr

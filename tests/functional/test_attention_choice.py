@@ -1,4 +1,4 @@
-"""safe_attention: a head's bits do not depend on the other heads; torch's values; what is refused."""
+"""safe_attention: a head's bits do not depend on the other heads; torch's values; errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("kind", MASKS)
-def test_heads_do_not_see_each_other(kind, dtype):
+def test_heads_do_not_depend_on_each_other(kind, dtype):
     for (s, t), softcap in itertools.product(((1, 37), (13, 13), (75, 75)), (None, 5.0)):
         q, k, v, grad = tensors(s, t, 24, dtype)
         mask = mask_of(kind, s, t)
@@ -69,7 +69,7 @@ def test_heads_do_not_see_each_other(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ("causal", "bool", "float"))
-def test_threads_do_not_count(kind):
+def test_the_number_of_threads_changes_no_bit(kind):
     q, k, v, grad = tensors(40, 40, 24, torch.float32)
     options = dict(attn_mask=mask_of(kind, 40, 40), is_causal=kind == "causal", softcap=3.0)
     before, results = torch.get_num_threads(), []
@@ -84,7 +84,7 @@ def test_threads_do_not_count(kind):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_keys_cut_by_the_number_of_heads_would_show(dtype):
+def test_chunks_of_keys_that_depend_on_the_number_of_heads_give_other_bits(dtype):
     """The control, on a mask and sizes of the cases above: out and all gradients of half the heads differ."""
     q, k, v, grad = tensors(75, 75, 24, dtype)
     hidden = ~mask_of("bool", 75, 75)[0, 0]
@@ -151,8 +151,8 @@ def test_autocasts_dtype_wins(kind, given):
     assert_bitwise_equal(got, attend(*rounded, attn_mask=mask))
 
 
-def test_of_no_keys_there_are_zeros():
-    """As of SDPA, with a mask or without; and of no queries nothing."""
+def test_without_keys_the_output_is_zeros():
+    """As with SDPA, with a mask or without; without queries the output is empty."""
     q, k, v, grad = tensors(5, 3, 16, torch.float32)
     for mask in (None, torch.ones(5, 0, dtype=torch.bool)):
         got = attend(q, k[:, :, :0], v[:, :, :0], grad, attn_mask=mask)
@@ -162,7 +162,7 @@ def test_of_no_keys_there_are_zeros():
     assert got["out"].shape == (2, HEADS, 0, 16) and not got["dv"].any()
 
 
-def test_a_query_that_sees_nothing_gives_zeros():
+def test_a_query_that_sees_no_key_gives_zeros():
     q, k, v, grad = tensors(5, 5, 16, torch.float32)
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[2] = False
@@ -175,8 +175,8 @@ def test_a_query_that_sees_nothing_gives_zeros():
 
 
 @pytest.mark.parametrize("activation", (nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Tanh()), ids=str)
-def test_elementwise_functions_do_not_see_where_an_element_lies(activation):
-    """Slices of odd sizes and offsets; the control is the function itself, where one shows on this machine."""
+def test_elementwise_functions_do_not_depend_on_the_position(activation):
+    """Slices of odd sizes and offsets; the control is the function itself, if it depends on the position here."""
     x = wide_randn(70001, generator=torch.Generator().manual_seed(0), spread=2)
 
     def both(fn, x):
@@ -196,8 +196,8 @@ def test_elementwise_functions_do_not_see_where_an_element_lies(activation):
         assert_bitwise_equal(PositionInvariantActivation(activation)(x[3:36]), activation(x[3:36]))
 
 
-def test_torchs_own_silu_sees_it():
-    """The control: if this fails, core/elementwise.py is not needed any more."""
+def test_torchs_own_silu_depends_on_the_position():
+    """The control: if this fails, core/elementwise.py is no longer needed."""
     x = wide_randn(4096, generator=torch.Generator().manual_seed(0), spread=2)
     assert any(not torch.equal(F.silu(x[i : i + 7]), F.silu(x)[i : i + 7]) for i in range(0, 4000, 7))
 
@@ -216,7 +216,7 @@ def test_inside_a_module():
     SafeSdpa(module)
     with tpi.set_tp_invariant_mode(True):
         assert_bitwise_equal(module(q, k, v, is_causal=True), safe_attention(q, k, v, is_causal=True, enable_gqa=True))
-        with pytest.raises(ValueError, match=r"dropout_p=0\.5: tpi\.attention, which runs here, takes no"):
+        with pytest.raises(ValueError, match=r"dropout_p=0\.5 is not supported with the TP-invariant mode on"):
             module(q, k, v, dropout_p=0.5)
         outside = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # also after the error
     stock = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -235,7 +235,7 @@ class InContainers(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_in_a_plain_model_whose_projections_stand_in_a_container(monkeypatch):
+def test_in_a_plain_model_whose_projections_are_in_a_container(monkeypatch):
     calls = []
     monkeypatch.setattr(attention_choice, "safe_attention", lambda *a, **k: calls.append(0) or safe_attention(*a, **k))
     model = nn.Sequential(InContainers(), InContainers())
@@ -287,11 +287,11 @@ REFUSED = [
     (dict(q=Q[:, :3]), ValueError, "with enable_gqa=True a divisor"),
     (dict(k=KV[:, :0], v=KV[:, :0]), ValueError, "with enable_gqa=True a divisor"),
     (dict(k=KV[:1], v=KV[:1], attn_mask=MASK), ValueError, r"k \(1, 2, 6, 8\) .* do not fit"),
-    (dict(q=Q[..., :0], k=KV[..., :0], attn_mask=MASK), ValueError, "no head size is 0"),
+    (dict(q=Q[..., :0], k=KV[..., :0], attn_mask=MASK), ValueError, "no head size may be 0"),
     (dict(q=Q[0]), ValueError, r"q \(4, 5, 8\), .* must be \[B, heads, S, D\]"),
     (dict(q=[1.0]), TypeError, "q, k and v are list, Tensor, Tensor"),
     (dict(attn_mask=MASK, is_causal=True), ValueError, "attn_mask and is_causal=True exclude each other"),
-    (dict(attn_mask=MASK.float().requires_grad_()), ValueError, "a gradient for it are not supported"),
+    (dict(attn_mask=MASK.float().requires_grad_()), ValueError, "attn_mask requires a gradient, which is not"),
     (dict(attn_mask=MASK.long()), TypeError, r"attn_mask is torch\.int64: it must be .*torch\.bool.* or of a floating"),
     (dict(attn_mask=MASK.to(torch.uint8)), TypeError, r"attn_mask is torch\.uint8"),
     (dict(attn_mask=MASK.tolist()), TypeError, "attn_mask is a list"),

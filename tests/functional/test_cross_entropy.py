@@ -1,4 +1,4 @@
-"""Cross-entropy over a sharded vocabulary: the same bytes at every degree, torch's values, and nothing wide travels."""
+"""Cross-entropy over a sharded vocabulary: the same bytes at every degree, torch's values, and little communication."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_with_the_mode_off_the_bits_depend_on_the_degree(name, label_smoothing):
         assert not torch.equal(run_ranks(run, degree, case)[0][name], want)
 
 
-def test_the_order_of_the_vocabulary_does_not_count():
-    """What makes any cut harmless; torch's own sums do see the order."""
+def test_the_order_of_the_vocabulary_changes_no_bit():
+    """So no way to cut the vocabulary changes a bit; torch's own sums do depend on the order."""
     case = Case(tokens=(40,), reduction="none", label_smoothing=0.1, ignored="none")
     logits, target, _ = full_data(case)
     order = torch.randperm(case.columns, generator=torch.Generator().manual_seed(1))
@@ -183,7 +183,7 @@ def test_padding_changes_nothing():
     assert_bitwise_equal(results[2], results[0])
 
 
-def test_strides_and_threads_do_not_count():
+def test_strides_and_threads_change_no_bit():
     logits, target, _ = full_data(Case(tokens=(300,), dtype=torch.bfloat16))
 
     def both(x):
@@ -205,7 +205,7 @@ def test_strides_and_threads_do_not_count():
 
 
 def gathered_sizes(tp_group: Any, case: Case) -> list[int]:
-    """How many elements each collective of one call hands this rank."""
+    """How many elements this rank receives from each collective of one call."""
     sizes = []
     whole = cross_entropy_module.gather_major
 
@@ -222,7 +222,7 @@ def gathered_sizes(tp_group: Any, case: Case) -> list[int]:
 
 
 @pytest.mark.parametrize(("smoothing", "most"), [(0.0, [2, 1]), (0.1, [3, 2])])
-def test_what_travels_does_not_grow_with_the_vocabulary(smoothing, most):
+def test_communication_does_not_grow_with_the_vocabulary(smoothing, most):
     for columns in (48, 504):
         case = Case(tokens=(6,), columns=columns, label_smoothing=smoothing)
         assert run_ranks(gathered_sizes, 4, case) == [[6 * 4 * each for each in most]] * 4
@@ -232,7 +232,7 @@ def test_what_travels_does_not_grow_with_the_vocabulary(smoothing, most):
 
 
 def assert_near(got: Tensor, exact: Tensor, theirs: Tensor, dtype: torch.dtype, name: str) -> None:
-    """Norm-wise: at most twice torch's own fp32 error, or an fp32 unit, and the one rounding to `dtype`."""
+    """Norm-wise: at most twice torch's own fp32 error, or an fp32 unit, plus one rounding to `dtype`."""
     norm = exact.norm()
     rounding = torch.finfo(dtype).eps / 2 if name == "dlogits" else 0.0
     allowed = max(2 * (theirs.double() - exact).norm(), 2 * torch.finfo(torch.float32).eps * norm) + rounding * norm
@@ -268,7 +268,7 @@ def test_mode_off_against_float64_on_ranks(degree):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_logits_that_are_not_finite(bad, smoothing):
-    """As torch: the row is NaN and the others are not. But a row that is ignored has gradient 0, not NaN."""
+    """As with torch, only the row is NaN. But a row that is ignored has gradient 0, not NaN."""
     logits, target = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2, -100, 3])
     logits[1, 5] = bad
     logits[2, 7] = bad
@@ -307,7 +307,7 @@ def nan_bits(tp_group: Any, dtype: torch.dtype, smoothing: float, reduction: str
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_nan_has_the_same_bits_at_every_degree(dtype, bad, smoothing, reduction):
-    """torch's CPU makes NaNs of any sign and payload, by rank, by row and by place in a vector."""
+    """torch on a CPU makes NaNs whose sign and payload depend on rank, row and position in a vector."""
     arguments = dtype, smoothing, reduction, bad
     wanted = nan_bits(None, *arguments)
     for tensor in wanted:
@@ -328,8 +328,8 @@ def test_a_target_of_minus_infinity():
     torch.testing.assert_close(x.grad, torch.tensor([[0.268941, -1.0, 0.731059]]))
 
 
-def test_a_flat_row_keeps_its_small_terms():
-    """The fixed point has bits to spare: 2^18 equal terms, and one large among 2^18 that matter together only."""
+def test_a_row_of_many_equal_logits_keeps_its_small_terms():
+    """The fixed-point sum has spare bits: 2^18 equal terms, and one large among 2^18 that matter only together."""
     n = 1 << 18
     rows = torch.zeros(2, n)
     rows[1, 0] = 12.0
@@ -340,8 +340,8 @@ def test_a_flat_row_keeps_its_small_terms():
     torch.testing.assert_close(loss.double(), exact, rtol=1e-7, atol=0)
 
 
-def test_the_logarithm_does_not_see_where_a_token_stands():
-    """torch's log in float64 is taken token by token, rounded to fp32 after; the CPU takes vectors and leftovers."""
+def test_the_logarithm_does_not_depend_on_the_position_of_a_token():
+    """torch's log is taken in float64 for each token and rounded to fp32; a CPU computes vectors and remainders."""
     sums = torch.rand(10007, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e5 + 1
     alone = torch.stack([value.log() for value in sums]).float()
     assert_bitwise_equal(sums.log().float(), alone)

@@ -43,15 +43,15 @@ def options_of(kind: str, s: int, t: int) -> dict:
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:
-    """assert_bitwise_equal's answer, found on the GPU: these tensors are large and many."""
+    """assert_bitwise_equal's result, computed on the GPU, because these tensors are large and many."""
     as_int = {2: torch.int16, 4: torch.int32}[x.element_size()]
     return x.dtype == y.dtype and torch.equal(x.contiguous().view(as_int), y.contiguous().view(as_int))
 
 
 def slices_that_differ(tensors: list[Tensor], options: dict, attention, parts: tuple[int, ...]) -> list[str]:
-    """Which of out, dq, dk and dv of which slice of the heads are not the bytes of the whole call's.
+    """Which of out, dq, dk and dv of which slice of the heads differ from the bytes of the whole call.
 
-    One key head is whole in all slices, and then dk and dv are sums over other query heads.
+    If all slices have the whole one key head, their dk and dv are sums over other query heads.
     """
     whole = attend(*tensors, attention, **options)
     one_key_head = tensors[1].shape[1] == 1
@@ -72,7 +72,7 @@ def slices_that_differ(tensors: list[Tensor], options: dict, attention, parts: t
 @pytest.mark.parametrize("kind", ("full", "causal", "mask"))
 @pytest.mark.parametrize("dim", (64, 96, 128, 256))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_heads_do_not_see_each_other(dtype, dim, kind):
+def test_heads_do_not_depend_on_each_other(dtype, dim, kind):
     for heads in HEADS:
         for s, t in LENGTHS:
             if kind == "causal" and s != t:
@@ -85,8 +85,8 @@ def test_heads_do_not_see_each_other(dtype, dim, kind):
             assert all(same_bytes(again[name], once[name]) for name in once), "the same call again"
 
 
-def test_torchs_own_choice_sees_them():
-    """The control: SDPA as it picks its kernel, and its memory-efficient one without the flag."""
+def test_torchs_own_choice_depends_on_the_other_heads():
+    """The control: SDPA with the kernel that it picks, and its memory-efficient kernel without the flag."""
     tensors = data((32, 32), 2048, 2048, 128, torch.bfloat16)
 
     def sdpa(backend):

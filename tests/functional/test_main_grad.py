@@ -21,7 +21,7 @@ DEGREES = (2, 4, 8)
 
 
 def chained(a, b, *, bias=None, out_dtype=None):
-    """An injected gemm_fn, for which nothing is fused."""
+    """An injected gemm_fn, for which no accumulation is fused."""
     return reference.chained_matmul(a, b, bias=bias, out_dtype=out_dtype)
 
 
@@ -112,7 +112,7 @@ def run_all(tp_group, setups):
 
 
 def expected_main_grad(setup):
-    """0.375, then each micro-batch's own fp32 dw, added in order, by operations of their own."""
+    """0.375, then the fp32 dw of each micro-batch, added in order by separate operations."""
     _, batches = data_of(setup)
     total = torch.full((N, K), 0.375)
     dtype = torch.bfloat16 if setup.autocast else setup.dtype
@@ -209,8 +209,7 @@ def test_right_at_every_degree(setup, mode):
 
 @pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
 def test_the_rest_of_the_layer_is_the_same(mode):
-    """y, dx and the bias's gradient have the bits that they have without the option; and dw where main_grad starts
-    from zero."""
+    """y, dx and the bias's gradient are the same as without the option; so is dw if main_grad starts at 0."""
     with tpi.set_tp_invariant_mode(mode):
         results = []
         for fused in (False, True):
@@ -273,13 +272,13 @@ def one_lacks_it(tp_group):
     return str(caught.value)
 
 
-def test_every_rank_gets_to_know():
+def test_an_error_is_raised_on_every_rank():
     for text in run_ranks(one_lacks_it, 2):
         assert "main_grad" in text and "rank 1" in text and "is missing" in text
 
 
 def test_a_shared_weight_counts_twice():
-    """Two uses in one graph, and a graph walked twice."""
+    """Two uses in one graph, and two backward passes through one graph."""
     with tpi.set_tp_invariant_mode(True):
         layer = tpi.Linear(K, K, bias=False, fuse_wgrad_accumulation=True)
         layer.weight.main_grad = torch.zeros(K, K)
@@ -310,7 +309,7 @@ def test_no_tokens_change_nothing():
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
-def test_compiled_code_breaks_its_graph_there(mode):
+def test_compiled_code_has_a_graph_break(mode):
     torch._dynamo.reset()
     with tpi.set_tp_invariant_mode(mode):
         results = []

@@ -1,4 +1,4 @@
-"""The regions' collectives and adjoints: against what one process computes from all ranks' inputs, byte for byte."""
+"""The regions' collectives and adjoints: compared with what one process computes from all ranks' inputs."""
 
 import re
 
@@ -67,7 +67,7 @@ def test_feature_regions(world, dtype):
     check_ranks(world, case)
 
 
-def test_gathered_gated_features_stand_as_one_rank_has_them():
+def test_gathered_gated_features_are_in_the_order_of_one_rank():
     def case(group):
         mine = torch.tensor([[10.0 + group.rank, 20.0 + group.rank]])  # [gate_r up_r]
         y = gather_features(mine, group, 2)

@@ -1,4 +1,4 @@
-"""What owner_map="auto" goes by: the same everywhere, what is cached counts, and its reasons can be read."""
+"""The choice of owner_map="auto": the same on every rank, it considers what is cached, and prints its reasons."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def pick(problem, costs=H200, **changes):
 
 
 @pytest.mark.parametrize("costs", [H200, costs_of("cpu")], ids=["h200", "other"])
-def test_a_cached_weight_never_speaks_against_its_own_map(costs):
+def test_a_cached_weight_never_raises_the_cost_of_its_map(costs):
     changed = 0
     for problem, ahead in itertools.product(SIZES, (False, True)):
         none, rows, cols, both = (
@@ -34,7 +34,7 @@ def test_a_cached_weight_never_speaks_against_its_own_map(costs):
     assert changed, "the control: somewhere the cache decides"
 
 
-def test_more_tokens_speak_for_gathering_the_weight():
+def test_more_tokens_favour_gathering_the_weight():
     for ahead in (False, True):
         problem = Problem(1, 4096, 4096, 8, scatter_rows=True, ahead=ahead)
         picks = [pick(problem, rows=t) for t in (1, 8, 64, 512, 4096, 32768, 262144)]
@@ -42,8 +42,8 @@ def test_more_tokens_speak_for_gathering_the_weight():
         assert (picks[0], picks[-1]) == ("cols", "rows")
 
 
-def test_decoding_takes_columns_that_are_kept():
-    """Reading N/P columns of the weight beats reading all of it for a row or two."""
+def test_decoding_picks_cached_columns():
+    """For one or two rows, reading N/P columns of the weight is faster than reading all of it."""
     for tokens, world in itertools.product((1, 4, 16, 64), (2, 4, 8)):
         problem = Problem(tokens, 4096, 12288, world, scatter_rows=False, ahead=False)
         assert pick(problem, cols_cached=True) == pick(problem, kept=True) == "cols"
@@ -71,7 +71,7 @@ def test_costs_by_device():
     assert pick(Problem(64, 8192, 64, 2, scatter_rows=True), mine, ahead=False) == "cols"
 
 
-def test_the_terms_add_up_and_are_told():
+def test_the_terms_add_up_and_are_printed():
     problem = Problem(8192, 4096, 12288, 4, scatter_rows=True, ahead=False)
     terms = cost_model._terms(problem, H200)
     # 4096 x 12288 weight, three quarters of it from others, at 271 GB/s, and 40 us

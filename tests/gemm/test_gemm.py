@@ -1,4 +1,4 @@
-"""The one door for GEMMs: which gemm_fn applies, what is asked of it, and what needs none."""
+"""The function that all GEMMs go through: which gemm_fn applies, which arguments it gets, and when none is called."""
 
 import re
 
@@ -23,7 +23,7 @@ def no_default():
 
 
 def constant(value):
-    """A gemm_fn that fills c with `value`: shows which one was called."""
+    """A gemm_fn that fills c with `value`, to show which one was called."""
 
     def gemm_fn(a, b, *, bias=None, out_dtype=None):
         return torch.full((a.shape[0], b.shape[1]), value, dtype=out_dtype or a.dtype)
@@ -72,7 +72,7 @@ def test_a_layer_follows_the_precedence():
 
 
 class FalseButCallable:
-    """A gemm_fn whose truth value is False, as that of an object with __len__ may be."""
+    """A gemm_fn whose truth value is False, as for an object with __len__."""
 
     def __bool__(self):
         return False
@@ -143,7 +143,7 @@ def test_a_gemm_fn_that_ignores_out_dtype():
         gemm(lambda a, b, *, bias=None, out_dtype=None: a @ b, a, b, out_dtype=torch.float32)
 
 
-def test_what_a_gemm_fn_is_given():
+def test_arguments_of_a_gemm_fn():
     calls = []
 
     def spy(a, b, *, bias=None, out_dtype=None):
@@ -200,7 +200,7 @@ EMPTY, B = torch.empty(0, 7), torch.empty(8, 5)
     ],
 )
 def test_empty_operands_are_checked(error, text, a, b, options):
-    """As the bundled kernels check others; a gemm_fn of one's own has its own rules."""
+    """As the bundled kernels check other operands; an injected gemm_fn has its own rules."""
     for gemm_fn in (None, reference.matmul, bundled()):
         with pytest.raises(error, match=re.escape(text)):
             gemm(gemm_fn, a, b, **options)
@@ -210,7 +210,7 @@ def test_empty_operands_are_checked(error, text, a, b, options):
 
 @pytest.mark.parametrize("gemm_fn", [None, refuse])
 @pytest.mark.parametrize("a", [torch.ones(2, 3, 4), torch.ones(0, 3, 4), torch.ones(4)], ids=lambda a: str(a.dim()))
-def test_what_is_no_matrix(gemm_fn, a):
+def test_operands_that_are_not_matrices(gemm_fn, a):
     with pytest.raises(ValueError, match=re.escape(f"a and b must be matrices; a has shape {tuple(a.shape)}")):
         gemm(gemm_fn, a, torch.ones(4, 5))
     with pytest.raises(ValueError, match=re.escape(f"and b {tuple(a.shape)}")):
@@ -218,7 +218,7 @@ def test_what_is_no_matrix(gemm_fn, a):
 
 
 def test_empty_operands_without_data():
-    """Where no kernel is bundled there is nothing to check for, and nothing to compute."""
+    """Without a bundled kernel there is nothing to check and nothing to compute."""
     assert gemm(None, EMPTY.to("meta"), B[:7].to("meta")).shape == (0, 5)
 
 
@@ -226,7 +226,7 @@ def test_empty_operands_without_data():
 
 
 @pytest.mark.parametrize("gemm_fn", [None, lambda a, b, *, bias=None, out_dtype=None: torch.mm(a, b)])
-def test_autocast_around_changes_nothing(gemm_fn):
+def test_autocast_changes_nothing(gemm_fn):
     a, b, _ = operands(8, 64, 8)
     expected = gemm(gemm_fn, a, b)
     with torch.autocast("cpu", dtype=torch.bfloat16):

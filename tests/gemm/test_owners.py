@@ -1,4 +1,4 @@
-"""Owner maps: the same bits as one rank with all of K, whoever computes what."""
+"""Owner maps: the same bits as one rank with all of K, whichever rank computes which part."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ def pool():
 
 
 def problem(t, n, k, dtype):
-    """a [t, k], b [k, n], bias [n]. The outer thirds of k are large and cancel, but for rounding errors."""
+    """a [t, k], b [k, n], bias [n]. The outer thirds of k are large and cancel, except for rounding errors."""
     generator = torch.Generator().manual_seed(0)
     a, b = wide_randn(t, k, generator=generator, spread=2), wide_randn(k, n, generator=generator, spread=2)
     third = k // 3
@@ -155,7 +155,7 @@ def test_known_owner_maps(owner_map):
 
 
 def test_prefetch_through_collectives():
-    """A prefetched weight saves its gather; changed afterwards, it is gathered again and the new values are used."""
+    """A prefetched weight needs no other gather; after a change it is gathered again and the new values are used."""
 
     def on_rank(tp_group):
         group = resolve_group(tp_group)

@@ -1,4 +1,4 @@
-"""Layers as CUDA graphs: the bits of the layers as they are, and what is refused. Without a GPU, by an emulation."""
+"""Layers as CUDA graphs: the bits of the eager layers, and what is refused. Without a GPU an emulation is used."""
 
 import contextlib
 import copy
@@ -34,8 +34,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Captured:
-    """What the emulation would capture: for each layer's forward, then backward, what the cache does; and what it
-    leaves over, which would make the capture fail."""
+    """What the emulation would capture: the actions of the scheduler in each forward and backward; and what it
+    leaves unfinished, which would make the capture fail."""
 
     passes: ClassVar[list[list[str]]] = []
     left_over = 0
@@ -55,7 +55,7 @@ class Captured:
 
 
 def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False):
-    """torch.cuda.make_graphed_callables without graphs: results are the same tensors each time, written over."""
+    """torch.cuda.make_graphed_callables without graphs: results are the same tensors each time, overwritten."""
 
     def grads_of(outputs, inputs, grads):
         outputs, grads = zip(*((o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad), strict=True)
@@ -131,7 +131,7 @@ def emulating(device=DEVICE):
 
 
 class Block(torch.nn.Module):
-    """x [S, B, hidden] -> x plus a product and a gated MLP of it; besides, its mean and how often it was called."""
+    """x [S, B, hidden] -> x plus a product and a gated MLP of it; also its mean, and how often it was called."""
 
     def __init__(self, hidden, ffn, device, dtype, **options):
         super().__init__()
@@ -178,7 +178,7 @@ def _whole(t, group):
 
 
 def train(tp_group, graphed, device, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
-    """Outputs, gradients of the input, and the parameters after three steps of two micro-batches each; all whole."""
+    """Full outputs, input gradients and parameters after three steps of two micro-batches each."""
     group, model = resolve_group(tp_group), model_of(tp_group, hidden, ffn, dtype=dtype, device=device)
     if graphed:
         handle = graphs.graph_layers(model, lambda: through(model, x_of(group, tokens, hidden, 0, dtype, device)))
@@ -250,7 +250,7 @@ def test_weights_are_gathered_ahead_within_a_graph_and_never_past_it():
 
 
 def test_a_loss_of_the_step_before_does_not_matter():
-    """Its autograd graph ties the parameters to the stream that it was made on."""
+    """Its autograd graph binds the parameters to the stream on which it was created."""
     with emulating(), tpi.set_tp_invariant_mode(True):
         model, x = model_of(None), x_of(Group(None, 0, 1))
         before = through(model, x).sum()
@@ -267,7 +267,7 @@ def test_a_loss_of_the_step_before_does_not_matter():
 
 
 def hf_steps(tp_group, graphed, device, sizes):
-    """Losses and parameters of a Qwen3's steps, its decoder layers graphs or not."""
+    """Losses and parameters of a Qwen3's steps, with its decoder layers as graphs or not."""
     with emulating(device), tpi.set_tp_invariant_mode(True):
         model = build("qwen3", torch.bfloat16 if device == "cuda" else torch.float32, **sizes).to(device)
         model = tpi.parallelize(model, tp_group, sequence_parallel=True)
@@ -291,7 +291,7 @@ def hf_steps(tp_group, graphed, device, sizes):
 
 
 def test_a_hugging_face_model():
-    """Its layers take a mask that is no tensor, cosines and sines, by name."""
+    """Its layers take a mask that is not a tensor, and cosines and sines, by name."""
     pytest.importorskip("transformers")
     want = run_ranks(hf_steps, 1, False, "cpu", {}, device="cpu")
     assert set(run_ranks(hf_steps, 2, True, "cpu", {}, device="cpu")) == set(want)
@@ -478,7 +478,7 @@ def test_all_ranks_say_what_one_cannot():
 
 
 class Odd(torch.nn.Module):
-    """x -> what `does` makes of the layer and x."""
+    """x -> the result of `does` for the layer and x."""
 
     def __init__(self, does):
         super().__init__()
@@ -652,7 +652,7 @@ def test_constants_that_python_calls_equal():
 
 
 def test_what_a_capture_leaves_behind():
-    """Generators and buffers are what they were."""
+    """Generators and buffers are as before."""
     with emulating():
         x, generator = there(2, 4), torch.cuda.get_rng_state if DEVICE == "cuda" else lambda: torch.zeros(1)
         layer, before = Odd(lambda m, x: x @ m.weight + m.steps.add_(1.0).detach()).to(DEVICE), generator()
@@ -682,7 +682,7 @@ def test_a_copy_is_not_captured_and_no_graph_is_pickled():
 
 
 class Calling(torch.nn.Module):
-    """A layer that calls SDPA itself, so that what makes that safe is a hook on the layer."""
+    """A layer that calls SDPA itself, so that the hook that makes this safe is on the layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the attention tests share: data, a call with its gradients, the formula, and a naive way as the control."""
+"""Shared by the attention tests: data, a call with its gradients, the formula, and a naive form as the control."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attend(q, k, v, grad, attention=tpi.attention, **options) -> dict[str, Tenso
 
 
 def assert_same_bytes(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    """assert_bitwise_equal's verdict, found on the device: on a GPU these tensors are large and many."""
+    """assert_bitwise_equal's result, computed on the device: on a GPU these tensors are large and many."""
     assert got.keys() == expected.keys()
     for name, x in got.items():
         y = expected[name]
@@ -50,7 +50,7 @@ def part_of(results: dict[str, Tensor], dim: int, index: int, parts: int) -> dic
 
 
 def fresh(x: Tensor) -> Tensor:
-    """A copy laid out as a rank's own projection leaves it."""
+    """A copy in the memory layout that a rank's own projection gives."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
@@ -78,7 +78,7 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 
 def naively(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, **options) -> Tensor:
-    """The control: keys cut into as many parts as keep the chip busy (flash-decoding), so by heads and queries."""
+    """The control: keys are cut into as many parts as fill the GPU (flash-decoding), so by heads and queries."""
     groups, calls = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     seen = visible(q.shape[2], k.shape[2], options, q.device)

@@ -1,7 +1,7 @@
-"""Compiles every kernel for a Hopper GPU, down to machine code, on a machine that need not have one. Prints which.
+"""Compiles every kernel for a Hopper GPU, down to machine code, on any machine. Prints their names.
 
 A process of its own: without TRITON_INTERPRET, and with a driver that launches nothing. The public functions of the
-kernels are called as on a GPU, so kernels are compiled for the arguments and options that they are given there.
+kernels are called as on a GPU, so the kernels are compiled for the arguments and options that they get there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Launcher:
 
 
 class NoGPU:
-    """What Triton asks of a driver before and instead of a launch."""
+    """What Triton requires of a driver before a launch and in place of it."""
 
     launcher_cls = Launcher
     utils = types.SimpleNamespace(

@@ -1,7 +1,7 @@
-"""Defects that a library like this one can have, put back into the ranks, so that the fuzzer is seen to find them.
+"""Defects that a library like this one may have, planted into the ranks, to show that the fuzzer finds them.
 
-Each is a context manager for a rank's process. What it changes is looked up by the function's name in all modules of
-the library, so that it need not know where that stands today.
+Each is a context manager for a rank's process. The function that it changes is looked up by name in all modules of
+the library, so that the helper does not depend on the module.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from tp_invariant.comm.collectives import resolve_group
 
 @contextlib.contextmanager
 def _replaced(names, name, new):
-    """names[name] is new, for a while."""
+    """names[name] is `new` within the context."""
     old, names[name] = names[name], new
     try:
         yield
@@ -37,7 +37,7 @@ def _attribute(cls, name, new):
 
 @contextlib.contextmanager
 def _in_place_of(name, make):
-    """make(the library's function `name`) in its place, wherever it was imported to."""
+    """make(the library's function `name`) replaces that function in every module that imported it."""
     modules = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == "tp_invariant" and name in vars(m)]
     old = {id(vars(m)[name]): vars(m)[name] for m in modules}
     if len(old) != 1:
@@ -54,13 +54,13 @@ def _in_place_of(name, make):
 
 
 def gathered_in_rank_order():
-    """Pieces of partition_stride > 1 stay in the order in which ranks hold them."""
+    """Pieces of partition_stride > 1 stay in rank order."""
     return _in_place_of("deinterleave", lambda old: lambda tensor, *, dim, world, stride: tensor)
 
 
 @contextlib.contextmanager
 def whole_layers_count_as_sharded():
-    """Parameters of layers without tp_group say that they are sharded over all ranks: the norm counts them P times."""
+    """Parameters of layers without tp_group are marked as sharded over all ranks: the norm counts them P times."""
     old = fuzz_runtime.clip
 
     def clip(parameters, max_norm, norm_type, world, told=False):
@@ -86,7 +86,7 @@ class _Restrided(torch.autograd.Function):
 
 @contextlib.contextmanager
 def gradients_with_other_strides():
-    """What a layer hands back for its input has the strides of a transposed tensor: torch's own sums of it differ."""
+    """The gradient of a layer's input has the strides of a transposed tensor, so torch's own sums of it differ."""
     old = tpi.Linear.forward
     with _attribute(tpi.Linear, "forward", lambda self, x: old(self, _Restrided.apply(x))):
         yield
@@ -94,7 +94,7 @@ def gradients_with_other_strides():
 
 @contextlib.contextmanager
 def sums_on_the_wire():
-    """Row-parallel layers add what ranks have computed, as stock tensor parallelism does."""
+    """Row-parallel layers add the ranks' results, as stock tensor parallelism does."""
     from tp_invariant.functional import stock
     from tp_invariant.layers import linear
 
@@ -103,7 +103,7 @@ def sums_on_the_wire():
 
 
 def tokens_in_reverse():
-    """Gathered tokens come in the reverse order of ranks."""
+    """Gathered tokens are in the reverse order of ranks."""
 
     def make(old):
         def gather_dim(local, dim, group):
@@ -117,7 +117,7 @@ def tokens_in_reverse():
 
 @contextlib.contextmanager
 def results_off_by_a_thousandth():
-    """Norms whose results are wrong by 0.1%, at every degree alike."""
+    """Norms whose results are wrong by 0.1% at every degree."""
     from tp_invariant.kernels.rowwise import reference_norm
 
     old = reference_norm.norm_forward

@@ -50,7 +50,7 @@ def at_degree(tp_group, programs, mode, device, tensors=False):
 
 @dataclasses.dataclass
 class Alone:
-    """What one process says of a program: TP=1's digests with the mode on and off, and the errors."""
+    """One process's results of a program: TP=1's digests with the mode on and off, and the errors."""
 
     on: dict
     off: dict
@@ -59,7 +59,7 @@ class Alone:
 
 
 def alone(tp_group, programs, device, with_errors=True, with_control=True):
-    """Of every size-th program, from this rank's number on."""
+    """Every size-th program, starting at this rank's number."""
     import torch.distributed as dist
 
     rank, size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
@@ -115,7 +115,7 @@ def wrong(program, errors):
 
 @dataclasses.dataclass
 class Counts:
-    """What a run of the fuzzer looked at."""
+    """How much a run of the fuzzer compared."""
 
     programs: int = 0
     tensors: int = 0  # compared with TP=1, on every rank and degree
@@ -130,7 +130,7 @@ class Counts:
 
 
 def check(programs, device="cpu", counts=None):
-    """What is wrong with each program: a list of sentences for each, empty where all is well."""
+    """The problems of each program: a list of sentences, empty if there are none."""
     counts = Counts() if counts is None else counts
     problems = [[] for _ in programs]
     ranks = functools.partial(tpi.testing.run_ranks, device=device, timeout=300.0 + 5.0 * len(programs))
@@ -169,11 +169,11 @@ def _key(program):
 
 
 class _Enough(Exception):
-    """As many programs are drawn as were asked for."""
+    """As many programs have been drawn as were requested."""
 
 
 def _draws(count):
-    """How often hypothesis draws, so that there are `count` different programs: it repeats some."""
+    """How often hypothesis must draw to give `count` different programs, since it repeats some."""
     return 3 * count + 20
 
 
@@ -240,9 +240,9 @@ def fuzz(strategy, count, number, device="cpu", batch=25, check=check, script=sc
 
 
 def shrunk(strategy, count, number, failed, device, check):
-    """(the smallest program that hypothesis finds from one of `failed`, what is wrong with it).
+    """(the smallest program that hypothesis finds from one of `failed`, its problem).
 
-    The same programs are drawn once more; those that were seen to be well are not run again.
+    The same programs are drawn once more; those without a problem are not run again.
     """
     known = {_key(program) for program in failed}
     last = {}
@@ -270,7 +270,7 @@ def shrunk(strategy, count, number, failed, device, check):
 
 
 def _drift_on_rank(tp_group, program):
-    """The error that this rank gets, as text; None if it trains on as if nothing were."""
+    """The error of this rank, as text; None if it trains on without one."""
     try:
         _run(tp_group, program, True)
     except Exception as error:
@@ -279,7 +279,7 @@ def _drift_on_rank(tp_group, program):
 
 
 def drift_outcome(program):
-    """What is wrong with how a program ends whose ranks drift apart: None if every rank gets an error."""
+    """The problem of a program whose ranks make different calls; None if every rank gets an error."""
     try:
         errors = tpi.testing.run_ranks(_drift_on_rank, program["degrees"][0], program, device="cpu", timeout=120.0)
     except tpi.testing.RankError as error:

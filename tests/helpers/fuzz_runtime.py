@@ -496,7 +496,7 @@ OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw, "momentum": _momentum}
 
 @contextlib.contextmanager
 def settings(keep=0, ahead=True, check=False):
-    """weight_cache's switches and TP_INVARIANT_CHECK, as they were again afterwards."""
+    """Sets the scheduler's switches and TP_INVARIANT_CHECK, and restores them afterwards."""
     import os
 
     from tp_invariant.owners import weight_cache

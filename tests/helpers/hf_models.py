@@ -1,4 +1,4 @@
-"""Tiny Hugging Face decoders with random weights, and what a few training steps of them give."""
+"""Tiny Hugging Face decoders with random weights, and the results of a few training steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _transformers() -> Any:
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """The full model, the same on every rank; weights spread over magnitudes, so that sums show their order."""
+    """The full model, the same on every rank; weights of many magnitudes, so that sums depend on their order."""
     config_name, model_name, own = FAMILIES[family]
     config = getattr(_transformers(), config_name)(**{**SIZES, **own, **options})
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def batch(step: int = 0) -> dict[str, Tensor]:
 
 
 def train(model: Any, tp_group: Any, steps: int) -> dict[str, Any]:
-    """Logits and gradients of the first step, losses and norms of all, and the parameters in the end; all whole."""
+    """Logits and gradients of the first step, losses and norms of all steps, and the final parameters; full tensors."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results: dict[str, Any] = {}
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""What the tests of the TMA kernel share: operands, shards, configurations."""
+"""Shared by the tests of the TMA kernel: operands, shards, configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS = [  # block_m, block_n, block_k, num_warps, num_stages, group_m, halves
 
 
 def operands(shape, layout, dtype):
-    """Wide-exponent a [M, K] and b [K, N], each as it stands or transposed in memory."""
+    """Wide-exponent a [M, K] and b [K, N], each transposed in memory or not."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(m + n + k)
     spread = 2 if dtype == torch.float16 else 8
@@ -44,7 +44,7 @@ def operands(shape, layout, dtype):
 
 
 def every_config():
-    """Those above and all of the table."""
+    """The configurations above and all of the table."""
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
     from tp_invariant.kernels.gemm.matmul_table import MEASURED, ROUNDS
 
@@ -53,5 +53,5 @@ def every_config():
 
 
 def shards(x, ranks, stride):
-    """[rows, K] -> [P, rows, K/P], as gathered from ranks whose K stands in `stride` pieces."""
+    """[rows, K] -> [P, rows, K/P], as gathered from ranks whose K is in `stride` pieces."""
     return rearrange(x, "row (stride rank k) -> rank row (stride k)", rank=ranks, stride=stride).contiguous()

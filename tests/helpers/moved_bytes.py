@@ -1,4 +1,4 @@
-"""What tests of collectives share: data of any bit patterns, and cases that every rank checks by itself."""
+"""Shared by the tests of collectives: data of any bit patterns, and cases that each rank checks by itself."""
 
 import functools
 
@@ -26,7 +26,7 @@ def special(shape, dtype, seed):
 
 
 def check_ranks(world, case):
-    """Runs case(group) on every rank; it asserts by itself, and its count of checks must not be zero."""
+    """Runs case(group) on every rank; the case asserts and returns how many checks it made, which must not be zero."""
     counts = run_ranks(_on_rank, world, case)
     assert len(counts) == world
     assert counts == counts[:1] * world

@@ -1,4 +1,4 @@
-"""Cases whose results must be the same bytes on every rank of a degree, and alone."""
+"""Cases whose results must have the same bytes on every rank of a degree and in a single process."""
 
 from __future__ import annotations
 

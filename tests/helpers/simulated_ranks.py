@@ -13,11 +13,11 @@ GPUS = gpu_ranks()
 
 
 class Corrupt(AssertionError):
-    """Bytes that are not those of the collective that they are read for."""
+    """A collective read bytes of another one."""
 
 
 class Stuck(AssertionError):
-    """Nothing can go on."""
+    """No host and no stream can make a step."""
 
 
 class SimStream:
@@ -26,7 +26,7 @@ class SimStream:
 
 
 class World:
-    """Ranks' memories, flags and streams; `run` executes hosts and streams one small step at a time, at random."""
+    """The ranks' memories, flags and streams; `run` executes hosts and streams in small steps in a random order."""
 
     def __init__(self, size, seed, one_queue=False):
         self.random, self.one_queue = random.Random(seed), one_queue
@@ -51,7 +51,7 @@ class World:
                 return
 
     def _step(self, stream, head):
-        """A step of the first that can make one."""
+        """One step of the first that can make one."""
         done = next(head, "end")
         if done == "blocked":
             return False
@@ -62,7 +62,7 @@ class World:
 
 
 class SimMachine:
-    """peer_copies.Machine; `without` names what it leaves out, to see that the tests see it."""
+    """peer_copies.Machine; `without` names what it omits, to show that the tests notice it."""
 
     def __init__(self, world, rank, size, without):
         self.world, self.rank, self.size, self.without = world, rank, size, without
@@ -149,7 +149,7 @@ def write(source, values):
 
 
 def read(world, rank, buffer, want):
-    """A GEMM: reads what it was given once and, later, again."""
+    """A GEMM: reads its input once and, later, again."""
     for _ in range(2):
         for i, value in enumerate(want):
             if world.memory[rank][buffer].get(i) != value:
@@ -158,7 +158,7 @@ def read(world, rank, buffer, want):
 
 
 def program(seed, size, length=14):
-    """The same for every rank: collectives started, and then used in another order, on one stream or another."""
+    """The same for every rank: collectives that are started, and used later in another order, on several streams."""
     choose = random.Random(seed)
     calls, open_ = [], []
     for n in range(length):
@@ -185,7 +185,7 @@ def program(seed, size, length=14):
 
 
 def host(world, machine, copies, calls, forgets=None):
-    """A rank's program. `forgets`: a collective whose release it leaves out."""
+    """A rank's program. `forgets`: a collective that it does not release."""
     started = {}
     for call in calls:
         yield "stepped"

@@ -1,4 +1,4 @@
-"""Operands that ask a tensor core about one thing each, and a comparison that says which kind of element differs."""
+"""Operands that test one property of a tensor core each, and a comparison that names the kinds that differ."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _two(a_range: tuple[int, int], b_range: tuple[int, int]) -> Callable[..., Op
 
 
 def _cancelling(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> Operands:
-    """Most products come twice with opposite signs, somewhere along K, so that what is left is small."""
+    """Most products occur twice with opposite signs somewhere along K, so that the sum is small."""
     half_a, half_b = _plain(-8, 8)(m, n, k // 2, dtype, generator)
     other = torch.where(torch.rand(half_a.shape, generator=generator) < 0.02, half_a, -half_a)
     order = torch.randperm(k, generator=generator)
@@ -63,7 +63,7 @@ def _zero_beside_large(m: int, n: int, k: int, dtype: torch.dtype, generator: to
 
 
 def _beyond_fp32(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> Operands:
-    """Ordinary products, and in the third step of 16 two of 2^200 that cancel, which leaves nothing of the others."""
+    """Ordinary products, and in the third step of 16 two of 2^200 that cancel, which truncate all others to zero."""
     a, b = _plain(-4, 4)(m, n, k, dtype, generator)
     a[:, 40], a[:, 41] = 2.0**100, -(2.0**100)
     b[40:42] = 2.0**100
@@ -152,7 +152,7 @@ RECORDED = {
 
 
 def gpu_kernels() -> dict[str, Callable[..., Tensor]]:
-    """Triton's ways to a tensor core: TMA and wgmma, pointers and wgmma, pointers and mma.sync."""
+    """Triton's paths to a tensor core: TMA and wgmma, pointers and wgmma, pointers and mma.sync."""
     from tp_invariant.kernels.gemm.matmul import matmul as triton_matmul
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 

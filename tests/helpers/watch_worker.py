@@ -93,7 +93,7 @@ def has_children(event, and_then):
 
 
 def after_a_while(event):
-    """The event, and then two seconds in which a watch that has something to say would have said it."""
+    """The event, and then two seconds in which the watch would have written a line if it had one."""
 
     def run():
         wait(event)

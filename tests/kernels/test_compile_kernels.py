@@ -1,6 +1,6 @@
-"""Every Triton kernel compiles for a Hopper GPU, also where there is none: the interpreter takes what it does not.
+"""Every Triton kernel compiles for a Hopper GPU, also without one: the interpreter accepts more than the compiler.
 
-On the Triton that is installed; nothing is launched, so this says nothing of results.
+With the installed Triton; nothing is launched, so this does not test results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def kernel_names():
-    """Those that are launched; the rest are called by them."""
+    """The kernels that are launched; they call the others."""
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, KernelInterface) and name.endswith("kernel"):
@@ -42,7 +42,7 @@ def test_every_kernel(tmp_path):
 
 
 def test_a_kernel_that_does_not_compile(tmp_path):
-    """The control: a comprehension, which the interpreter takes."""
+    """The control: a comprehension, which the interpreter accepts."""
     source = (TESTS / "helpers" / "compile_worker.py").read_text()
     for text, broken in (
         ("driver.set_active(NoGPU())", "driver.set_active(NoGPU()); grad_norm._fold = Launches(broken)"),

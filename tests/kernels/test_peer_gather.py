@@ -1,4 +1,4 @@
-"""The kernel that gathers a few bytes through its peers' memory: on a CPU one rank at a time, the others by hand."""
+"""The kernel that gathers a few bytes through its peers' memory: on a CPU one rank at a time, with prepared packets."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs Triton
 
 @pytest.fixture(autouse=True)
 def assertions(monkeypatch):
-    """The interpreter leaves out device_assert unless it is told otherwise; without it a test that fails hangs."""
+    """The interpreter omits device_assert by default; without it a failing test hangs."""
     if launch.interpreting():
         from triton.runtime import interpreter
 
@@ -19,7 +19,7 @@ def assertions(monkeypatch):
 
 
 class Peers:
-    """The buffers of all ranks in this process; `rank` runs the kernel, the others' packets are written here."""
+    """The buffers of all ranks in this process; `rank` runs the kernel, and the test writes the others' packets."""
 
     def __init__(self, size, capacity, rank):
         self.size, self.capacity, self.rank = size, capacity, rank
@@ -35,7 +35,7 @@ class Peers:
         return self.buffers[at].view(2, self.size, self.capacity)[:, :, :words]
 
     def send(self, source, x, tag):
-        """What rank `source` would write to `rank`."""
+        """The bytes that rank `source` would write to `rank`."""
         word = x.view(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         flags, halves = self.flags(len(word), tag)
         packets = (flags << 32) | word
@@ -66,7 +66,7 @@ def same(a, b):
 @pytest.mark.parametrize("size", (2, 3, 4))
 @pytest.mark.parametrize("dim", (0, 1))
 def test_words_arrive_where_they_belong(size, dim):
-    """Gathers of other sizes one after another, so that blocks are at other epochs; NaN payloads and all."""
+    """Gathers of different sizes one after another, so that blocks have different epochs; with NaN payloads."""
     peers = Peers(size, 2 * BLOCK + 100, rank=1)
     for step, (rows, cols) in enumerate(((1, 2), (7, 30), (3, 680), (1, 2), (2, 1024), (4, 550))):
         xs = [bytes_of(10 * step + rank, rows, cols) for rank in range(size)]
@@ -89,7 +89,7 @@ def test_what_a_rank_writes_to_the_others():
 
 @interpreted
 def test_another_flag_is_waited_for():
-    """Words of the gather before, of another gather (a tag), another epoch: none is taken, and it gives up."""
+    """Words of the gather before, of another gather (a tag), of another epoch: none is taken; the wait times out."""
     for wrong in ("nothing sent", "tag", "epoch"):
         peers, xs = Peers(2, BLOCK, rank=0), [bytes_of(rank, 1, 64) for rank in range(2)]
         peers.gather(xs, 0)
@@ -114,7 +114,7 @@ def test_a_block_under_way_is_waited_for():
 
 
 @interpreted
-def test_epochs_and_tags_go_round():
+def test_epochs_and_tags_wrap_around():
     peers, xs = Peers(2, BLOCK, rank=0), [bytes_of(rank, 1, 64) for rank in range(2)]
     for epoch in (0, EPOCHS - 2, EPOCHS - 1):
         peers.states.fill_(epoch)

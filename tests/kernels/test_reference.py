@@ -1,5 +1,5 @@
-"""The CPU's GEMM: against the order that it documents, a float64 reference, and slices of every kind; and what torch's
-defaults are to all CPU kernels. Values, layouts and refusals: tests/kernels/gemm/test_matmul.py."""
+"""The CPU's GEMM: compared with the order that it documents, with float64, and with slices of every kind. Also: CPU
+kernels do not depend on torch's defaults. Values, layouts and errors: tests/kernels/gemm/test_matmul.py."""
 
 import contextlib
 import math
@@ -33,7 +33,7 @@ def operands(m, n, k, dtype, seed=0, spread=None):
 
 @pytest.fixture
 def threads():
-    """Lets a test set the number of threads, and puts it back."""
+    """Lets a test set the number of threads, and restores it."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -43,7 +43,7 @@ def threads():
 
 
 def round_to_fp32(exact: Fraction) -> np.float32:
-    """The nearest fp32, ties to even, of a value in fp32's normal range (or exactly zero: +0.0)."""
+    """The nearest fp32, ties to even, of a value in fp32's normal range or of zero (+0.0)."""
     if exact == 0:
         return np.float32(0.0)
     exponent = math.floor(math.log2(abs(exact)))
@@ -62,7 +62,7 @@ def test_rounding_to_fp32():
 
 
 def documented(a, b):
-    """Blocks of 128; in each one chain of fused multiply-adds from zero; the blocks' sums added one after another."""
+    """Blocks of 128; in each one chain of fused multiply-adds from zero; the sums of the blocks are added in order."""
     a64, b64 = a.double().tolist(), b.double().tolist()
     out = torch.empty(len(a64), b.shape[1])
     for i, row in enumerate(a64):
@@ -87,8 +87,8 @@ def test_order_is_the_documented_one(gemm_fn, dtype, m, n, k):
     assert_bitwise_equal(gemm_fn(a, b), expected.to(dtype))
 
 
-def test_other_orders_are_told_apart():
-    """The control: without fusing, or with another block, or backwards, the same data gives other bits."""
+def test_other_orders_give_other_bits():
+    """The control: without fusing, with another block, or backwards, the same data gives other bits."""
     a, b, _ = operands(4, 4, 300, torch.float32)
     expected = documented(a, b)
     unfused = torch.zeros(4, 4)
@@ -203,7 +203,7 @@ def test_signed_zeros():
 
 
 @BOTH
-def test_operands_are_left_alone_and_need_no_autograd(gemm_fn):
+def test_operands_are_not_changed_and_need_no_autograd(gemm_fn):
     a, b, bias = operands(5, 6, 40, torch.float32)
     copies = a.clone(), b.clone(), bias.clone()
     c = gemm_fn(a.requires_grad_(), b.requires_grad_(), bias=bias)
@@ -231,7 +231,7 @@ def test_autocast_and_inference_mode_change_nothing(around, fresh_check):
 
 
 def test_vmap():
-    """The matmul, which writes into what it made, is refused by torch; the op is taken slice by slice."""
+    """torch refuses the matmul, which writes into a new tensor; the op is computed slice by slice."""
     a, b, bias = operands(6, 7, 300, torch.float32)
     stacked, op = torch.stack([a, a.flip(0)]), torch.ops.tp_invariant.gemm
     expected = torch.stack([matmul(one, b, bias=bias) for one in stacked])
@@ -244,7 +244,7 @@ def test_vmap():
 
 
 def every_kernel():
-    """A call of each CPU kernel, on data that are made here and now."""
+    """A call of each CPU kernel, on data created here."""
     generator = torch.Generator().manual_seed(0)
     x, dy = (wide_randn(70, 48, generator=generator, spread=3) for _ in range(2))
     w, bias = (wide_randn(48, generator=generator, spread=3) for _ in range(2))
@@ -323,7 +323,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_torchs_defaults_change_nothing(default, fresh_check):
-    """Nor does the self-check follow them, which would otherwise be kept, wrong, for the rest of the process."""
+    """Nor do they change the self-check, whose wrong result would stay for the rest of the process."""
     calls = every_kernel()
     expected = [call() for call in calls]
     reference._blas_agrees.cache_clear()
@@ -361,12 +361,12 @@ def _one_bit_off(a_panels, b_panels):
 
 
 @pytest.mark.parametrize("wrong", [_backwards, _one_bit_off])
-def test_a_blas_of_another_order_is_found_out(monkeypatch, fresh_check, wrong):
+def test_a_blas_with_another_order_is_noticed(monkeypatch, fresh_check, wrong):
     a, b, bias = operands(70, 33, 300, torch.bfloat16)
     monkeypatch.setattr(reference, "_blas_tile", wrong)
     text = (
         "the BLAS of this torch sums a 128 x 128 by 128 x 64 product on .* threads in another order than expected; "
-        "tp_invariant takes its elementwise form instead: same bits, but slower"
+        "tp_invariant uses its elementwise form instead: the same bits, but slower"
     )
     with pytest.warns(RuntimeWarning, match=f"^{text}$"):
         c = matmul(a, b, bias=bias)
@@ -405,6 +405,6 @@ def test_this_machines_blas_agrees(fresh_check):
 
 @BOTH
 def test_other_devices_are_refused(gemm_fn):
-    """What else is refused, in the words of every device: tests/kernels/gemm/test_matmul.py."""
+    """The errors that all devices share: tests/kernels/gemm/test_matmul.py."""
     with pytest.raises(ValueError, match=r"a is on meta: this gemm_fn is for the CPU; on CUDA use kernels\.matmul"):
         gemm_fn(torch.ones(2, 3, device="meta"), torch.ones(3, 2, device="meta"))

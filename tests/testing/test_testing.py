@@ -1,4 +1,4 @@
-"""The tools for tests, tested: each check is shown able to fail, with a message that says what went wrong."""
+"""Tests of the tools for tests: each check is shown to be able to fail, with a message that says what went wrong."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def _own_pools():
 
 @pytest.fixture
 def own_pool(monkeypatch, _own_pools):
-    """A pool of two for tests that break it, so that the other tests' larger one lives on."""
+    """A pool of two ranks for tests that break it, so that the other tests' larger pool stays alive."""
     monkeypatch.setattr(rank_pool, "_pools", _own_pools)
     monkeypatch.setattr(rank_pool, "_GRACE_SECONDS", 1.0)
     yield
@@ -51,7 +51,7 @@ def own_pool(monkeypatch, _own_pools):
 
 
 def assert_ranks_answer():
-    """A fresh call works, and its answers are its own and not an earlier call's."""
+    """A new call works, and returns its own results and not those of an earlier call."""
     token = os.urandom(4).hex()
     assert run_ranks(lambda tp_group: (token, dist.get_rank(tp_group)), 2) == [(token, 0), (token, 1)]
 
@@ -72,12 +72,12 @@ def test_results_come_in_rank_order(world):
     assert run_ranks(at_the_top, world, 5) == [(rank, world, 6) for rank in range(world)]
 
 
-def test_lambdas_and_closures_travel():
+def test_lambdas_and_closures_can_be_sent():
     offset = 10
     assert run_ranks(lambda tp_group: tp_group.rank() + offset, 2) == [10, 11]
 
 
-def test_tensors_travel_by_value():
+def test_tensors_are_copied():
     x = torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16)
     before = x.clone()
 
@@ -91,7 +91,7 @@ def test_tensors_travel_by_value():
         assert_bitwise_equal(result, {"t": [before + 1, before + 1]})
 
 
-def test_processes_stay_for_the_next_call():
+def test_processes_stay_alive_for_the_next_call():
     first = run_ranks(lambda tp_group: os.getpid(), 8)
     assert len(set(first)) == 8
     assert os.getpid() not in first
@@ -123,12 +123,12 @@ def test_an_error_on_every_rank_shows_every_traceback():
     assert run_ranks(lambda tp_group: 1, 8) == [1] * 8
 
 
-def test_a_result_that_cannot_travel():
+def test_a_result_that_cannot_be_sent():
     with pytest.raises(RankError, match=r"rank 0 of 1:\n.*the result cannot be sent back"):
         run_ranks(lambda tp_group: threading.Lock(), 1)
 
 
-def test_work_that_cannot_travel_reaches_no_rank():
+def test_work_that_cannot_be_sent_reaches_no_rank():
     lock = threading.Lock()
     before = run_ranks(lambda tp_group: os.getpid(), 2)
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -145,7 +145,7 @@ def test_without_cloudpickle_the_error_says_what_to_do(monkeypatch):
 
 @pytest.mark.parametrize("world", [0, -1])
 def test_no_ranks_are_an_error(own_pool, world):
-    """A world of nobody would pass every check."""
+    """With no ranks every check would pass."""
     with pytest.raises(ValueError, match=f"world_size={world}"):
         run_ranks(lambda tp_group: 1, world)
     assert_ranks_answer()
@@ -213,19 +213,19 @@ def test_ranks_that_end_while_they_start_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((2, at_the_top), r"run_ranks\(fn, world_size, \*args\): fn=2 cannot be called; the function comes first"),
-        ((at_the_top, "2"), r"world_size='2' is no whole number"),
-        ((at_the_top, True), r"world_size=True is no whole number"),
-        ((at_the_top, 2.0), r"world_size=2.0 is no whole number"),
+        ((2, at_the_top), r"run_ranks\(fn, world_size, \*args\): fn=2 is not callable; the function comes first"),
+        ((at_the_top, "2"), r"world_size='2' must be an int"),
+        ((at_the_top, True), r"world_size=True must be an int"),
+        ((at_the_top, 2.0), r"world_size=2.0 must be an int"),
     ],
 )
-def test_arguments_in_another_order_are_said(arguments, text):
+def test_arguments_in_the_wrong_order_are_refused(arguments, text):
     with pytest.raises(TypeError, match=text):
         run_ranks(*arguments)
 
 
 def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):
-    """Reported or replaced, but not for ever in the way; and a pool has no files, which a killed parent would leave."""
+    """Reported or replaced, so that later calls work. A pool has no files, which a killed parent would leave."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _, victim = run_ranks(lambda tp_group: os.getpid(), 2)
     (process,) = [p for p in rank_pool._pools["cpu"]._processes if p.pid == victim]
@@ -240,14 +240,14 @@ def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):
 
 
 class Peculiar(Exception):
-    """Pickles, but does not come back: pickle calls it with its one argument."""
+    """Can be pickled but not unpickled: pickle calls it with its one argument."""
 
     def __init__(self, message, more):
         super().__init__(message)
         self.more = more
 
 
-def test_an_exception_that_does_not_come_back(own_pool):
+def test_an_exception_that_cannot_be_unpickled(own_pool):
     def case(tp_group):
         raise Peculiar("boom", 1)
 
@@ -273,7 +273,7 @@ def test_an_interrupted_call_leaves_no_answers_for_the_next(own_pool, monkeypatc
 
 
 def base(tp_group):
-    """What depends on the degree with the mode off, and not with it on."""
+    """A case that depends on the degree with the mode off, but not with it on."""
     x = torch.linspace(-1, 1, 6).view(2, 3)
     if not tpi.is_tp_invariant_mode_enabled():
         x = x * dist.get_world_size(tp_group)
@@ -287,12 +287,12 @@ def test_an_invariant_case_passes():
 
 
 def case_at_the_top(tp_group, scale):
-    """Uses this module's own names, which the ranks cannot import."""
+    """Uses names of this module, which the ranks cannot import."""
     return base(tp_group) * scale
 
 
-def test_a_case_at_a_test_files_top_travels(own_pool, monkeypatch, tmp_path):
-    """By value: where the ranks start, in an empty folder, they cannot import this file."""
+def test_a_case_at_the_top_of_a_test_file_can_be_sent(own_pool, monkeypatch, tmp_path):
+    """By value: the ranks start in an empty folder and cannot import this file."""
     rank_pool.discard_pool("cpu")
     monkeypatch.chdir(tmp_path)
     try:
@@ -356,21 +356,21 @@ def test_degrees_that_leave_nothing_to_compare(degrees):
         assert_tp_invariant(base, degrees=degrees)
 
 
-def test_a_case_that_cannot_tell():
+def test_a_case_that_is_equal_with_the_mode_off():
     def case(tp_group):
         return torch.ones(3)
 
     text = (
-        "with the mode off, TP=1, 2 agree too: this case cannot tell invariant from stock; use a larger K or data with "
-        "a wider range of exponents, and check that its layers get tp_group"
+        "with the mode off, TP=1, 2 agree too, so this case proves nothing: use a larger K or data with a wider range "
+        "of exponents, and check that its layers get tp_group"
     )
     with pytest.raises(AssertionError, match=f"^{re.escape(text)}$"):
         assert_tp_invariant(case, degrees=(1, 2))
     assert_tp_invariant(case, degrees=(1, 2), negative_control=False)
 
 
-def test_a_case_that_returns_nothing_proves_nothing():
-    with pytest.raises(AssertionError, match="this case cannot tell invariant from stock"):
+def test_a_case_that_returns_nothing():
+    with pytest.raises(AssertionError, match="the case returns nothing to compare: return outputs, losses"):
         assert_tp_invariant(lambda tp_group: [], degrees=(1, 2))
 
 
@@ -397,7 +397,7 @@ def test_a_case_that_fails_names_its_rank():
 
 
 def test_a_broken_layer_is_caught():
-    """A layer that adds on the wire in the mode: what this library exists to prevent."""
+    """A layer that adds on the wire with the mode on, which is what this library prevents."""
 
     def case(tp_group):
         torch.manual_seed(0)
@@ -425,7 +425,7 @@ SHAPES = ((20, 24, 300),)
 
 
 def depends_on(condition):
-    """A gemm_fn that is the reference, but splits K in two where `condition` says so."""
+    """A gemm_fn that is the reference, but splits K in two if `condition` holds."""
 
     def gemm_fn(a, b, *, bias=None, out_dtype=None):
         if not condition(a, b, bias):
@@ -511,7 +511,7 @@ def test_torchs_own_matmul_is_not_slice_invariant():
 @pytest.mark.parametrize(
     "splits", [lambda m, n, k: k >= 2048 and m * n <= 2**19, lambda m, n, k: k > 2048 and m > 64], ids=["small", "tall"]
 )
-def test_a_split_of_large_k_alone_is_found(splits):
+def test_a_split_of_only_large_k_is_found(splits):
     gemm_fn = depends_on(lambda a, b, bias: splits(a.shape[0], b.shape[1], a.shape[1]))
     assert_slice_invariant(gemm_fn, shapes=SHAPES, dtypes=(torch.float32,), device="cpu")  # too small to show it
     with pytest.raises(AssertionError, match=r"^not slice-invariant for a \(.*\) @ b .*: a\[:1, :\] @ b\[:, :\d+\]"):
@@ -524,7 +524,7 @@ def test_the_reference_passes():
 
 
 def test_a_gemm_fn_that_rounds_before_the_bias_keeps_its_slices():
-    """Slice invariance is not accuracy: this check is about bits alone."""
+    """Slice invariance is not accuracy: this check is about bits only."""
 
     def gemm_fn(a, b, *, bias=None, out_dtype=None):
         c = reference.matmul(a, b, out_dtype=out_dtype)

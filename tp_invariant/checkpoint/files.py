@@ -1,17 +1,17 @@
 """A checkpoint's files, as torch.distributed.checkpoint's storage: safetensors and one JSON index, no pickle.
 
-    index.json                  every tensor's dtype, full shape and boxes, where each box lies; plain values
+    index.json                      every tensor's dtype, full shape and boxes, the file of each box; plain values
     <save>-<rank>-<n>.safetensors   the boxes that a rank wrote
-    save.lock                   while a save is under way: who holds it
+    save.lock                       during a save: the process that holds the lock
 
-Files of one save have names of their own, and replacing index.json is the commit: until then the folder is the old
-checkpoint, from then on the new one. What no index names is left over from a save that did not finish, or from the
-one before, and goes with the next commit.
+Each save writes new files, and replacing index.json is the commit: before it the folder holds the old checkpoint, after
+it the new one. Files that the index does not name are left over from an unfinished save or from the checkpoint before;
+the next commit removes them.
 
-The index holds a SHA-256 of each box's bytes and one of itself, and every data file the random number of its save: a
-bit that flipped, a file of another save and a value that was changed are found before a load writes anything. SHA-256
-since every server's processor has instructions for it (hashlib uses them and lets go of the interpreter's lock, so that
-threads hash side by side); torch.hash_tensor is ten times faster and blind to the order of elements.
+The index holds a SHA-256 of each box's bytes and one of itself, and every data file the random number of its save: so a
+flipped bit, a file of another save and a changed value are found before a load writes anything. SHA-256, because server
+processors have instructions for it (hashlib uses them and releases the interpreter's lock, so that threads hash in
+parallel); torch.hash_tensor is ten times faster, but does not notice another order of elements.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ FORMAT, WITHOUT_DIGESTS = "tp_invariant checkpoint 2", "tp_invariant checkpoint 
 _DATA = re.compile(r"[0-9a-f]{16}-\d{5,}-\d{5,}\.safetensors")
 _LEFT_OVER = re.compile(rf"{_DATA.pattern}|[0-9a-f]{{16}}-{re.escape(INDEX)}|{re.escape(INDEX)}\.new")
 _FILE_BYTES = 2**31  # a file's boxes are copied to the CPU together
-_THREADS = 4  # that hash; one does about 1 GB/s
-_LARGEST = 2**63 - 1  # what torch.Size takes
+_THREADS = 4  # for hashing, each at about 1 GB/s
+_LARGEST = 2**63 - 1  # torch.Size's limit
 
 _logger = logging.getLogger("tp_invariant")
 
@@ -92,16 +92,16 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _regular_file(path: Path) -> Iterator[int]:
-    """A descriptor for reading a file that is one: a link would lead out of the folder, a pipe would never end.
+    """A descriptor for reading a regular file: a link could lead out of the folder, a pipe could block forever.
 
     Raises:
-        ValueError: names what is there instead.
+        ValueError: the path is a link or another kind of file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise ValueError(f"{path} is a symbolic link: a checkpoint holds its files itself") from error
+            raise ValueError(f"{path} is a symbolic link: a checkpoint must contain its files") from error
         raise
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -112,7 +112,7 @@ def _regular_file(path: Path) -> Iterator[int]:
 
 
 def _new_file(path: Path) -> int:
-    """A descriptor for writing a file that was not there, whose mode follows the umask."""
+    """A descriptor for writing a file that must not exist yet; its mode follows the umask."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -124,18 +124,18 @@ def _bytes_digest(tensor: Tensor) -> str:
 
 
 def _index_digest(index: Mapping[str, Any]) -> str:
-    """SHA-256 of an index's content but for the digest itself; not of its layout, so that one may reformat it."""
+    """SHA-256 of an index's content without the digest itself; the JSON text may be reformatted."""
     rest = {key: value for key, value in index.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def box_key(name: str, offsets: Sequence[int]) -> str:
-    """What a box is called in its data file."""
+    """The name of a box in its data file."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
 def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Raises ValueError unless boxes, as (offsets, sizes), make up `shape`: each element in exactly one of them."""
+    """Raises ValueError unless each element of `shape` is in exactly one of the boxes, given as (offsets, sizes)."""
     volume = 0
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
@@ -147,10 +147,10 @@ def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[
         raise ValueError(f"the boxes of {name} do not make up its shape {list(shape)}")
     if not shape or not volume:
         if len(boxes) > 1:
-            raise ValueError(f"{name} {list(shape)} has {len(boxes)} boxes where one holds it")
+            raise ValueError(f"{name} {list(shape)} has {len(boxes)} boxes; it must have one")
         return
-    dim = max(range(len(shape)), key=lambda d: shape[d])  # boxes are compared with those that they meet along this one
-    active: list[tuple[int, int]] = []  # (where it ends, its place in `ordered`)
+    dim = max(range(len(shape)), key=lambda d: shape[d])  # boxes are compared if they overlap along this one
+    active: list[tuple[int, int]] = []  # (the end of a box, its index in `ordered`)
     ordered = sorted(boxes, key=lambda box: box[0][dim])
     for place, (offsets, sizes) in enumerate(ordered):
         del active[: bisect_right(active, (offsets[dim], len(ordered)))]
@@ -166,10 +166,10 @@ def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[
 
 
 class FolderLock:
-    """Keeps two saves out of one folder: the kernel's lock on a file, which ends with the process that holds it.
+    """Prevents two saves into one folder: the kernel's lock on a file, which ends with the process that holds it.
 
-    So what a process that died leaves behind hinders nobody. On NFS the lock holds between hosts unless the mount says
-    `nolock` or `local_lock`; a filesystem that has no locks is said so in the log, and saves go on without.
+    So the lock file of a process that died blocks no later save. On NFS the lock holds between hosts unless the mount
+    has `nolock` or `local_lock`. On a filesystem without locks a warning is logged and the save continues.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -183,20 +183,20 @@ class FolderLock:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with suppress(FileNotFoundError):  # else its last owner took the file away while we came
+                with suppress(FileNotFoundError):  # otherwise its last owner has just removed the file
                     if os.path.samestat(os.fstat(handle), os.lstat(self.path)):
                         self.handle = handle
             except BlockingIOError as error:
-                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "a process that does not say who"
+                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "an unknown process"
                 raise RuntimeError(
-                    f"another save into {folder} is under way, by {holder}: give each job a folder of its own. Ranks "
-                    "of one job save together, with the group of all of them as `group`"
+                    f"another save into {folder} is under way, by {holder}: give each job a folder of its own. The "
+                    "ranks of one job must save together, with the group of all of them as `group`"
                 ) from error
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 _logger.warning(
-                    "the filesystem of %s has no locks (%s): see to it that no two jobs save into one folder",
+                    "the filesystem of %s has no locks (%s): make sure that no two jobs save into one folder",
                     folder,
                     error.strerror,
                 )
@@ -205,7 +205,7 @@ class FolderLock:
                 if self.handle != handle:
                     os.close(handle)
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        with suppress(OSError):  # a full disk, say: it holds without a name as well
+        with suppress(OSError):  # for example a full disk; the lock holds without the name
             os.ftruncate(self.handle, 0)
             os.pwrite(self.handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
@@ -214,7 +214,7 @@ class FolderLock:
             with suppress(OSError):
                 self.path.unlink()
             with suppress(OSError):
-                fcntl.flock(self.handle, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+                fcntl.flock(self.handle, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor too
             os.close(self.handle)
             self.handle = -1
 
@@ -225,7 +225,7 @@ class FolderLock:
 class SafetensorsWriter(StorageWriter):
     """Writes each rank's boxes to files of its own, then, on the coordinator, the index. See the top of the file.
 
-    `close` it at the end, whatever has happened.
+    Call `close` at the end, also after an error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -269,7 +269,7 @@ class SafetensorsWriter(StorageWriter):
                 written.append(path)
                 results += self._write_file(path, save, items, planner)
         except BaseException:
-            for path in written:  # this rank has failed, so that no index will name them: a full disk needs the room
+            for path in written:  # no index will name them, and the disk may be full
                 with suppress(OSError):
                     path.unlink()
             raise
@@ -290,7 +290,7 @@ class SafetensorsWriter(StorageWriter):
         with ThreadPoolExecutor(_THREADS) as threads:
             digests = threads.map(_bytes_digest, boxes.values())
             require_safetensors().torch.save_file(boxes, path, metadata={"format": "pt", "save": save})
-        os.chmod(path, mode)  # safetensors puts a new file in its place, which only its owner may read
+        os.chmod(path, mode)  # safetensors replaces the file by one that only its owner may read
         _sync(path)
         return [
             WriteResult(
@@ -327,7 +327,7 @@ class SafetensorsWriter(StorageWriter):
             with open(_new_file(fresh), "w") as file:
                 json.dump({**index, "digest": _index_digest(index)}, file)
             _sync(fresh)
-            _sync(self.folder)  # the data files' names, before the index that speaks of them
+            _sync(self.folder)  # the data files' names must be on disk before the index
             os.replace(fresh, self.folder / INDEX)
         except BaseException:
             with suppress(OSError):
@@ -337,15 +337,15 @@ class SafetensorsWriter(StorageWriter):
         self._clean(files)
 
     def _clean(self, files: set[str]) -> None:
-        """Takes away what the index does not name."""
+        """Removes data files that the index does not name."""
         for path in self.folder.iterdir():
             if _LEFT_OVER.fullmatch(path.name) and path.name not in files:
-                with suppress(OSError):  # the checkpoint stands; leftovers only take room
+                with suppress(OSError):  # the checkpoint is complete; leftovers only take space
                     path.unlink()
 
 
 def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Runs of items that make a file of about _FILE_BYTES or less."""
+    """Splits items into batches, one for each file, of about _FILE_BYTES or less."""
     batch: list[WriteItem] = []
     size = 0
     for item in items:
@@ -362,7 +362,7 @@ def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 class Place(NamedTuple):
-    """Where a box lies; digest None in checkpoints that have none."""
+    """Where a box is stored; digest is None in checkpoints without digests."""
 
     file: str
     key: str
@@ -372,7 +372,7 @@ class Place(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What a checkpoint holds; storage_data of the metadata are Places. `save` None, as digests, in old ones."""
+    """What a checkpoint holds; the metadata's storage_data are Places. `save` is None if there are no digests."""
 
     metadata: Metadata
     values: dict[str, Any]
@@ -384,13 +384,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
     return found
 
 
 def _require_type(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"{what} is {reprlib.repr(value)}, which is no {kind.__name__}")
+        raise ValueError(f"{what} is {reprlib.repr(value)}, which is not a {kind.__name__}")
     return value
 
 
@@ -411,14 +411,15 @@ def read_index(folder: Path) -> Index:
     """What the checkpoint in a folder holds.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or a save that never finished.
-        ValueError: the index is damaged, or not one that this version reads; names the file and the reason.
+        FileNotFoundError: there is no checkpoint, or only a save that did not finish.
+        ValueError: the index is damaged or of an unknown format; names the file and the reason.
     """
     path = folder / INDEX
     if not os.path.lexists(path):
         if folder.exists() and not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no checkpoint: it is a file, and a checkpoint a folder")
-        what = "holds a save that did not finish" if folder.is_dir() and any(folder.iterdir()) else "is no checkpoint"
+            raise FileNotFoundError(f"{folder} is not a checkpoint: it is a file, and a checkpoint is a folder")
+        unfinished = folder.is_dir() and any(folder.iterdir())
+        what = "holds a save that did not finish" if unfinished else "is not a checkpoint"
         raise FileNotFoundError(f"{folder} {what}: there is no {INDEX} in it")
     try:
         with _regular_file(path) as handle, open(handle, "rb", closefd=False) as file:
@@ -438,7 +439,7 @@ def _checked_index(index: Any, digest: str) -> Index:
     save: str | None = None
     if found == FORMAT:
         if _index_digest(index) != index.get("digest"):
-            raise ValueError("it is not what was saved: it does not have the digest that it holds")
+            raise ValueError("it is not what was saved: its content does not have its digest")
         save = _field(index, "save", str, "the index")
     values = _field(index, "values", dict, "the index")
     _field(values, "extra", dict, "values")
@@ -450,7 +451,7 @@ def _checked_index(index: Any, digest: str) -> Index:
     for name, entry in entries.items():
         shape, dtype = _lengths(entry, "shape", name), getattr(torch, _field(entry, "dtype", str, name), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"the dtype of {name} is {reprlib.repr(entry['dtype'])}, which torch has not")
+            raise ValueError(f"the dtype of {name} is {reprlib.repr(entry['dtype'])}, which is not a dtype of torch")
         chunks = []
         for box in _field(entry, "boxes", list, name):
             offsets, sizes = _lengths(box, "offsets", f"a box of {name}"), _lengths(box, "sizes", f"a box of {name}")
@@ -473,24 +474,24 @@ def _place(
     what = f"a box of {name}"
     file, key = _field(box, "file", str, what), _field(box, "key", str, what)
     if not _DATA.fullmatch(file):
-        raise ValueError(f"{name} lies in {reprlib.repr(file)}, which is no name of a data file")
+        raise ValueError(f"{name} is in {reprlib.repr(file)}, which is not the name of a data file")
     owner, at, _ = key.rpartition("@")
     right = bool(at) and box_key(owner, offsets) == key
-    if right and owner != name:  # of tied names one is written, and the others have the same boxes
+    if right and owner != name:  # only one of several tied names is written, and the others have its boxes
         right = owner.startswith("model.") and name.startswith("model.") and entries.get(owner) == entries[name]
     if not right:
-        raise ValueError(f"the box at {list(offsets)} of {name} is said to be {reprlib.repr(key)}, which it cannot be")
+        raise ValueError(f"the box at {list(offsets)} of {name} has the key {reprlib.repr(key)} of another box")
     digest = None if save is None else _field(box, "digest", str, what)
     return Place(file, key, sizes, dtype, digest)
 
 
 class SafetensorsReader(StorageReader):
-    """Reads of each file only the slices that this rank's boxes need, once all ranks have checked what they will read.
+    """Reads only the slices that this rank's boxes need, after all ranks have checked what they will read.
 
-    A digest is that of a whole box, so a rank that needs a slice reads the box once more than it copies from it. Boxes
-    are cut into blocks of rows (plan.py), so that this is little where another degree cuts rows, and the
-    whole tensor where it cuts columns. Files stay open from the check to the copy: what a save that follows takes away
-    is still there. Nothing is kept in memory in between.
+    A digest is of a whole box, so a rank that needs a slice must read the whole box to check it. Boxes are cut into
+    blocks of rows (plan.py): a degree that cuts rows reads little more than it needs, and one that cuts columns the
+    whole tensor. Files stay open from the check to the copy, so that a later save may remove them. Nothing is kept in
+    memory in between.
     """
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -509,7 +510,7 @@ class SafetensorsReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Checks all that this rank will read, before any rank writes: they exchange plans next, or errors."""
+        """Checks all that this rank will read, before any rank writes: next, the ranks exchange plans or errors."""
         places = {self.index.metadata.storage_data[item.storage_index] for item in plan.items}
         for place in places:
             self._open(place.file)
@@ -531,7 +532,7 @@ class SafetensorsReader(StorageReader):
                 planner.resolve_tensor(item).copy_(tensor)
             except Exception as error:
                 raise RuntimeError(
-                    f"{self.folder / place.file}: {error}. This rank's model holds a part of the checkpoint now"
+                    f"{self.folder / place.file}: {error}. This rank's model is now partly loaded"
                 ) from error
         return _done(None)
 
@@ -544,16 +545,16 @@ class SafetensorsReader(StorageReader):
                 data = require_safetensors().safe_open(f"/dev/fd/{handle}", framework="pt")
             metadata = data.metadata()
         except FileNotFoundError as error:
-            raise ValueError(f"{path} is not there, and {INDEX} names it") from error
+            raise ValueError(f"{path} does not exist, but {INDEX} names it") from error
         except Exception as error:
             reason = str(error)
             raise ValueError(reason if str(path) in reason else f"{path} cannot be read: {reason}") from error
         if self.index.save is not None and (metadata or {}).get("save") != self.index.save:
-            raise ValueError(f"{path} is not of the save that {INDEX} speaks of, {self.index.save}")
+            raise ValueError(f"{path} is not of the save that {INDEX} names, {self.index.save}")
         self.files[file] = data
 
     def _box(self, place: Place) -> Tensor:
-        """The box, in the file's memory map: read when it is used."""
+        """The box in the file's memory map, which is read on use."""
         path = self.folder / place.file
         try:
             tensor = self.files[place.file].get_tensor(place.key)

@@ -1,4 +1,4 @@
-"""Full optimizer state: as the unsharded model's optimizer would have it, by parameter name, and back."""
+"""Full optimizer state, by parameter name, as the unsharded model's optimizer would have it; and loading it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """{"class": .., "state": {parameter name: {key: full tensor or value}}, "param_groups": [..]}, as without sharding.
 
-    State tensors of the parameter's shape are sharded as it is, scalars such as `step` are whole. param_groups hold
-    names in place of parameters, "class" is the optimizer's name. Options as for `full_state_dict`. A collective.
+    State tensors of the parameter's shape are sharded like it; scalars such as `step` are whole. param_groups hold
+    names instead of parameters, "class" is the optimizer's name. Options as for `full_state_dict`. A collective.
 
     Raises:
         ValueError: a state tensor of another shape (Adafactor), or an optimizer of another model.
-        RuntimeError: as `full_state_dict`, of the optimizer's state.
+        RuntimeError: as for `full_state_dict`, about the optimizer's state.
     """
     group = model_group(model)
     groups, state = run_on_all_ranks(
@@ -51,13 +51,13 @@ def full_optimizer_state_dict(
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Takes this rank's part of what `full_optimizer_state_dict` gave, at any degree. Replaces all state there is.
+    """Loads this rank's part of a `full_optimizer_state_dict`, taken at any degree, and replaces all state.
 
     The optimizer's hyperparameters become the saved ones, also where they differ (a schedule's learning rate).
 
     Raises:
         ValueError: on every rank, before anything is changed: other parameters in the groups, another optimizer,
-            options that give the state another meaning (amsgrad, say), or shapes that are not the parameters'.
+            options that give the state another meaning (such as amsgrad), or shapes that are not the parameters'.
     """
 
     def local_state() -> dict[str, dict[str, Any]]:
@@ -102,7 +102,7 @@ def install_optimizer_state(
     groups: Iterable[Mapping[str, Any]],
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Puts loaded groups and this rank's state tensors in place, dtypes as they are.
+    """Installs loaded groups and this rank's state tensors, with their dtypes.
 
     Optimizer.load_state_dict would cast floating-point state to the parameter's dtype, and lose bits.
     """
@@ -119,7 +119,7 @@ def install_optimizer_state(
             values = {k: v.tensor if isinstance(v, Entry) else v for k, v in state[names[id(parameter)]].items()}
             if is_dtensor(parameter):
                 values = {k: _like_parameter(v, parameter) for k, v in values.items()}
-            if group.get("capturable") or group.get("fused"):  # torch wants `step` on the device then
+            if group.get("capturable") or group.get("fused"):  # torch then requires `step` on the device
                 values = {k: v.to(parameter.device) if isinstance(v, Tensor) else v for k, v in values.items()}
             optimizer.state[parameter] = values
 
@@ -145,8 +145,8 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
         foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if foreign:
             raise ValueError(
-                f"param_groups[{index}] holds {len(foreign)} tensors that are no parameters of the model, the first "
-                f"of shape {foreign[0]}: pass the model that the optimizer was made for"
+                f"param_groups[{index}] holds {len(foreign)} tensors that are not parameters of the model, the "
+                f"first of shape {foreign[0]}: pass the model that the optimizer was made for"
             )
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
     return groups
@@ -155,7 +155,7 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
 def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state by parameter name: an Entry for each tensor, other values as they are.
 
-    State of parameters that have left the optimizer's groups (someone froze them, say) is left out.
+    State of parameters that are no longer in the optimizer's groups (frozen ones) is left out.
 
     Raises:
         ValueError: a state tensor that has neither its parameter's shape nor a single element, or tensors in a list;
@@ -170,8 +170,8 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, (Mapping, list, tuple)) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
                 raise ValueError(
-                    f"the optimizer's state {key!r} of {name} is a {type(value).__name__} of tensors, which do not say "
-                    f"how they are sharded, so {type(optimizer).__name__} is not supported; use AdamW, say"
+                    f"the optimizer's state {key!r} of {name} is a {type(value).__name__} of tensors, whose sharding "
+                    f"is not known, so {type(optimizer).__name__} is not supported: use for example AdamW"
                 )
             if isinstance(value, Tensor):
                 like = value.shape == parameter.shape
@@ -180,26 +180,26 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
                     raise ValueError(
                         f"the optimizer's state {key!r} of {name} has shape {tuple(value.tensor.shape)}: only tensors "
                         f"of the parameter's own shape {tuple(parameter.shape)} and scalars can be resharded, so "
-                        f"{type(optimizer).__name__} is not supported; use AdamW, say"
+                        f"{type(optimizer).__name__} is not supported: use for example AdamW"
                     )
             result.setdefault(name, {})[key] = value
     return result
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], source: str) -> None:
-    """Whether a saved state is one for this optimizer.
+    """Raises unless a saved state fits this optimizer.
 
     Args:
         saved: {"class": its name, None or absent in states that have none, "groups": [..], "state": {name: {key: ..}}}.
 
     Raises:
-        ValueError: not of that form; an optimizer of another class; other parameters in the groups; options that differ
-            and give the state another meaning: those that are on or off (amsgrad, maximize, nesterov, centered), and
-            momentum where only one has any. Names all.
+        ValueError: another form; an optimizer of another class; other parameters in the groups; options that differ and
+            give the state another meaning: those that are on or off (amsgrad, maximize, nesterov, centered), and
+            momentum if only one of the two has it. Names all differences.
     """
     theirs, state, kind = saved.get("groups"), saved.get("state"), saved.get("class")
     if not _are_groups(theirs) or not (kind is None or isinstance(kind, str)) or not isinstance(state, Mapping):
-        raise ValueError(f"the {source} has no optimizer's state: it is {reprlib.repr(dict(saved))}")
+        raise ValueError(f"the {source} has no optimizer state: it is {reprlib.repr(dict(saved))}")
     assert isinstance(theirs, list)
     if strange := [name for name, values in state.items() if not _has_str_keys(values)]:
         raise ValueError(f"the {source} has a state of {strange[0]} that is {reprlib.repr(state[strange[0]])}")
@@ -216,7 +216,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
         elif len(other["params"]) != len(mine["params"]):
             problems.append(f"{where} names a parameter twice")
         if kind is None and mine.keys() - other.keys() and other.keys() - mine.keys() - {"initial_lr"}:
-            # one version of torch knows more options than another; only another class has others as well
+            # another version of torch has more options or fewer; another class has some more and some fewer
             lacks, has = sorted(mine.keys() - other.keys()), sorted(other.keys() - mine.keys())
             problems.append(f"{where} has the options {', '.join(has)} and lacks {', '.join(lacks)}")
         for key in sorted(mine.keys() & other.keys() - _HOW - {"params"}):
@@ -243,7 +243,7 @@ def _are_groups(value: Any) -> bool:
 
 
 def _same_meaning(key: str, mine: Any, theirs: Any) -> bool:
-    """Whether a state that was made with an option of one value goes on with another's optimizer."""
+    """Whether a state made with one value of an option has the same meaning with the other value."""
     if isinstance(mine, bool) or isinstance(theirs, bool):
         return mine is theirs
     numbers = int, float, Tensor, Entry

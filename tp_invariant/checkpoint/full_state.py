@@ -1,10 +1,10 @@
 """Full state dicts: those of the unsharded model, and loading them; full_optimizer_state.py has the optimizer's.
 
-Full tensors do not depend on the degree, so any degree can load what another one has saved. One tensor at a time is
-gathered. Still the whole model passes through each rank's memory: save_load.py writes shards instead.
+Full tensors do not depend on the degree, so any degree can load what another one has saved. They are gathered one at a
+time, but the whole model passes through each rank's memory; save_load.py writes shards instead.
 
-Tensors that several ranks hold (a replicated parameter, a buffer) are first compared by 64-bit hashes, because only one
-rank's is used, and if they differ it is not known which is right. This costs a pass over these tensors and one gather.
+Replicated tensors (parameters, buffers) are first compared by 64-bit hashes, because only one rank's copy is used, and
+if copies differ it is not known which is right. This costs a pass over these tensors and one gather.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WHOLE = ShardSpec(Group(None, 0, 1), None, 1)
 _SHOWN = 5
-_ERRORS = {error.__name__: error for error in (ValueError, TypeError)}  # that stay what they are on all ranks
+_ERRORS = {error.__name__: error for error in (ValueError, TypeError)}  # error_of_ranks keeps these types
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as this rank holds it and how it is sharded."""
+    """This rank's part of a tensor, and how the tensor is sharded."""
 
     tensor: Tensor
     spec: ShardSpec
@@ -53,7 +53,7 @@ class Entry:
         return torch.Size(shape)
 
     def pieces(self) -> list[tuple[torch.Size, Tensor]]:
-        """(offsets in the full tensor, view of this rank's tensor) of each box of it: partition_stride boxes."""
+        """(offsets in the full tensor, view of this rank's tensor) of each box; there are partition_stride boxes."""
         spec, local = self.spec, self.tensor.detach()
         if spec.dim is None:
             return [(torch.Size([0] * local.dim()), local)]
@@ -63,7 +63,7 @@ class Entry:
         for piece in piece_sizes(total, spec.stride if world > 1 else 1, world):
             width, offsets = piece // world, [0] * local.dim()
             offsets[spec.dim] = before + spec.group.rank * width
-            size = min(width, self.full_shape[spec.dim] - offsets[spec.dim])  # less where the rest is padding
+            size = min(width, self.full_shape[spec.dim] - offsets[spec.dim])  # less if the rest is padding
             if size > 0:
                 boxes.append((torch.Size(offsets), local.narrow(spec.dim, here, size)))
             here, before = here + width, before + piece
@@ -81,12 +81,12 @@ class IncompatibleKeys(NamedTuple):
 
 
 def model_group(model: nn.Module) -> Group:
-    """The tensor-parallel group of a model's layers; one of size 1 where none is sharded.
+    """The tensor-parallel group of a model's layers; one of size 1 if no layer is sharded.
 
-    Of layers with different groups (TP=4 and TP=2, say) it is the one that holds the ranks of all the others.
+    If layers have different groups (TP=4 and TP=2), it is the group that contains the ranks of all others.
 
     Raises:
-        ValueError: layers with different groups, none of which holds the ranks of all; names a layer of each.
+        ValueError: layers have different groups, and none contains the ranks of all; names a layer of each.
     """
     groups: dict[int, tuple[str, Group]] = {}
     for name, _, spec in named_shard_specs(model):
@@ -106,11 +106,11 @@ def model_group(model: nn.Module) -> Group:
 
 
 def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
-    """How each parameter of the model is sharded, by its id: a layer that shards it knows more than a plain module.
+    """How each parameter of the model is sharded, by id(parameter); a layer that shards it decides, not a plain module.
 
     Raises:
-        ValueError: two layers shard one parameter in different ways, or it is not known how one is sharded: torch's
-            parametrizations, weight_norm and pruning put others in its place. Names it.
+        ValueError: names a parameter that two layers shard in different ways, or whose sharding is not known because
+            torch's parametrizations, weight_norm or pruning have replaced it.
     """
     found: dict[int, tuple[str, ShardSpec]] = {}
     for name, parameter, spec in named_shard_specs(model):
@@ -118,7 +118,7 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
         if known == spec or spec.dim is None:
             continue
         if known.dim is None or known == replace(spec, padding=known.padding):
-            # a table of ids knows its padding, what is tied to it does not
+            # an embedding knows its padding, a layer that is tied to it does not
             found[id(parameter)] = name, replace(spec, padding=max(spec.padding, known.padding))
         elif spec.group.size > 1 or known.group.size > 1:
             raise ValueError(f"{first} and {name} are one parameter, and their layers shard it in different ways")
@@ -129,14 +129,14 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
                     spec = module.shard_spec(key)
                     if spec.dim is not None and spec.group.size > 1:
                         raise ValueError(
-                            f"{prefix}{'.' if prefix else ''}{key} is sharded and no parameter of its "
-                            f"{type(module).__name__}: what torch.nn.utils (parametrize, prune) puts in its "
-                            "place does not say how it is sharded. Remove it first, or have the layer whole"
+                            f"{prefix}{'.' if prefix else ''}{key} is sharded, but not a parameter of its "
+                            f"{type(module).__name__}: torch.nn.utils (parametrize, prune) has replaced it by a tensor "
+                            "whose sharding is not known. Undo that first, or do not shard the layer"
                         )
     for name, parameter in model.named_parameters():
         lost = getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "tp_group", None) is not None
         if lost and id(parameter) in found and found[id(parameter)][1].dim is None:
-            raise ValueError(f"{name} says that it is sharded, and the layer that shards it is not in the model")
+            raise ValueError(f"{name} is marked as sharded, but the layer that shards it is not in the model")
     return {key: spec for key, (_, spec) in found.items()}
 
 
@@ -144,15 +144,16 @@ def check_dense(name: str, tensor: Tensor) -> None:
     """Raises TypeError for a tensor of another kind."""
     if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
         kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
-        raise TypeError(f"{name} is a {kind} tensor: only dense plain ones are supported")
+        raise TypeError(f"{name} is a {kind} tensor: only dense plain tensors are supported")
 
 
 def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict, buffers included, with how each tensor is sharded.
 
     Raises:
-        TypeError: something else than plain tensors in it, and the DTensors of this library's layers and `replicate_`.
-        ValueError: see `tensor_specs`; or a sharded parameter that the state dict lacks.
+        TypeError: the state dict has other values than plain tensors and DTensors of this library's layers and
+            `replicate_`.
+        ValueError: see `tensor_specs`; or the state dict lacks a sharded parameter.
     """
     specs = tensor_specs(model)
     state = model.state_dict(keep_vars=True)
@@ -175,8 +176,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
         spec = specs[id(parameter)]
         if id(parameter) not in held and spec.dim is not None and spec.group.size > 1:
             raise ValueError(
-                f"the model's state dict has something else in place of {name}, which is sharded (a hook's doing?), "
-                "and does not say how it is"
+                f"the model's state dict has another tensor in place of {name}, which is sharded: remove the state "
+                "dict hook that replaces it, because the sharding of its result is not known"
             )
     return {name: Entry(local_of(tensor), specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
 
@@ -195,8 +196,8 @@ def run_on_all_ranks(group: Group, what: str, step: Callable[[], T]) -> T:
     """step() on every rank; if it fails on one rank, every rank raises an error, so that none waits for another.
 
     Raises:
-        RuntimeError: names the ranks and their errors; a ValueError or TypeError where all that failed had one. Where
-            all ranks have the same error, that error itself; KeyboardInterrupt and SystemExit where they came.
+        RuntimeError: names the ranks and their errors; a ValueError or TypeError if all errors are of that type. If all
+            ranks have the same error, that error; KeyboardInterrupt and SystemExit on the ranks that got them.
     """
     failure: BaseException | None = None
     result: Any = None
@@ -222,7 +223,7 @@ def error_of_ranks(what: str, found: Mapping[int, tuple[str, str]], group: Group
 
 
 def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> None:
-    """Compares what several ranks of the group hold alike: whole tensors, and shards of smaller groups. A collective.
+    """Compares the ranks' copies of whole tensors, and of shards of smaller groups than `group`. A collective.
 
     Raises:
         RuntimeError: the same on every rank; names the tensors that differ, in dtype, shape, degree or bytes, or that
@@ -236,7 +237,7 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
         sharded = spec.dim is not None and spec.group.size > 1
         kind = f"{entry.tensor.dtype} {tuple(entry.full_shape)}"
         part = f"part {spec.group.rank} of {spec.group.size} of " if sharded else ""
-        alike = not sharded or spec.group.size != group.size  # else each part is on one rank alone
+        alike = not sharded or spec.group.size != group.size  # otherwise each part is on one rank only
         value = tuple(int(tensor_hash(view)) for _, view in entry.pieces()) if alike else None
         own[name] = (f"{kind} in {spec.group.size} parts" if sharded else kind), part, value
     everyone = gather_objects(own, group)
@@ -253,16 +254,16 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise RuntimeError(
-            f"{what}: the {group.size} ranks differ in what they should hold alike. For weights see that all ranks "
-            "start from the same and get the same gradients; for statistics of each rank's own data, save one replica, "
-            "or give all ranks one value first:\n" + "\n".join(problems[:_SHOWN]) + more
+            f"{what}: the {group.size} ranks hold different copies of replicated tensors. Weights: start all ranks "
+            "from the same weights and give them the same gradients. Statistics of each rank's own data: save one "
+            "replica, or make them equal first:\n" + "\n".join(problems[:_SHOWN]) + more
         )
 
 
 def check_match(
     entries: Mapping[str, Entry], found: Mapping[str, tuple[torch.Size, torch.dtype]], *, strict: bool, source: str
 ) -> IncompatibleKeys:
-    """Compares the model's entries with what a source has to offer.
+    """Compares the model's entries with the tensors of a source.
 
     Raises:
         ValueError: one error that names every key that is missing, unexpected (with strict), or of another shape or
@@ -300,14 +301,13 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     weights neither, so that `safetensors.torch.save_file` takes them.
 
     Args:
-        rank0_only: {} on other ranks than the group's first.
+        rank0_only: return {} on all ranks but the group's first.
         cpu_offload: move each tensor to the CPU as soon as it is gathered.
 
     Raises:
-        ValueError: layers of tp_groups none of which has all ranks; a parameter of which it is not known how it is
-            sharded.
-        TypeError: something else than dense tensors in the state dict.
-        RuntimeError: on every rank: ranks that hold different whole parameters or buffers; names them.
+        ValueError: no tp_group of the layers contains all ranks; a parameter whose sharding is not known.
+        TypeError: the state dict has other values than dense tensors.
+        RuntimeError: on every rank, if the copies of a replicated parameter or buffer differ; names them.
     """
     group = model_group(model)
     entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model))
@@ -321,7 +321,7 @@ def gather_entries(
     if group.size > 1:
         names = hashlib.sha256(repr(list(entries)).encode()).hexdigest()[:12]
         devices = (entry.tensor.device for entry in entries.values())
-        # not that of `step` and its like, which is out of NCCL's reach
+        # not the device of scalars such as `step`: NCCL cannot use the CPU
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         check_agreement({"what is in the state dict": f"{len(entries)} tensors, {names}"}, group, device, set())
         check_replicas("gathering full tensors", entries, group)
@@ -340,8 +340,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
     """Copies this rank's part of each full tensor into the model. Every rank needs the whole `state_dict`.
 
     Args:
-        state_dict: as `full_state_dict` or an unsharded model's `state_dict()` gives it, at any degree. Of tied names
-            one is enough, as Hugging Face saves them.
+        state_dict: from `full_state_dict` at any degree, or an unsharded model's `state_dict()`. One of several tied
+            names is enough, as Hugging Face saves them.
         strict: whether missing and unexpected keys are an error.
 
     Returns:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from .files import check_boxes
 from .full_state import Entry
 
-# What is read to check a digest, so what another degree reads more than it keeps: rows of large boxes are cut in blocks
+# Large boxes are cut into blocks of rows of this size, because a rank must read a whole block to check its digest.
 _BLOCK_BYTES = 2**26
 
 
@@ -31,7 +31,7 @@ def _boxes(entries: Mapping[str, Entry]) -> dict[tuple[str, Size], Tensor]:
 
 
 def _blocks(offsets: Size, view: Tensor) -> Iterator[tuple[Size, Tensor]]:
-    """A box as runs of its rows of about _BLOCK_BYTES or less."""
+    """Cuts a box into blocks of rows of about _BLOCK_BYTES or less."""
     size = view.numel() * view.element_size()
     rows = view.shape[0] if view.dim() else 1
     step = max(1, rows * _BLOCK_BYTES // max(1, size))
@@ -43,7 +43,7 @@ def _blocks(offsets: Size, view: Tensor) -> Iterator[tuple[Size, Tensor]]:
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Offers every box that this rank holds; what several ranks offer is written by the one with the least to write."""
+    """Offers every box that this rank holds; of several ranks that offer a box, that with the least to write writes."""
 
     def __init__(self, entries: Mapping[str, Entry], aliases: Mapping[str, str], values: Any) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -78,7 +78,7 @@ class BoxSavePlanner(DefaultSavePlanner):
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Asks for the boxes that this rank holds, wherever the boxes that were saved lie."""
+    """Requests the boxes that this rank holds, however the saved boxes were cut."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

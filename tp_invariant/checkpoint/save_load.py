@@ -1,8 +1,8 @@
-"""Checkpoints of shards, which any degree writes and any degree reads: `save(path, model)`, `load(path, model)`.
+"""Sharded checkpoints, which any degree writes and any degree reads: `save(path, model)`, `load(path, model)`.
 
-torch.distributed.checkpoint plans, drops what several ranks hold alike, and carries one rank's failure to all; its
-planners are told here which boxes of a full tensor a rank holds (several for a gated layer, which no DTensor placement
-says), and its storage is ours, since torch's own pickles.
+torch.distributed.checkpoint makes the plans, writes replicated tensors once and reports one rank's failure to all. Its
+planners get from here the boxes of a full tensor that a rank holds: several for a gated layer, which no DTensor
+placement can express. Its storage is files.py, because torch's own pickles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .files import Index, SafetensorsReader
 
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
-_DEPTH = 100  # of nests of values
+_DEPTH = 100  # of nested values
 _logger = logging.getLogger("tp_invariant")
 
 
@@ -65,23 +65,23 @@ def save(
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | DeviceMesh | Group | None = None,
 ) -> None:
-    """Writes a checkpoint to the folder `path`, each rank its own shards; what all hold alike is written once.
+    """Writes a checkpoint to the folder `path`, each rank its own shards; replicated tensors are written once.
 
-    Replaces a checkpoint that is there, in one step at the very end: a crash before that leaves the old one as it was.
+    An existing checkpoint is replaced in one step at the very end; a crash before that leaves it unchanged.
     A collective; the folder must be on a filesystem that all ranks share. Files' modes follow the umask.
 
     Args:
-        optimizer: its state and param_groups go with the model.
-        extra: rank 0's; a nest of dicts, lists, tuples, numbers, strings, None and tensors (a step count, RNG states).
+        optimizer: its state and param_groups are saved too.
+        extra: rank 0's is saved: nested dicts, lists, tuples, numbers, strings, None, tensors (a step, RNG states).
         group: the ranks that call; None for the model's own tp_group. With data parallelism give the group of all
             ranks, or call it on one replica.
 
     Raises:
-        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter of which it
-            is not known how it is sharded; layers of tp_groups none of which has all ranks, without `group`.
-        TypeError: something in `extra`, param_groups or the state dict that has no place in a checkpoint.
-        RuntimeError: on every rank: some rank failed, which it names; ranks hold different whole parameters, buffers or
-            param_groups; another save into the folder is under way.
+        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter whose
+            sharding is not known; without `group`, no tp_group of the layers contains all ranks.
+        TypeError: `extra`, param_groups or the state dict has a value that a checkpoint cannot store.
+        RuntimeError: on every rank: names a rank that failed; copies of replicated parameters, buffers or param_groups
+            differ; another save into the folder is under way.
         KeyboardInterrupt, SystemExit: on the rank that got it; a RuntimeError on the others.
         ImportError: safetensors is not installed.
     """
@@ -140,12 +140,12 @@ def load(
         The `extra` that was saved; its tensors on the CPU.
 
     Raises:
-        FileNotFoundError: no checkpoint there.
+        FileNotFoundError: there is no checkpoint.
         ValueError: on every rank, before anything is written: keys, shapes or dtypes that are not the model's (one
             error names all); other parameters in the optimizer's groups, another optimizer, or options that give its
-            state another meaning (amsgrad, say); no optimizer in the checkpoint; files that are damaged, of another
-            save, or no regular files: names the file and the reason.
-        RuntimeError: on every rank, where some rank failed in another way; it says so if a model is partly loaded.
+            state another meaning (such as amsgrad); no optimizer in the checkpoint; files that are damaged, of another
+            save, or not regular files: names the file and the reason.
+        RuntimeError: on every rank, if a rank failed in another way; says so if a model is partly loaded.
         KeyboardInterrupt, SystemExit: as for `save`.
         ImportError: safetensors is not installed.
     """
@@ -192,7 +192,7 @@ def load(
         try:
             values = _unpack(values, target, tensors)
             if lost := [name for name in saved if name not in tensors and not name.startswith(skipped)]:
-                raise ValueError(f"it holds tensors that have no place in its values: {', '.join(sorted(lost)[:5])}")
+                raise ValueError(f"it holds tensors that its values do not refer to: {', '.join(sorted(lost)[:5])}")
         except ValueError as error:
             raise ValueError(f"{folder / INDEX}: {error}") from None
         return reader, tensors, values
@@ -204,7 +204,7 @@ def load(
         )
     if reader.index.save is None and ranks.rank == 0:
         _logger.warning(
-            "the checkpoint %s has no digests, as written before: damage to its data would not show", folder
+            "the checkpoint %s has no digests, as of an older version: damage to its data goes unnoticed", folder
         )
     _run(dcp.load, ranks, what, storage_reader=reader, planner=BoxLoadPlanner(tensors))
     loaded = tree_map_only(Entry, lambda entry: entry.tensor, values)
@@ -214,7 +214,7 @@ def load(
 
 
 def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) -> None:
-    """Calls torch.distributed.checkpoint; its exception, which is no Exception, becomes one that names the ranks."""
+    """Calls torch.distributed.checkpoint; its CheckpointException becomes an Exception that names the ranks."""
     from torch.distributed.checkpoint import CheckpointException
 
     with warnings.catch_warnings():
@@ -223,7 +223,7 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
             call({}, process_group=ranks.process_group, no_dist=ranks.size == 1, **arguments)
         except CheckpointException as error:
             own, _ = error.failures.get(ranks.rank, (None, None))
-            if isinstance(own, (KeyboardInterrupt, SystemExit)):  # who asks this process to end is no failed write
+            if isinstance(own, (KeyboardInterrupt, SystemExit)):  # a request to end the process
                 raise own from None
             causes = {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
             raise error_of_ranks(what, causes, ranks) from None
@@ -232,7 +232,7 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
 
 
 def _contents(index: Index, name: str) -> list[tuple]:
-    """A tensor's boxes by what they hold, or by where they lie in a checkpoint without digests."""
+    """A tensor's boxes with their digests, or with their places in a checkpoint without digests."""
     return sorted(
         (tuple(box.offset), tuple(place.sizes), place.digest or (place.file, place.key))
         for box, place in index.metadata.storage_data.items()
@@ -241,7 +241,7 @@ def _contents(index: Index, name: str) -> list[tuple]:
 
 
 def _check_storable(tensors: Mapping[str, Entry], safetensors: Any) -> None:
-    """Raises ValueError or TypeError for a tensor without values, or of a kind that has no place in a file."""
+    """Raises ValueError for a tensor without values and TypeError for one that safetensors cannot store."""
     known: set[torch.dtype] = set()
     for name, entry in tensors.items():
         tensor = entry.tensor
@@ -263,7 +263,7 @@ def _check_alike(what: str, values: Any, ranks: Group) -> None:
         return
     for name, found in gather_differences(own, ranks).items():
         named = format_values(found)
-        raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which should be alike: {named}")
+        raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which must be equal: {named}")
 
 
 # --- nests of values, and tensors in them ---------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> Any:
-    """`value` as JSON takes it; tensors go to `tensors` under names made of their paths, marks stand in their place."""
+    """`value` for JSON: marks replace the tensors, which go to `tensors` under names made from their paths."""
     if depth > _DEPTH:
         raise ValueError(f"{name.partition('.')[0]} is nested too deep, or holds itself: {_DEPTH} levels are allowed")
     if isinstance(value, Tensor):
@@ -303,7 +303,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> A
 
 
 def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str, Entry], path: tuple = ()) -> Any:
-    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which goes to `tensors` as well.
+    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which is also added to `tensors`.
 
     Raises:
         ValueError: values nested too deep; a mark of another form, or one that names another place's tensor.
@@ -321,5 +321,5 @@ def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str
     if value.keys() == {_TUPLE} and isinstance(value[_TUPLE], list):
         return tuple(_unpack(value[_TUPLE], target, tensors, path))
     if _TENSOR in value or _TUPLE in value:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, which stands neither for a tuple nor for its own tensor")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which marks neither a tuple nor its own tensor")
     return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}

@@ -1,12 +1,11 @@
-"""The settings that decide whether a run gives the same bits again: one row each, what it does and what it costs.
+"""The settings that decide whether a run gives the same bits again: what each one does and what it costs.
 
 Profiles:
     repeat   the same program on the same machine gives the same bits again
-    wire     code outside this library that adds in collectives (NCCL's sums) adds in one order, whatever the size of
-             the message; this library's own collectives only move bytes and need none of it
-    vllm     besides `wire`, what vLLM sets under VLLM_BATCH_INVARIANT=1 and torchtitan sets to match it, as far as a
-             trainer has it too: for one that must agree with such a server. Not its choice of cuBLASLt, which the GEMMs
-             of this library do without
+    wire     collectives of other code that add (NCCL's all-reduce) add in one order, whatever the size of the message;
+             this library's own collectives only move bytes and do not need it
+    vllm     `wire`, and what vLLM sets under VLLM_BATCH_INVARIANT=1 and torchtitan sets to match it: for a trainer that
+             must agree with such a server. Without vLLM's choice of cuBLASLt, which this library's GEMMs do not use
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Setting:
 
     where      "env" or "torch"
     value      what determinism.enable sets
-    accepted   other values that serve as well and are left alone
-    default    what torch starts with: anything else that is not accepted is the user's own
+    accepted   other values that are as good, and are not replaced
+    default    torch's initial value: any other value that is not accepted was set by the user
     started    the library that reads the setting once, when it starts ("CUDA", "NCCL"); None if it is read at every use
     keep       () -> a function that restores the current state; None if it is enough to write the value that was read
     """
@@ -66,9 +65,9 @@ _seen: set[str] = set()
 
 
 def has_started(what: str) -> bool:
-    """Whether CUDA has a context in this process, or NCCL may have a communicator, or had one when this looked.
+    """Whether CUDA has a context in this process, or NCCL may have a communicator or had one at an earlier call.
 
-    NCCL keeps what it has read for later communicators. One that came and went between two looks is not noticed.
+    NCCL keeps what it has read for later communicators. One that was created and destroyed between calls is missed.
     """
     if what == "CUDA":
         return torch.cuda.is_initialized()
@@ -109,12 +108,12 @@ def _env(
 
 
 def _attribute(path: str, value: Any, default: Any, why: str, cost: str, profiles: tuple[str, ...]) -> Setting:
-    """A row for an attribute of a torch module, "torch.backends.cudnn.benchmark" say."""
+    """A row for an attribute of a torch module, for example "torch.backends.cudnn.benchmark"."""
     module, _, attribute = path.removeprefix("torch.").rpartition(".")
 
     def owner() -> Any:
         if module.startswith("_inductor"):
-            import_module("torch._inductor.config")  # slow, so only when asked
+            import_module("torch._inductor.config")  # slow to import
         found: Any = torch
         for part in module.split("."):
             found = getattr(found, part)
@@ -152,12 +151,12 @@ def _reduced(dtype: str) -> tuple[Setting, Setting]:
     path = "torch.backends.cuda.matmul."
     return (
         Setting(
-            path + name, "torch", False, "cuBLAS may add the parts of a product in 16 bits, as it thinks fit by shape",
+            path + name, "torch", False, "cuBLAS may add the parts of a product in 16 bits, depending on the shape",
             "products with a long K and few tiles are somewhat slower", ("repeat", "vllm"), default=True,
             read=lambda: getattr(matmul, name), write=lambda new: write(new, getattr(matmul, split_k)),
         ),
         Setting(
-            path + split_k, "torch", False, "cuBLAS splits K by the shape, and so by the batch, and adds the parts",
+            path + split_k, "torch", False, "cuBLAS may split K, depending on the shape and so on the batch",
             "products with a long K and few tiles are several times slower", ("vllm",), default=True,
             read=lambda: getattr(matmul, split_k), write=lambda new: write(getattr(matmul, name), new),
         ),
@@ -165,9 +164,9 @@ def _reduced(dtype: str) -> tuple[Setting, Setting]:
 
 
 def _stored_precision(chain: Sequence[Any]) -> str:
-    """fp32_precision as it was set on chain[0], "none" where it only shows what chain[1], above it, has.
+    """The fp32_precision that was set on chain[0] itself; "none" if it inherits the value of its parent, chain[1].
 
-    torch tells the value in force alone; so what is above is changed for a moment, to see whether it follows.
+    torch shows only the effective value, so the parent's is changed for a moment to see whether chain[0] follows.
     """
     own, *above = chain
     shown: str = own.fp32_precision
@@ -189,10 +188,10 @@ def _precision(
     values: dict[str, Any],
     *chains: Sequence[Any],
 ) -> Setting:
-    """A row for an older switch of torch's over its fp32_precision attributes, whichever of the two a user has set.
+    """A row for an older switch of torch that sets fp32_precision attributes; a user may have set either.
 
-    Reading an older switch is an error once fp32_precision says otherwise. `values` are the switch's, for each
-    fp32_precision, exact first; `chains` the modules whose fp32_precision it sets, each with those above it.
+    Reading the switch raises an error if an fp32_precision contradicts it. `values` maps each fp32_precision to the
+    switch's value, exact first; `chains` are the modules whose fp32_precision it sets, each followed by its parents.
     """
     exact = values["ieee"]
 
@@ -208,7 +207,7 @@ def _precision(
             chain[0].fp32_precision = precision
 
     def switch() -> Any:
-        """What the switch itself is: it can be read where every fp32_precision agrees with it."""
+        """The switch's own value, which can be read only while every fp32_precision agrees with it."""
         for precision in values:
             for own, *_ in chains:
                 with contextlib.suppress(RuntimeError):  # cuBLAS has no bf16: tf32 stays
@@ -233,7 +232,7 @@ def _precision(
     def set_to(value: Any) -> None:
         write(value)
         for own, *_ in chains if value == exact else ():
-            if own.fp32_precision not in ("ieee", "none"):  # from above
+            if own.fp32_precision not in ("ieee", "none"):  # inherited
                 own.fp32_precision = "ieee"
 
     return Setting(
@@ -243,9 +242,9 @@ def _precision(
 
 
 _backends: Any = torch.backends
-# torch.backends.mkldnn.fp32_precision writes to torch.backends', in torch 2.13
+# in torch 2.13 torch.backends.mkldnn.fp32_precision writes to torch.backends.fp32_precision
 _mkldnn = _backends._FP32Precision("mkldnn", "all")
-_cuda, _cudnn = _backends.cuda, _backends.cudnn  # cudnn's fp32_precision is all of CUDA's
+_cuda, _cudnn = _backends.cuda, _backends.cudnn  # cudnn.fp32_precision applies to all of CUDA
 
 DETERMINISTIC_ALGORITHMS = Setting(
     "torch.use_deterministic_algorithms",
@@ -266,17 +265,18 @@ DETERMINISTIC_ALGORITHMS = Setting(
 
 
 _UNTUNED = "slower compiled kernels, flex attention's too"
-_AUTOTUNE = "what is fastest in a measurement is picked, so another kernel, and order, on another day"
-_TF32 = "fp32 products may be rounded to TF32, 10 bits, where a library thinks it pays"
+_AUTOTUNE = "the kernel that measures fastest is used, which may be one with another order of sums in another run"
+_TF32 = "a library may round the operands of fp32 products to TF32, 10 bits"
 _SLOW_FP32 = "fp32 products several times slower"
+_SWITCHES = "network switches add, in their own order"
 _NO_GAIN = "slower NCCL"
-_AS_VLLM = "vLLM sets it so; its sums may be in another order than yours"
+_AS_VLLM = "vLLM sets it; without it your sums may have another order than vLLM's"
 
 SETTINGS: tuple[Setting, ...] = (
     DETERMINISTIC_ALGORITHMS,
     _env(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8",
-        "cuBLAS on several streams shares workspaces, and its order of addition follows what it gets",
+        "cuBLAS shares workspaces between streams, and its order of addition depends on the one that it gets",
         "some 24 MiB of GPU memory", ("repeat", "vllm"), "CUDA", ":16:8",
     ),
     _env("NVIDIA_TF32_OVERRIDE", "0", _TF32, _SLOW_FP32, ("repeat",), "CUDA"),
@@ -304,8 +304,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _switch(
         "torch.backends.cuda.enable_cudnn_sdp", _cuda.enable_cudnn_sdp, _cuda.cudnn_sdp_enabled, True,
-        "cuDNN attention: repeats of one call gave another dq in 24 of 56 on an H200",
-        "0.55 of its forward speed at 8192 tokens on an H200, by flash attention",
+        "cuDNN attention: 24 of 56 repeats of one call gave another dq on an H200",
+        "flash attention takes its place: 0.55 of its forward speed at 8192 tokens on an H200",
     ),
     _switch(
         "torch.backends.cuda.enable_flash_sdp", _cuda.enable_flash_sdp, _cuda.flash_sdp_enabled, True,
@@ -326,8 +326,8 @@ SETTINGS: tuple[Setting, ...] = (
         for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
     ),
     _env(
-        "NCCL_ALGO", "ring,tree;allreduce:tree",  # from NCCL 2.31 on "allreduce:tree" alone leaves others without any
-        "NCCL picks the order of an all-reduce's sums by size, ring or tree", "large all-reduces below ring's speed",
+        "NCCL_ALGO", "ring,tree;allreduce:tree",  # since NCCL 2.31 "allreduce:tree" alone leaves others no algorithm
+        "NCCL picks the order of an all-reduce's sums by size, ring or tree", "large all-reduces are slower than ring",
         ("wire", "vllm"), "NCCL", "allreduce:tree",
     ),
     _env(
@@ -345,8 +345,8 @@ SETTINGS: tuple[Setting, ...] = (
         "NCCL_LAUNCH_MODE", "GROUP", "GPUs of one process may launch in another order each time", _NO_GAIN,
         ("wire", "vllm"), "NCCL",
     ),
-    _env("NCCL_NVLS_ENABLE", "0", "switches add, in an order of their own", _NO_GAIN, ("wire", "vllm"), "NCCL"),
-    _env("NCCL_COLLNET_ENABLE", "0", "switches add, in an order of their own", _NO_GAIN, ("wire", "vllm"), "NCCL"),
+    _env("NCCL_NVLS_ENABLE", "0", _SWITCHES, _NO_GAIN, ("wire", "vllm"), "NCCL"),
+    _env("NCCL_COLLNET_ENABLE", "0", _SWITCHES, _NO_GAIN, ("wire", "vllm"), "NCCL"),
     _env("NCCL_P2P_NET_DISABLE", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
     _env("NCCL_NTHREADS", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
     _env("NCCL_SOCKET_NTHREADS", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),

@@ -1,12 +1,11 @@
-"""Everything around the layers that makes a run give the same bits again: seeds, torch's switches, cuBLAS, NCCL.
+"""The settings around the layers that make a run give the same bits again: seeds, torch's switches, cuBLAS, NCCL.
 
     tpi.determinism.enable(seed=0)                 # first thing in main(), on every rank
     with tpi.determinism.deterministic(seed=0): ...
     print(tpi.determinism.report())
 
-The rows are in settings.py. The same bits at every TP degree are the layers' doing and need none of this;
-repeating a run needs both. Ranks of one TP group take the same seed; data-parallel replicas that must differ (dropout)
-take different ones.
+settings.py lists them. The layers alone give the same bits at every TP degree; repeating a run needs these settings
+too. Give the ranks of one TP group the same seed, and data-parallel replicas that must differ (dropout) different ones.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from .settings import DETERMINISTIC_ALGORITHMS, PROFILES, SETTINGS, Setting, has
 
 __all__ = ["Report", "Row", "checkpoint_kwargs", "deterministic", "enable", "report"]
 
-_MAX_SEED = 2**32  # numpy takes no larger
+_MAX_SEED = 2**32  # numpy's limit
 
 
-# What this module has set, by name: a context inside another may change it, while what a user set is theirs.
+# What this module has set, by name: a nested context may change these values, but not those that a user has set.
 _written: dict[str, Any] = {}
 
 
-# What CUDA, or the NCCL groups given, read when they started inside a context: that stays with them.
+# Values that CUDA, or these NCCL groups, read when they started inside a context, and keep.
 _in_force: dict[str, tuple[str, weakref.WeakSet]] = {}
 
 
@@ -65,7 +64,7 @@ def _check(settings: Sequence[Setting], override: bool) -> None:
         if current != setting.default and current != _written.get(setting.name) and not override:
             raise ValueError(
                 f"{setting.name} is {current!r} and should be {setting.value!r} ({setting.why}): unset it, or pass "
-                "override=True to have it replaced"
+                "override=True to replace it"
             )
         if setting.started and has_started(setting.started) and not _is_effective(setting):
             raise RuntimeError(
@@ -81,10 +80,10 @@ def _multiply() -> None:
 
 
 def _has_read(setting: Setting) -> bool:
-    """Whether what has started inside a context has read the setting, which still holds.
+    """Whether the library that has started inside a context has read the setting.
 
-    CUDA starts with the first tensor, while cuBLAS, and torch on its behalf, read theirs at the first product. So that
-    it is not one outside, there is one now; where it fails the next context is refused.
+    CUDA starts with the first tensor, but cuBLAS reads its settings at the first product. So one is computed here,
+    before the setting is restored; if it fails, the next context is refused.
     """
     if setting.started == "CUDA":
         try:
@@ -128,7 +127,7 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-    torch.manual_seed(seed)  # of every CUDA device too, at once or when CUDA starts
+    torch.manual_seed(seed)  # also seeds every CUDA device, now or when CUDA starts
 
 
 def _keep_random_states(undo: contextlib.ExitStack) -> None:
@@ -136,8 +135,8 @@ def _keep_random_states(undo: contextlib.ExitStack) -> None:
     if "numpy" in sys.modules:
         numpy_random = sys.modules["numpy"].random
         undo.callback(numpy_random.set_state, numpy_random.get_state())
-    if not torch.cuda.is_initialized():  # it may start inside, or be told the seed inside and start after: as on a CPU
-        undo.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))  # which is then the one from before
+    if not torch.cuda.is_initialized():  # it may start later with the inner seed: give it the CPU's, by then restored
+        undo.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))
     undo.callback(torch.set_rng_state, torch.get_rng_state())
     if torch.cuda.is_initialized():
         undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
@@ -146,10 +145,10 @@ def _keep_random_states(undo: contextlib.ExitStack) -> None:
 def enable(
     seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
 ) -> None:
-    """Seeds python's, numpy's (if imported) and torch's generators and sets the profiles' rows, for good; inside
-    `deterministic` until that is left.
+    """Seeds the generators of python, numpy (if imported) and torch, and sets the settings of `profiles`.
 
-    Call it on every rank before CUDA and NCCL start. Nothing is set if anything cannot be.
+    Call it on every rank before CUDA and NCCL start. If one setting cannot be set, none is. They stay set; inside
+    `deterministic`, until that is left.
 
     Args:
         seed: from 0 to 2**32 - 1; the same on the ranks of a TP group.
@@ -159,8 +158,8 @@ def enable(
         profiles: of "repeat", "wire", "vllm"; see settings.py.
 
     Raises:
-        ValueError: a setting that you set otherwise, without override; a seed or profile that does not exist.
-        RuntimeError: a setting that CUDA or NCCL has read already; says what to do. Override does not help there.
+        ValueError: you have set another value, and override is False; an invalid seed or profile.
+        RuntimeError: CUDA or NCCL has already read another value, which override cannot change; says what to do.
     """
     _check_seed(seed)
     settings = _selected(profiles, warn_only)
@@ -173,9 +172,9 @@ def enable(
 def deterministic(
     seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
 ) -> Iterator[None]:
-    """`enable` for a while: leaving restores every setting and generator, also on an exception; nests; a decorator too.
+    """`enable` as a context manager or decorator: leaving restores all settings and generators, also on an exception.
 
-    What CUDA or NCCL read while inside stays with them and is remembered, so that entering again is no error.
+    It nests. CUDA and NCCL keep what they read inside; that is remembered, so that entering again is allowed.
     Arguments and errors as for enable.
     """
     _check_seed(seed)
@@ -226,7 +225,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of `report()`; printed, a line for each that is set and three for others."""
+    """The rows of `report()`; prints one line for each row that is set and three for each that is not."""
 
     rows: tuple[Row, ...]
 
@@ -244,8 +243,8 @@ def _note(setting: Setting) -> str:
         return f"{setting.started} started inside deterministic() and has read {_in_force[setting.name][0]}"
     if setting.holds() and setting.name not in _in_force and setting.name not in _written:
         return (
-            f"{setting.started} has started: a value set by hand after that, which it has not read, cannot be told "
-            "from one set before"
+            f"{setting.started} has started: if the value was set after that, {setting.started} has not read it, and "
+            "this report cannot tell"
         )
     return ""
 

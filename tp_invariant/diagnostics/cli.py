@@ -9,7 +9,7 @@ from importlib import import_module
 
 from ..version import __version__
 
-# subcommand: (module whose main(argv) it is, imported when it runs, and what it does)
+# subcommand: (the module with its main(argv), imported when it runs, and what it does)
 COMMANDS = {
     "demo": ("examples.train_across_tp", "train a small transformer at several degrees and compare bits"),
     "verify": ("diagnostics.verify", "run the contract on this machine: every part, every degree, byte for byte"),

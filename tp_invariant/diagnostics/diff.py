@@ -1,4 +1,4 @@
-"""`tp-invariant diff A.log B.log`: whether two runs' digest logs say the same, and where they part if not."""
+"""`tp-invariant diff A.log B.log`: whether two runs' digest logs are identical, else the first step that differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LogError(ValueError):
 
 @dataclass
 class Log:
-    """A digest log as read: `steps` by number, the later line where a step is there twice."""
+    """A digest log. `steps` are by number; if the file has a step twice, the later line counts."""
 
     name: str
     parameters: dict[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def read_log(path: str | Path) -> Log:
     """Reads what `DigestLog` wrote; logs of a resumed run may be concatenated.
 
     Raises:
-        LogError: names the file and the line that is no line of a digest log. An unfinished last one is passed over.
+        LogError: names the file and the line that is not one of a digest log. An unfinished last line is ignored.
     """
     log = Log(str(path))
     try:
@@ -54,7 +54,7 @@ def read_log(path: str | Path) -> Log:
         try:
             _take(log, json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise LogError(f"line {number} of {path} is no line of a digest log: {error}") from error
+            raise LogError(f"line {number} of {path} is not a line of a digest log: {error}") from error
     if not log.steps:
         raise LogError(f"{path} holds no steps: is it a digest log?")
     return log
@@ -67,7 +67,7 @@ _STEP: dict[str, Any] = {"step": int, "loss": (float, int, type(None)), "tensors
 def _take(log: Log, record: Any) -> None:
     """Adds a header or a step to the log; ValueError for what DigestLog never writes."""
     if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     is_header = "format" in record
     if is_header and record["format"] != FORMAT:
         raise ValueError(f"its format is {reprlib.repr(record['format'])}, not {FORMAT!r}")
@@ -138,9 +138,9 @@ def main(argv: Sequence[str], prog: str = "tp-invariant diff") -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Compare two digest logs (tp_invariant.DigestLog), of any degrees, step by step.",
-        epilog="A run that was resumed may have appended to one log, or its logs may be concatenated; of a step that "
-        "is there twice the later line counts. Exit status: 0 if all common steps are identical, 1 if not, 2 if the "
-        "logs cannot be compared.",
+        epilog="A resumed run may have appended to its log, or its logs may be concatenated; if a step is there twice, "
+        "the later line counts. Exit status: 0 if all common steps are identical, 1 if not, 2 if the logs cannot be "
+        "compared.",
     )
     parser.add_argument("logs", nargs=2, metavar="LOG", help="a file written by DigestLog")
     options = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""A log of digests, one line a step, so that runs at different degrees can be compared after the fact: see diff.py.
+"""A log of digests, one line for each step, to compare runs at different degrees: see diff.py.
 
-The digests are those of full tensors, yet no tensor is gathered. A sharded tensor is cut into leaves, one for each
-index of its sharded dim, which some rank holds whole at every degree; each rank hashes its own on its device, and 8
-bytes a leaf travel, in one collective for the whole model.
+The digests are those of full tensors, but no tensor is gathered. A sharded tensor is cut into slices, one for each
+index of its sharded dim, because at every degree some rank holds such a slice whole. Each rank hashes its slices on its
+device, and one collective for the whole model gathers the hashes, 8 bytes each.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class DigestLog:
         optimizer.step()
         log.write(step, loss=loss, gradient_norm=norm)
 
-    Every rank makes and writes it, rank 0 touches the file. A run that resumes may append to the same file: a header
-    begins each part, and where a step is written twice the later line counts. An unfinished last line, of a run that
-    was killed, is removed.
+    Create it and call `write` on every rank; rank 0 alone opens the file. A resumed run may append to the same file:
+    each part begins with a header, and if a step is written twice the later line counts. The unfinished last line of a
+    run that was killed is removed.
 
     Args:
         path: the file; its folder must exist.
@@ -126,7 +126,7 @@ class DigestLog:
         self.close()
 
     def _digests(self, entries: dict[str, Entry | None]) -> tuple[dict[str, str | None], dict[str, list[int]]]:
-        """Rank 0's digests by name; and by name of what is not alike on all ranks, the ranks that differ from it."""
+        """Rank 0's digests by name; and for each tensor that differs between ranks, those that differ from rank 0."""
         present = {name: entry for name, entry in entries.items() if entry is not None}
         device = next(self.model.parameters()).device
         if self.group.size > 1:
@@ -162,7 +162,7 @@ def _scalar_entry(value: Tensor | float) -> Entry:
 
 
 def _gathered_hashes(entries: Iterable[Entry], group: Group) -> list[Tensor]:
-    """The hashes of each tensor's slices in TP=1's order, on the CPU."""
+    """For each tensor the hashes of its slices in TP=1's order, on the CPU."""
     entries = list(entries)
     hashes = [slice_hashes(e.tensor if e.tensor.dim() else e.tensor.view(1), e.spec.dim or 0) for e in entries]
     sharded = [i for i, e in enumerate(entries) if e.spec.dim is not None and e.spec.group.size > 1]

@@ -20,7 +20,7 @@ _STYLES = {HOLDS: "green", FAILS: "bold red", UNCHECKED: "yellow"}
 
 
 def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192, measure: bool = False) -> dict[str, Any]:
-    """All facts, then the claims, as JSON takes them. Starts CUDA where there is a GPU; measure starts ranks."""
+    """All facts and claims, as JSON values. Starts CUDA if there is a GPU; `measure` also starts ranks."""
     device = "cuda" if doctor_facts.gpu_count() else "cpu"
     own = [(f"yours, {k} to {n}", k, n) for k, n in layers]
     facts = {
@@ -36,7 +36,7 @@ def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192, measu
     return facts | {"claims": [dataclasses.asdict(claim) for claim in claims(facts)]}
 
 
-_SETTINGS = "Settings for code around the layers, whose own bits need none (tpi.determinism)"
+_SETTINGS = "Settings for code around the layers, which do not need them (tpi.determinism)"
 
 # --- printing -------------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def _shown(value: Any) -> str:
 
 
 def tables(facts: dict[str, Any], everything: bool) -> list[tuple[str, Rows]]:
-    """(title, heading and rows) of every table; everything: also what has no effect on this machine."""
+    """(title, heading and rows) of every table; everything: also rows that have no effect on this machine."""
     versions: Rows = [("what", "version"), *((name, _shown(value)) for name, value in facts["versions"].items())]
     devices: Rows = [("device", "what it is")]
     for found in facts["devices"]:
@@ -78,13 +78,13 @@ def tables(facts: dict[str, Any], everything: bool) -> list[tuple[str, Rows]]:
     for row in facts["owner maps"]:
         estimates = ", ".join(line.partition("=")[0].strip() for line in row["why"].splitlines()[1:-1])
         owner_maps.append((row["layer"], *(str(row[name]) for name in ("K", "N", "TP", "auto")), estimates))
-    tokens, settled = facts["owner maps"][0]["tokens"], sum(row["set"] for row in facts["settings"])
+    tokens, count = facts["owner maps"][0]["tokens"], sum(row["set"] for row in facts["settings"])
     return [
         ("Versions", versions),
         ("Devices", devices),
         *([("Links", links)] if len(links) > 1 else []),
         ("Gate", gate),
-        *([(f"{_SETTINGS}; {settled} are set", settings)] if len(settings) > 1 else []),
+        *([(f"{_SETTINGS}; {count} are set", settings)] if len(settings) > 1 else []),
         ("What runs with the mode on", runs),
         (f"Owner maps that auto picks: {tokens} tokens, sequence-parallel", owner_maps),
     ]
@@ -131,7 +131,7 @@ def verdict(found: Sequence[Claim]) -> str:
 def _layer(text: str) -> tuple[int, int]:
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no pair of positive whole numbers K,N, as in 8192,2048")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of positive whole numbers K,N, as in 8192,2048")
     return int(parts[0]), int(parts[1])
 
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         description="What this machine has, and which of the library's claims hold on it.",
         epilog="Exit status: 0 if all that was checked holds, 1 if something does not, 2 for a wrong option.",
     )
-    parser.add_argument("--json", action="store_true", help="everything, for a program to read")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--all", action="store_true", help="without GPUs: also the settings of cuBLAS, cuDNN and NCCL")
     parser.add_argument("--measure", action="store_true", help="measure an all-gather between ranks too")
     parser.add_argument(
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="K,N",
         help="also pick the owner map of a layer with K summed features, sharded, and N others; may be repeated",
     )
-    parser.add_argument("--tokens", type=_positive, default=8192, metavar="T", help="of those layers (default: 8192)")
+    parser.add_argument("--tokens", type=_positive, default=8192, metavar="T", help="tokens of them (default: 8192)")
     options = parser.parse_args(list(argv))
     facts = collect(options.layer, tokens=options.tokens, measure=options.measure)
     found = [Claim(**claim) for claim in facts["claims"]]

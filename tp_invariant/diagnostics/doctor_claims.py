@@ -36,7 +36,7 @@ _NO_GPU = "no GPU: GPU claims are not checked; run this on a machine with one"
 
 @dataclass(frozen=True)
 class Claim:
-    """`next_step` says what to do where it does not hold, or how to have it checked."""
+    """`next_step` says what to do if it does not hold, or how to check it."""
 
     claim: str
     status: str
@@ -45,7 +45,7 @@ class Claim:
 
 
 def _tried(claim: str, check: Callable[[], str], next_step: str) -> Claim:
-    """HOLDS with what check() returns, or FAILS with what it raises: a crash is its claim's failure alone."""
+    """HOLDS with the text that check() returns, or FAILS with its error, so that other claims are still checked."""
     try:
         return Claim(claim, HOLDS, check())
     except Exception as error:
@@ -76,16 +76,16 @@ def version_claim(package: str, found: str | None, tested: tuple[tuple[int, int]
 
 def _gate() -> str:
     checked = "every call is compared" if is_call_check_enabled() else "first calls are compared"
-    return f"the mode is {'on' if is_tp_invariant_mode_enabled() else 'off'}; {checked} over the ranks"
+    return f"the mode is {'on' if is_tp_invariant_mode_enabled() else 'off'}; {checked} between ranks"
 
 
 def products_claim() -> Claim:
-    """Whether torch's own 16-bit products run here, which need not be so where the CPU lists AMX units: see amx.py."""
+    """Whether torch's own 16-bit products run here. They may not if the CPU lists AMX units: see core/amx.py."""
     claim = "CPU: torch's own 16-bit products run"
     finding, chosen = amx.find(), amx.chosen()
     if not finding.units:
         return Claim(claim, HOLDS, "this CPU lists no AMX units, which some virtual machines list and trap")
-    if chosen is not None:  # by the user, or by this process once it knew that it helps
+    if chosen is not None:  # set by the user, or by this process after it found that this helps
         died = None if finding.helps else amx.probe(os.environ)
         detail = f"{finding.listed}; {chosen} is set, and " + ("they ran" if died is None else str(died))
         wanted = f"{amx.EXPORT} instead"
@@ -106,7 +106,7 @@ def _gemm(device: str) -> str:
 
 
 def _blas() -> str:
-    """Products of one tile and of several, in every layout; the reference compares with the chain as it meets them."""
+    """Products of one tile and of several, in every layout; the reference compares each tile shape with the chain."""
     from ..kernels.gemm.reference import chained_matmul, matmul
 
     generator = torch.Generator().manual_seed(0)
@@ -191,7 +191,7 @@ def _tensor_core() -> str:
 
 
 def claims(facts: dict[str, Any]) -> list[Claim]:
-    """Every claim, with its checks run now; `facts` are doctor.collect's."""
+    """Runs the checks and returns every claim; `facts` come from doctor.collect."""
     versions, gpus = facts["versions"], doctor_facts.gpu_count()
     broken = "this is a bug or a broken installation: please report it with the output of tp-invariant doctor --json"
     found = [
@@ -201,9 +201,9 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
         products_claim(),
         _tried("CPU: the bundled GEMM is slice-invariant", lambda: _gemm("cpu"), broken),
         _tried(
-            "CPU: its fast form has the order of its definition",
+            "CPU: the GEMM's fast form adds in the order of its definition",
             _blas,
-            "the bits are right all the same, by a slower form; another build of torch may have a faster BLAS",
+            "the bits are still right, from a slower form; another build of torch may have a faster BLAS",
         ),
         _tried("CPU: norms of rows do not depend on other rows", lambda: _norms("cpu"), broken),
         _tried("CPU: a token's loss does not depend on other tokens", lambda: _losses("cpu"), broken),
@@ -251,11 +251,11 @@ def _gpu_claims(facts: dict[str, Any], gpus: int, broken: str) -> list[Claim]:
     if hopper:
         found.append(_tried(model, _tensor_core, broken))
     else:
-        found.append(Claim(model, UNCHECKED, f"{name} is no Hopper, whose model it is", "same contract, other bits"))
+        found.append(Claim(model, UNCHECKED, f"{name} is not Hopper, as the model is", "same contract, other bits"))
     if facts["gemm"]["tiles measured here"]:
         found.append(Claim(speed, HOLDS, f"{facts['gemm']['kernel']}, its table measured on this kind of chip"))
     else:
-        kernel = "the table is another chip's" if hopper else "GPU is not Hopper: the generic kernel is used"
+        kernel = "the table is of another chip" if hopper else "GPU is not Hopper: the generic kernel is used"
         found.append(
             Claim(speed, UNCHECKED, f"{kernel}, same contract, speed not measured", "python benchmarks/bench_gemm.py")
         )

@@ -1,4 +1,4 @@
-"""What there is on this machine, for `tp-invariant doctor`: plain dicts and lists that JSON takes. Decides nothing."""
+"""Facts about this machine for `tp-invariant doctor`, as plain dicts and lists for JSON; no verdicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..version import __version__
 
 _PACKAGES = ("torch", "triton", "einops", "transformers", "safetensors", "cloudpickle", "rich")
 
-# K, N of Qwen3-8B's row-parallel layers, and of the dgrads of its column-parallel ones: N there is the K that is summed
+# K, N of the products of Qwen3-8B whose K is sharded: row-parallel layers, and dgrads of column-parallel ones
 QWEN3_8B = (
     ("attention output", 4096, 4096),
     ("MLP down", 12288, 4096),
@@ -40,7 +40,7 @@ def gpu_count() -> int:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing where there is none, or where it fails."""
+    """The output of nvidia-smi; empty if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
@@ -96,7 +96,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """{(GPU, GPU): "NV18", "PIX", ..} out of `nvidia-smi topo -m`."""
+    """{(GPU, GPU): "NV18", "PIX", ..} from the output of `nvidia-smi topo -m`."""
     rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
     header = next((row for row in rows if row[:1] == ["GPU0"] and (len(row) == 1 or row[1] in ("GPU1", "CPU"))), [])
     columns = [int(name[3:]) for name in header if name.startswith("GPU") and name[3:].isdigit()]
@@ -110,7 +110,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def links(measure: bool) -> dict[str, Any]:
-    """How GPUs reach each other, and what moves large blocks; with measure, what an all-gather between ranks moves."""
+    """How GPUs are linked, and what moves large blocks; with `measure`, the speed of an all-gather between ranks."""
     count = gpu_count()
     topology = parse_topology(_nvidia_smi("topo", "-m"))
     pairs = []
@@ -135,7 +135,7 @@ def links(measure: bool) -> dict[str, Any]:
 
 
 def _time_gather(tp_group: Any, device: str) -> tuple[float, int]:
-    """On a rank: (seconds of the median of nine all-gathers, bytes of what comes out)."""
+    """On a rank: (the median time of nine all-gathers in seconds, the size of the result in bytes)."""
     group = resolve_group(tp_group)
     local = torch.ones((96 if device == "cuda" else 8) * 2**20 // group.size, dtype=torch.uint8, device=device)
     times = []
@@ -152,7 +152,7 @@ def _time_gather(tp_group: Any, device: str) -> tuple[float, int]:
 
 
 def gate() -> dict[str, Any]:
-    """The variables, what they come to, or the error that every layer would raise."""
+    """The variables, and the mode that follows from them or the error that every layer would raise."""
     names = (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE, mode.CHECK_VARIABLE)
     found: dict[str, Any] = {name: os.environ.get(name) for name in names} | {"mode": None, "error": None}
     try:
@@ -164,7 +164,7 @@ def gate() -> dict[str, Any]:
 
 
 def settings() -> list[dict[str, Any]]:
-    """determinism.report(): of code around the layers, whose own bits need none of it."""
+    """The rows of determinism.report(), for code around the layers; the layers do not need them."""
     return [
         {
             "setting": row.name,
@@ -190,7 +190,7 @@ _BACKENDS = {
 
 
 def attention(device: str) -> dict[str, Any]:
-    """SDPA's backends, and what a parallelized model's attention runs: found in the graph of small calls."""
+    """SDPA's backends, and what a parallelized model's attention runs, found in the autograd graph of small calls."""
     half, single = torch.bfloat16, torch.float32
     cases: list[tuple[str, torch.dtype, int, dict[str, Any]]] = [
         ("bfloat16, head size 128, causal", half, 128, {"is_causal": True}),
@@ -204,7 +204,7 @@ def attention(device: str) -> dict[str, Any]:
         options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
         try:
             runs = _named(safe_attention(q, k, v, **options), device)
-        except Exception as error:  # no Triton, say: a finding, not the end of the report
+        except Exception as error:  # for example no Triton, which the report should show
             runs = f"fails: {type(error).__name__}: {error}"
         chosen.append({"case": name, "runs": runs})
     backends = {name: getattr(torch.backends.cuda, flag)() for name, flag in _BACKENDS.items()}
@@ -229,7 +229,7 @@ def _graph(node: Any) -> Iterator[Any]:
 
 
 def gemm(device: str) -> dict[str, Any]:
-    """The bundled kernel that a 16-bit product takes, and whether its tiles were measured on this chip."""
+    """The bundled kernel that computes a 16-bit product, and whether its tiles were measured on this chip."""
     if device == "cpu":
         return {"kernel": "plain torch: BLAS in fixed blocks of K", "tiles measured here": None}
     try:

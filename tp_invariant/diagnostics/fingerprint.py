@@ -4,8 +4,8 @@
     tp-invariant fingerprint --compare here.txt                         on another, or with another version
     tp-invariant fingerprint --model tensor-core --compare gpu.txt      on a CPU: did that GPU do what a Hopper does?
 
-A line is `result dtype shape digest`; lines that start with # say where they come from. The inputs are the same
-everywhere (hashed_inputs.py): equal digests are equal bits, and the bits of two machines are as alike as their files.
+A line is `result dtype shape digest`; lines that start with # name the versions and the device. The inputs are the same
+everywhere (hashed_inputs.py), so equal digests mean equal bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ATTENTION_SHAPES = ((150, 64), (70, 40))  # tokens, head size
 
 @dataclass(frozen=True)
 class Line:
-    """One result: `name` says of what, `shape` is that of the problem, not of the result."""
+    """One result: `name` is what was computed, `shape` that of the problem, not of the result."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Line:
 
 
 def _wide(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Exponents so wide that another order of summation shows, and sums within the dtype's range."""
+    """Data with so many exponents that sums depend on their order, but stay within the dtype's range."""
     return hashed_floats(name, shape, dtype, (-4, 4) if dtype == torch.float16 else (-8, 8))
 
 
@@ -81,7 +81,7 @@ def gemm_lines(gemm_fn: GemmFn, dtypes: Sequence[torch.dtype], device: str) -> I
                 "gemm.wgrad.float32": (operand("dyt", k, m).t(), operand("xt", k, n), None, torch.float32),
             }
             for name, (a, b, extra, out_dtype) in results.items():
-                if name != "gemm.wgrad.float32" or dtype != torch.float32:  # the line before already
+                if name != "gemm.wgrad.float32" or dtype != torch.float32:  # the line before is the same
                     c = gemm_fn(a, b, bias=extra, out_dtype=out_dtype)
                     yield Line(name, dtype, (m, n, k), digest(c))
 
@@ -186,7 +186,7 @@ def tensor_core_fingerprint() -> list[Line]:
 
 
 def is_predicted(key: str) -> bool:
-    """Whether the model has a line of this key; it says nothing about the others."""
+    """Whether the CPU model of the tensor core computes the line with this key."""
     name, dtype, _ = key.split(" ")
     return name.startswith("gemm.") and f"torch.{dtype}" in map(str, HALF_DTYPES)
 
@@ -206,7 +206,7 @@ def header(device: str, model: str | None) -> list[str]:
 
 
 class FileFormatError(ValueError):
-    """A file that is no fingerprint."""
+    """A file that is not a fingerprint."""
 
 
 _LINE = re.compile(r"(\S{1,80} \w{1,20} [0-9x]{1,80}) ([0-9a-f]{64})")
@@ -216,7 +216,7 @@ def read_lines(path: str) -> dict[str, str]:
     """{"result dtype shape": digest} of a file that this command wrote.
 
     Raises:
-        FileFormatError: a line that is no such line, one result with two digests, or no line at all.
+        FileFormatError: a line of another form, a result with two digests, or no line at all.
     """
     found: dict[str, str] = {}
     for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
@@ -225,8 +225,8 @@ def read_lines(path: str) -> dict[str, str]:
         line = _LINE.fullmatch(text)
         if line is None:
             raise FileFormatError(
-                f"{path}, line {number}: {text[:80]!r} ({len(text):,} characters) is no line of a fingerprint, which "
-                "is: result dtype shape digest"
+                f"{path}, line {number}: {text[:80]!r} ({len(text):,} characters) is not a line of a fingerprint, "
+                "which is: result dtype shape digest"
             )
         key, value = line.groups()
         if found.get(key, value) != value:
@@ -238,9 +238,9 @@ def read_lines(path: str) -> dict[str, str]:
 
 
 def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted: bool = False) -> int:
-    """Prints what differs from the file's lines; 0 if both have the same lines, 1 if not or if there is none.
+    """Prints the differences from the file's lines; 0 if both have the same lines, 1 if not or if there are none.
 
-    predicted: one of the two is the model's, which has lines for some results; the others' are left out.
+    predicted: the lines of one side come from the CPU model, so results that it does not compute are left out.
     """
     ours = {line.key: line.digest for line in lines}
     left_out = {key for key in {*ours, *theirs} if predicted and not is_predicted(key)}
@@ -272,10 +272,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tp-invariant fingerprint",
         description=__doc__.splitlines()[0],
-        epilog="Exit status: 0; with --compare 1 if a result differs or is on one side only (beside a --model, whose "
-        "header says so, among the results that it predicts), or if there is none; 2 for a wrong option.",
+        epilog="Exit status: 0; with --compare 1 if a result differs, is on one side only, or if there is none (if one "
+        "side was written with --model, among the results that the model predicts); 2 for a wrong option.",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="whose kernels (default: cuda where there is a GPU)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="whose kernels run (default: cuda if there is a GPU)")
     parser.add_argument(
         "--model", choices=("tensor-core",), help="compute the 16-bit GEMM lines of a Hopper GPU, on the CPU"
     )

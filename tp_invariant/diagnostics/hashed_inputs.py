@@ -1,6 +1,6 @@
-"""Inputs that are the same everywhere: hashes of a place and a name, made into floating-point numbers by their bits.
+"""Inputs that are the same everywhere: hashes of a name and an index, whose bits make floating-point numbers.
 
-No generator of random numbers, whose streams may change with a version, and no rounding.
+They use no random number generator, which may change with a version, and no rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def hashed(name: str, count: int) -> Tensor:
-    """`count` well-mixed integers of 32 bits, int64, that depend on the name and their place alone.
+    """`count` 32-bit hashes, as int64, that depend only on the name and their index.
 
     Two rounds of xor-shift and multiply, as in MurmurHash3's last step; the factors are below 2^31, so that no product
     passes 2^63.
@@ -25,9 +25,9 @@ def hashed(name: str, count: int) -> Tensor:
 
 
 def hashed_floats(name: str, shape: tuple[int, ...], dtype: torch.dtype, exponents: tuple[int, int]) -> Tensor:
-    """Numbers with hashed signs and fractions, and exponents in [low, high), a power of two apart.
+    """Normal numbers with hashed signs, fractions, and exponents in [low, high); high - low is a power of two.
 
-    bfloat16, float16 or float32, all of them normal.
+    dtype is bfloat16, float16 or float32.
     """
     digits, bias, bits = {
         torch.bfloat16: (7, 127, torch.int16),

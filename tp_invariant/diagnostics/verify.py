@@ -36,13 +36,13 @@ _LARGEST_UNIT = 48  # sizes are multiples of all degrees
 
 
 def _start(tp_group: Any) -> None:
-    """Nothing: a first call, so that the pool starts."""
+    """Does nothing; calling it starts the pool."""
 
 
 def run_checks(checks: Sequence[Check], setup: Setup, began: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Runs and prints each check; the names of those that did not hold. An error is a failure of its check alone.
+    """Runs each check and prints its result; returns the names of those that failed. An error fails only its check.
 
-    began: is told each check's name before it runs, and its verdict afterwards, "held" or "FAILED".
+    began: called with each check's name before it runs, and with its verdict afterwards, "held" or "FAILED".
     """
     failed = []
     for check in checks:
@@ -63,20 +63,21 @@ def run_checks(checks: Sequence[Check], setup: Setup, began: Callable[[str], Non
 
 
 def _print_line(word: str, name: str, seconds: float, found: Sequence[str]) -> None:
-    """`found` is a line each; the first goes beside the name."""
+    """Prints the lines of `found`, the first one beside the name."""
     print(f"{word:<8}{name:<17}{seconds:6.1f} s  " + "\n        ".join(found), flush=True)
 
 
 # --- in a process of their own --------------------------------------------------------------------------------------
-# A product that the CPU refuses, a kernel that faults or a machine out of memory end the process that runs a check. So
-# another one runs them, in a folder that this one removes; this one says which check it was and has the others run.
+# A product that the CPU refuses, a kernel fault or a lack of memory ends the process that runs a check. So a child runs
+# the checks, in a folder that the parent removes. If the child ends, the parent reports its check as failed and starts
+# another child for the rest.
 
 
 _PROGRESS = "progress"
 
 
 def run_checks_apart(checks: Sequence[Check], setup: Setup) -> list[str]:
-    """`run_checks` in another process, and again in a new one after a check that ended it."""
+    """`run_checks` in a child process, and in a new one after each check that ended the child."""
     failed: list[str] = []
     left = [check.name for check in checks]
     while left:
@@ -91,7 +92,7 @@ def run_checks_apart(checks: Sequence[Check], setup: Setup) -> list[str]:
         if left and len(said) % 2:
             _print_line("FAILED", left[0], time.monotonic() - start, ["", ended])
             failed.append(left.pop(0))
-        elif left:  # it came to none of them, and another one would not either
+        elif left:  # it ran none of them, and another child would run none either
             _print_line("FAILED", left[0], time.monotonic() - start, ["", f"{ended} before it began"])
             return failed + left
         elif status:
@@ -111,8 +112,8 @@ def _run_child(names: Sequence[str], setup: Setup, folder: Path, *, heading: boo
     ]
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     sys.stdout.flush()
-    # a session of its own, so that Ctrl-C reaches this process alone, which then ends that one; its ranks follow. Where
-    # this one is killed that one ends by itself, and the next verify removes the folder
+    # A session of its own, so that Ctrl-C reaches only this process, which then ends the child and so its ranks. If
+    # this process is killed, the child ends by itself, and the next verify removes the folder.
     with subprocess.Popen(command, env=environment, start_new_session=True) as child:
         try:
             return child.wait()
@@ -121,7 +122,7 @@ def _run_child(names: Sequence[str], setup: Setup, folder: Path, *, heading: boo
 
 
 def serve(work: str) -> None:
-    """What the other process runs; `work` is _run_child's."""
+    """Runs in the child process; `work` comes from _run_child."""
     end_with_parent()
     asked = json.loads(work)
     setup = Setup(**{**asked["setup"], "degrees": tuple(asked["setup"]["degrees"])})
@@ -138,7 +139,7 @@ def _named(degrees: Sequence[int]) -> str:
 
 
 def print_heading(setup: Setup) -> None:
-    """By the process that runs the checks: the name of a GPU is asked of CUDA, which takes memory of it."""
+    """Called in the child process, because CUDA takes GPU memory when it is asked for the name of the GPU."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
     where = "the CPU (gloo)" if setup.device == "cpu" else f"{torch.cuda.get_device_name()} (NCCL)"
     gemm_fn = setup.gemm_fn or "bundled"
@@ -151,7 +152,7 @@ def print_heading(setup: Setup) -> None:
 def _degrees(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive whole numbers, as in 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers, as in 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -174,13 +175,13 @@ def _parser() -> argparse.ArgumentParser:
         "--degrees",
         type=_degrees,
         metavar="P,P,..",
-        help="compared with TP=1 (default: 1,2,3,4,8 on a CPU, --quick 1,2,3,4; 3 and powers of two up to the GPUs)",
+        help="to compare with TP=1 (default on a CPU: 1,2,3,4,8, with --quick 1,2,3,4; on GPUs: 3 and powers of two)",
     )
     add("--quick", action="store_true", help="fewer cases of each check: a minute on two cores, instead of four")
     add("--only", action="append", metavar="NAME", help="this check alone; may be repeated")
     add("--list", action="store_true", help="list the checks and run none")
-    add("--seed", type=_seed, default=0, metavar="N", help="for all data (default: 0)")
-    add("--gemm-fn", metavar="MODULE:NAME", help="a gemm_fn of yours for every GEMM, instead of the bundled one")
+    add("--seed", type=_seed, default=0, metavar="N", help="seed of all data (default: 0)")
+    add("--gemm-fn", metavar="MODULE:NAME", help="your gemm_fn for every GEMM, instead of the bundled one")
     return parser
 
 
@@ -193,14 +194,14 @@ def _setup(options: argparse.Namespace, error: Callable[[str], Any]) -> Setup:
             "what one GPU can show, --device cpu runs the contract on the CPU"
         )
     most = (4 if options.quick else 8) if device == "cpu" else gpus
-    usual = [3, *(2**i for i in range(most.bit_length()))]  # 3: a degree is no power of two
+    usual = [3, *(2**i for i in range(most.bit_length()))]  # 3: a degree that is not a power of two
     degrees = tuple(sorted({1, *(options.degrees or (degree for degree in usual if degree <= most))}))
     if len(degrees) == 1:
         error("--degrees 1 leaves nothing to compare: give one more, as in 1,2")
     if device == "cuda" and degrees[-1] > gpus:
         error(f"--degrees: {degrees[-1]} is more than the {gpus} GPUs here")
     if math.lcm(*degrees) > _LARGEST_UNIT:
-        error(f"--degrees: sizes are multiples of all of them, {math.lcm(*degrees)}, which is too much; give fewer")
+        error(f"--degrees: sizes are multiples of all of them, {math.lcm(*degrees)}, which is too large; give fewer")
     if options.gemm_fn is not None:
         sys.path.append(os.getcwd())  # for a module of the user's; last, so that it hides nothing
         try:
@@ -213,12 +214,12 @@ def _setup(options: argparse.Namespace, error: Callable[[str], Any]) -> Setup:
 def _chosen(only: Sequence[str] | None, error: Callable[[str], Any]) -> list[Check]:
     names = [check.name for check in CHECKS]
     if unknown := [name for name in only or () if name not in names]:
-        error(f"--only {unknown[0]}: choose of {', '.join(names)}")
+        error(f"--only {unknown[0]}: choose from {', '.join(names)}")
     chosen = [check for check in CHECKS if not only or check.name in only]
     if importlib.util.find_spec("safetensors") is None and any(check.name == "checkpoint" for check in chosen):
         if only:
             error("--only checkpoint needs safetensors: pip install safetensors")
-        print("not run checkpoint: needs safetensors (pip install safetensors)")
+        print("checkpoint is not run: it needs safetensors (pip install safetensors)")
         chosen = [check for check in chosen if check.name != "checkpoint"]
     return chosen
 

@@ -1,7 +1,7 @@
-"""What `tp-invariant verify` asks of a case: TP=1's bytes at every degree, a control that differs, and float64 nearby.
+"""What `tp-invariant verify` requires of a case: TP=1's bytes at every degree, a control that differs, a small error.
 
-A case builds its data from a seed, runs on the ranks of a group and returns whole tensors, the same on every rank. It
-also says how to be naive, as its control, and what plain torch computes, as its measure.
+A case builds its data from a seed, runs on the ranks of a group and returns full tensors, the same on every rank. It
+also has a naive form, the control, and computes the same with plain torch, whose error against float64 is the measure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def as_reference(self: CaseT) -> CaseT:
-        """What TP=1 is asked: options that only say how work is spread over ranks are left out."""
+        """The case for TP=1, without options that only decide how work is distributed over ranks."""
         return self
 
     @property
@@ -49,17 +49,17 @@ class Case:
 
     @property
     def allowed(self) -> float:
-        """How many times torch's own error, in this dtype, the results may have."""
+        """The largest error that the results may have, in multiples of torch's own error in this dtype."""
         return 2.0 if self.dtype == torch.float32 else 1.1
 
     @property
     def noise(self) -> float:
-        """An error that is always allowed: one fp32 accumulator on a tensor core truncates, over a long K to 1e-5."""
+        """An error that is always allowed: a tensor core truncates its fp32 accumulator, up to 1e-5 for a long K."""
         return 2e-6 if self.device == "cpu" else 1e-5
 
     @property
     def label(self) -> str:
-        """The fields that are not as by default."""
+        """The fields that differ from their defaults."""
         shown = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         values = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
         return f"{type(self).__name__}({values})"
@@ -68,17 +68,17 @@ class Case:
         return torch.Generator().manual_seed(self.seed)
 
     def run(self, tp_group: Any) -> Results:
-        """Every result, whole, on every rank of tp_group (None is TP=1)."""
+        """Every full result, on every rank of tp_group (None is TP=1)."""
         raise NotImplementedError
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same computed by torch's own functions in `dtype` from this case's data; some or all of the names."""
+        """Some or all results of `run`, by name, computed by torch's own functions in `dtype` from the same data."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What was compared. `worst` is the largest error found, in multiples of torch's own; 0 where all is noise."""
+    """What was compared. `worst` is the largest error in multiples of torch's own; 0 if all were within the noise."""
 
     cases: int = 0
     tensors: int = 0
@@ -98,21 +98,21 @@ class Outcome:
 
 
 def wide(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Random data whose sums show their order: exponents over 2^-6 to 2^6 (fp16: 2^-2 to 2^2, to stay in range)."""
+    """Random data whose sums depend on their order: scales from 2^-6 to 2^6 (fp16: 2^-2 to 2^2, to stay in range)."""
     return wide_randn(*shape, generator=generator, spread=2 if dtype == torch.float16 else 6).to(dtype)
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Norm-wise relative error; of an exact zero the absolute one."""
+    """The norm-wise relative error; the absolute one if `exact` is zero."""
     norm = float(exact.double().norm())
     return float((got.double() - exact.double()).norm()) / (norm or 1.0)
 
 
 def load_gemm_fn(name: str | None) -> GemmFn | None:
-    """The gemm_fn called "module:name"; None for None, which leaves the bundled one.
+    """The gemm_fn of "module:name"; None for None, which means the bundled one.
 
     Raises:
-        ValueError: no such module or name, or nothing that can be called.
+        ValueError: no such module or name, or an object that is not callable.
     """
     if name is None:
         return None
@@ -126,7 +126,7 @@ def load_gemm_fn(name: str | None) -> GemmFn | None:
 
 
 def run_cases(tp_group: Any, cases: Sequence[Case], gemm_fn: str | None) -> list[Results]:
-    """On a rank: every case's results, on the CPU. The pool takes the default gemm_fn back afterwards."""
+    """On a rank: every case's results, on the CPU. The pool resets the default gemm_fn afterwards."""
     set_default_gemm_fn(load_gemm_fn(gemm_fn))
     return [
         {name: None if tensor is None else tensor.cpu() for name, tensor in case.run(tp_group).items()}
@@ -154,7 +154,8 @@ def check_cases(cases: Sequence[Case], degrees: Sequence[int], gemm_fn: str | No
                 try:
                     assert_bitwise_equal(result, references[case.as_reference])
                 except AssertionError as problem:
-                    raise AssertionError(f"rank {rank} of TP={degree} is not TP=1: {problem} in {case.label}") from None
+                    where = f"rank {rank} of TP={degree} differs from TP=1"
+                    raise AssertionError(f"{where}: {problem} in {case.label}") from None
                 outcome.count(result)
     for case, reference in references.items():
         outcome.worst = max(outcome.worst, check_accuracy(case, reference))
@@ -168,10 +169,10 @@ def _references(cases: Sequence[Case], gemm_fn: str | None) -> dict[Case, Result
 
 
 def check_controls(controls: Sequence[Case], degrees: Sequence[int], gemm_fn: str | None = None) -> int:
-    """How many controls there are; each must differ from its TP=1 at every other degree.
+    """The number of controls; each must differ from its own TP=1 result at every other degree.
 
     Raises:
-        AssertionError: names one that does not, on whose data a wrong result would not show either.
+        AssertionError: names a control that does not; its data could not show a wrong result either.
     """
     controls = list(dict.fromkeys(controls))
     references = {case: digest(results) for case, results in _references(controls, gemm_fn).items()}
@@ -182,7 +183,7 @@ def check_controls(controls: Sequence[Case], degrees: Sequence[int], gemm_fn: st
         for case, result in zip(controls, results, strict=True):
             if digest(result) == references[case.as_reference]:
                 raise AssertionError(
-                    f"the control at TP={degree} does not differ from TP=1, so on this data nothing would: {case.label}"
+                    f"the control at TP={degree} does not differ from TP=1, so this data proves nothing: {case.label}"
                 )
     return len(controls)
 

@@ -1,4 +1,4 @@
-"""The checks that `tp-invariant verify` runs: which cases each has, by degrees, device, dtypes and how quick."""
+"""The checks that `tp-invariant verify` runs, and their cases for given degrees, device, dtypes and --quick."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ class Setup:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Quick takes the first one everywhere and all where a check says so."""
+        """All that are checked; `quick` checks all but the first in a single case."""
         return (torch.float32, torch.bfloat16) if self.device == "cpu" else DTYPES
 
     @property
     def unit(self) -> int:
-        """What every degree divides."""
+        """A number that every degree divides."""
         return math.lcm(*self.degrees)
 
     def multiple(self, usual: int, of: int = 1) -> int:
-        """About `usual`, that every degree times `of` divides."""
+        """A number near `usual` that every degree times `of` divides."""
         return -(-usual // (self.unit * of)) * self.unit * of
 
     def features(self, stride: int = 1) -> int:
-        """About the usual width, several blocks of K, that every degree times stride divides.
+        """A number near the usual width, several blocks of K, that every degree times stride divides.
 
-        On GPUs each rank has a multiple of 16, so that the kernels which read in place, or by TMA, are asked.
+        On GPUs each rank has a multiple of 16, so that the kernels that read in place, or by TMA, are used.
         """
         return self.multiple(272, stride) if self.device == "cpu" else self.multiple(2048, 16 * stride)
 
     def each_dtype(self, make: Callable[..., Sequence[Case]]) -> list[Case]:
-        """make(dtype=.., device=.., seed=..) for each dtype; quick keeps the first case of all but the first dtype."""
+        """make(dtype=.., device=.., seed=..) for each dtype; `quick` keeps one case of each dtype after the first."""
         made = [make(dtype=dtype, device=self.device, seed=self.seed) for dtype in self.dtypes]
         if self.quick:
             made[1:] = [cases[:1] for cases in made[1:]]
@@ -76,7 +76,7 @@ class Check:
 
 
 def _splits_by_rows(gemm_fn: GemmFn) -> GemmFn:
-    """The control of a gemm_fn: one that adds two halves of K where there are many rows."""
+    """The control: a gemm_fn that adds two halves of K if there are many rows."""
 
     def split(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         half = a.shape[1] // 2
@@ -171,7 +171,7 @@ def check_attention(setup: Setup) -> Outcome:
 
 
 def check_data_parallel(setup: Setup) -> Outcome:
-    counts = (max(8, setup.unit), 11)  # the second does not divide
+    counts = (max(8, setup.unit), 11)  # the second is one that degrees do not divide
 
     def cases(**base: Any) -> list[Case]:
         return [DataParallelCase(max(count, *setup.degrees), 64, **base) for count in counts]

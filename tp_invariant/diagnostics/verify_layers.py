@@ -55,11 +55,11 @@ class LayerCase(Case):
 
     @property
     def control(self) -> LayerCase:
-        return self.with_(mode=False, owner_map="auto", late_stride=False)  # neither matters there
+        return self.with_(mode=False, owner_map="auto", late_stride=False)  # neither affects the stock path
 
     @property
     def allowed(self) -> float:
-        # a bias that is added outside is a second rounding; of few elements one or two decide the error
+        # a bias that is added outside rounds a second time; with few elements, one or two decide the error
         few = math.prod(self.tokens) * min(self.in_features, self.out_features) < 2**12
         return 3.0 if few or self.return_bias else super().allowed
 

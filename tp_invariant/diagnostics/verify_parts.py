@@ -1,4 +1,4 @@
-"""Cases of what stands beside the linear layers: norms, vocabulary, gradient clipping, attention, data parallelism."""
+"""Cases of all other parts than linear layers: norms, vocabulary, gradient clipping, attention, data parallelism."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class LossCase(Case):
 
     @property
     def allowed(self) -> float:
-        return 2.0  # ours is fp32 inside, as torch's is; 16-bit gradients are rounded once by both
+        return 2.0  # both compute in fp32 and round 16-bit gradients once
 
     def _data(self) -> tuple[Tensor, Tensor]:
         g = self.generator()
@@ -183,7 +183,7 @@ class LossCase(Case):
         full, target = (t.to(self.device) for t in self._data())
         results: dict[str, Tensor] = {}
         for reduction in _REDUCTIONS:
-            # the loss in fp32 at least, as ours: torch's own would be 16 bits
+            # in fp32 at least, as this library's: torch's own loss would have 16 bits
             logits = full.to(dtype).requires_grad_()
             wider = logits if dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(wider, target, label_smoothing=self.label_smoothing, reduction=reduction)

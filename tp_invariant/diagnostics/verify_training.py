@@ -125,7 +125,7 @@ class TrainingCase(Case):
 
     @property
     def allowed(self) -> float:
-        return 4.0  # AdamW divides by small numbers: what the last place does to a step varies by as much
+        return 4.0  # AdamW divides by small numbers, which magnifies rounding errors
 
     @property
     def noise(self) -> float:
@@ -151,7 +151,7 @@ class TrainingCase(Case):
         return windows[:, :-1], windows[:, 1:]
 
     def train(self, tp_group: Any, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Results:
-        """Losses and gradient norms of the steps, and the last one's gradients and parameters, whole."""
+        """Losses and gradient norms of the steps, and the full gradients and parameters of the last step."""
         results: Results = {}
         with set_tp_invariant_mode(self.mode):
             for step in steps:
@@ -192,7 +192,7 @@ STOP = 1  # the step before which the state is taken
 
 
 def _save(tp_group: Any, case: TrainingCase, path: str | None, gemm_fn: str | None) -> Any:
-    """Trains up to STOP and writes a checkpoint to path; without one, returns the state."""
+    """Trains up to STOP and writes a checkpoint to path; if path is None, returns the state instead."""
     set_default_gemm_fn(load_gemm_fn(gemm_fn))
     model = case.model(tp_group)
     optimizer = case.optimizer(model)
@@ -205,7 +205,7 @@ def _save(tp_group: Any, case: TrainingCase, path: str | None, gemm_fn: str | No
 
 
 def _resume(tp_group: Any, case: TrainingCase, saved: Any, forget: bool, gemm_fn: str | None) -> Results:
-    """Goes on from what _save wrote, or without the optimizer's state, as the control."""
+    """Resumes from what _save wrote or returned; with `forget`, the control, without the optimizer's state."""
     set_default_gemm_fn(load_gemm_fn(gemm_fn))
     model = case.with_(seed=case.seed + 1).model(tp_group)  # other weights, which loading must replace
     optimizer = case.optimizer(model)
@@ -220,7 +220,7 @@ def _resume(tp_group: Any, case: TrainingCase, saved: Any, forget: bool, gemm_fn
 
 
 def check_state(case: TrainingCase, degrees: Sequence[int], *, to_disk: bool, gemm_fn: str | None = None) -> Outcome:
-    """A run stopped at each degree and resumed at the next one, against one at TP=1 that never stopped.
+    """Compares runs that stop at each degree and resume at the next one with a run at TP=1 that does not stop.
 
     The control resumes without the optimizer's state, once.
 
@@ -243,7 +243,7 @@ def check_state(case: TrainingCase, degrees: Sequence[int], *, to_disk: bool, ge
                 try:
                     assert_bitwise_equal(result, {name: whole[name] for name in result})
                 except AssertionError as problem:
-                    raise AssertionError(f"{where}, rank {rank} is not the uninterrupted run: {problem}") from None
+                    raise AssertionError(f"{where}, rank {rank} differs from an unstopped run: {problem}") from None
                 outcome.count(result)
             if not outcome.controls:
                 result = on_ranks(_resume, resumed_at, case, path or saved, True)[0]

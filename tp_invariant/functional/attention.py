@@ -29,7 +29,7 @@ from ..core.dtensors import refuse_dtensor
 from ..kernels.select import select
 from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
 
-_KERNEL_HEAD_DIM = 256  # at most; kernels/attention/forward.py
+_KERNEL_HEAD_DIM = 256  # the largest that kernels/attention/forward.py takes
 _MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
 
 
@@ -110,8 +110,8 @@ def attention(
         check_lengths(k, cu_seqlens_k, max_seqlen_k, "k")
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(
-                f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have one "
-                "shape: each sequence has queries and keys, maybe 0 of them"
+                f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have the "
+                "same shape: an entry for each sequence, also if it has no queries or no keys"
             )
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
@@ -157,7 +157,7 @@ def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _kernel(q: Tensor) -> Any:
-    """The module that computes it."""
+    """The module that computes attention of q."""
     return select("attention", "cuda" if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM else "cpu")
 
 
@@ -191,7 +191,7 @@ def _lengths(
                 raise ValueError(f"cu_seqlens_{name}={starts} must rise from 0 to {x.shape[2]}, the tokens of {name}")
             if longest and longest < max(sizes):
                 raise ValueError(
-                    f"max_seqlen_{name}={longest} is less than the longest sequence, {max(sizes)}: raise it"
+                    f"max_seqlen_{name}={longest} is less than the longest sequence: pass at least {max(sizes)}"
                 )
             longest = longest or max(sizes)
         found.append(longest)
@@ -279,7 +279,7 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("attention has no second derivative: call backward without create_graph=True")
 
 
-# --- the same as operators ------------------------------------------------------------------------------------------
+# --- as custom operators --------------------------------------------------------------------------------------------
 
 _operator = torch.library.custom_op("tp_invariant::attention", _forward, mutates_args=())
 _backward_operator = torch.library.custom_op("tp_invariant::attention_backward", _backward, mutates_args=())

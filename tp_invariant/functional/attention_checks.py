@@ -34,12 +34,12 @@ def check_score_options(q: Tensor, scale: float | None, softcap: float | None) -
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
     if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be positive and finite: negate q for a negative one")
+        raise ValueError(f"scale={scale} must be positive and finite: for a negative one, negate q")
     return scale, softcap
 
 
 def number(value: Any, kind: type, name: str) -> Any:
-    """`value` as `kind`, int or float, so that all calls pass one type: a kernel is compiled for argument types."""
+    """`value` as `kind`, int or float: kernels are compiled for the types of their arguments."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -63,11 +63,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes()} must be [batch, heads, sequence, head size]; packed sequences have batch 1")
     if k.shape[:-1] != v.shape[:-1] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"{shapes()} do not fit: they need one batch, k and v one sequence and heads, q and k one head size"
+            f"{shapes()} do not fit: all need one batch, k and v the same heads and sequence, q and k one head size"
         )
     if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"q has {q.shape[1]} heads and k {k.shape[1]}: q's must be a multiple of k's, and at least 1 of each"
+            f"q has {q.shape[1]} heads and k {k.shape[1]}: both must be at least 1, and q's a multiple of k's"
         )
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"{shapes()} have heads of size 0: it must be at least 1")
@@ -79,9 +79,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: they must have one dtype")
+            raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: they must have the same dtype")
         if x.device != q.device:
-            raise ValueError(f"q is on {q.device} and {name} on {x.device}: they must be on one device")
+            raise ValueError(f"q is on {q.device} and {name} on {x.device}: they must be on the same device")
 
 
 def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
@@ -95,4 +95,4 @@ def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None
             f"least 2, on {x.device}"
         )
     if longest is not None and longest < 0:
-        raise ValueError(f"max_seqlen_{name}={longest} must be at least 0, or None to find it")
+        raise ValueError(f"max_seqlen_{name}={longest} must be at least 0, or None to compute it")

@@ -106,7 +106,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
     if not fit or q.shape[1] % k.shape[1] or (q.shape[1] != k.shape[1] and not enable_gqa):
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: they must be [B, heads, S, D], "
-            "k and v with as many heads as q, or with enable_gqa=True a divisor of them; no head size is 0"
+            "k and v with as many heads as q, or with enable_gqa=True a divisor of that; no head size may be 0"
         )
     return q.shape[1] // k.shape[1]
 
@@ -118,9 +118,10 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
             f"attn_mask is {kind}: it must be a tensor of torch.bool, True where a query sees a key (mask.bool()), or "
             "of a floating point dtype, added to the scores"
         )
-    if is_causal or mask.requires_grad:
-        what = "is_causal=True exclude each other" if is_causal else "a gradient for it are not supported"
-        raise ValueError(f"attn_mask and {what}: put both into one mask without gradient")
+    if is_causal:
+        raise ValueError("attn_mask and is_causal=True exclude each other: put both into one mask")
+    if mask.requires_grad:
+        raise ValueError("attn_mask requires a gradient, which is not supported: pass attn_mask.detach()")
     scores = (*q.shape[:3], k.shape[2])
     fit = mask.dim() <= 4 and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
     if not fit or mask.device != q.device:
@@ -189,7 +190,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The mask as the kernel wants it: added, in q's dtype, [B, h, S, T], rows aligned to 16 elements."""
+    """The mask as the kernel takes it: added to scores, in q's dtype, [B, h, S, T], rows aligned to 16 elements."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
     aligned = F.pad(mask.to(q.dtype), (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
@@ -318,8 +319,8 @@ def _safe_sdpa(
 def check_no_dropout(p: float, name: str) -> None:
     if p:
         raise ValueError(
-            f"{name}={p}: tpi.attention, which runs here, takes no dropout, whose mask would depend on the degree; set "
-            "it to 0"
+            f"{name}={p} is not supported with the TP-invariant mode on, because a dropout mask would depend on the "
+            "degree: set it to 0"
         )
 
 

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def default_device() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
+    """The device type of `run_ranks`: "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -54,7 +54,7 @@ _MOST_SHARING = 8
 
 
 def gpu_ranks() -> int:
-    """How many ranks `run_ranks` can have on GPUs: one on each, or 8 with TP_INVARIANT_RANKS_SHARE_GPUS=1."""
+    """How many ranks `run_ranks` can put on GPUs: one on each, or at least 8 with TP_INVARIANT_RANKS_SHARE_GPUS=1."""
     count = torch.cuda.device_count()
     return max(count, _MOST_SHARING) if count and os.environ.get(SHARE_VARIABLE) == "1" else count
 
@@ -64,41 +64,41 @@ def run_ranks(
 ) -> list[Any]:
     """Calls fn(tp_group, *args) on `world_size` rank processes of this machine and returns their results in rank order.
 
-    The processes stay alive for later calls (one pool for a process, as large as the largest world_size so far), each
-    with one thread; every call gets the group of the first world_size ranks. Tensors in args and results travel by
-    value; keep results on the CPU. On device "cuda", rank r has cuda:r as its current device and NCCL moves bytes; with
-    TP_INVARIANT_RANKS_SHARE_GPUS=1 more ranks than GPUs share these, slowly, and gloo moves bytes. fn must leave the
-    ranks in step: no dist.new_group inside, which needs every rank of the pool. The mode and its variables are as they
-    are here; what fn sets (mode, default gemm_fn, default dtype) is gone for the next call.
+    The processes have one thread each and stay alive for later calls. A pool is as large as the largest world_size so
+    far; a call gets the group of the first world_size ranks. Tensors in args and results are copied; keep results on
+    the CPU. On device "cuda", rank r's current device is cuda:r and NCCL moves bytes. With
+    TP_INVARIANT_RANKS_SHARE_GPUS=1 there may be more ranks than GPUs; gloo then moves bytes, slowly. fn must not call
+    dist.new_group, which needs every rank of the pool. The ranks take over the caller's mode and its variables. The
+    mode, default gemm_fn and default dtype that fn sets are reset before the next call.
 
     Raises:
         RankError: fn raised on some rank, a rank died, or did not answer within `timeout` seconds; names the ranks.
-        TypeError: fn cannot be called, or world_size is no whole number, as where they are swapped.
-        ValueError: no ranks, or more than GPUs.
+        TypeError: fn is not callable or world_size is not an int; they may be swapped.
+        ValueError: world_size is below 1 or, on GPUs, larger than `gpu_ranks()`.
     """
     device = device or default_device()
     if not callable(fn):
-        raise TypeError(f"run_ranks(fn, world_size, *args): fn={fn!r} cannot be called; the function comes first")
+        raise TypeError(f"run_ranks(fn, world_size, *args): fn={fn!r} is not callable; the function comes first")
     if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"run_ranks(fn, world_size, *args): world_size={world_size!r} is no whole number")
+        raise TypeError(f"run_ranks(fn, world_size, *args): world_size={world_size!r} must be an int")
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
     if device == "cuda" and world_size > gpu_ranks():
         raise ValueError(
-            f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine, which ranks "
-            f"share with {SHARE_VARIABLE}=1 only, and then up to {_MOST_SHARING}"
+            f"world_size={world_size} is more than the {torch.cuda.device_count()} GPUs of this machine; with "
+            f"{SHARE_VARIABLE}=1 up to {_MOST_SHARING} ranks may share them"
         )
     with pool_lock:
-        work = packed(fn, args)  # an error here is before anything was sent, and leaves the pool as it is
+        work = packed(fn, args)  # an error here leaves the pool usable: nothing has been sent
         pool = shared_pool(world_size, device)
         try:
             outcomes = pool.run(work, world_size, timeout)
         except BaseException:
-            # Ctrl-C, say: answers may be on their way, and the next call must not take them for its own
+            # for example Ctrl-C: the next call must not read the answers of this one
             discard_pool(device)
             raise
         errors: dict[int, BaseException] = {}
-        ranks_with: dict[str, list[int]] = {}  # ranks that say the same say it once
+        ranks_with: dict[str, list[int]] = {}  # by the text of the error, so that equal ones are shown once
         for rank, outcome in enumerate(outcomes):
             if outcome is None:
                 errors[rank] = TimeoutError(f"rank {rank} did not answer")
@@ -152,15 +152,15 @@ def assert_tp_invariant(
 ) -> dict[str, Any]:
     """Asserts that case(tp_group, *args) gives the same bytes at every degree, on every rank; see the module's example.
 
-    `case` builds its model for tp_group and returns a nest of tensors that should not depend on the degree: whole
-    outputs, `full_grads(model)`, losses. With negative_control it runs again with the mode off, where something must
-    differ: if nothing does, the data is too easy (make K large, exponents wide) and the check proves nothing.
+    `case` builds its model for tp_group and returns a nested structure of tensors that should not depend on the degree:
+    full outputs, `full_grads(model)`, losses. With negative_control, the case runs again with the mode off, and some
+    result must then differ. If none does, the check proves nothing: make K larger or the exponents wider.
 
     Returns:
-        The first degree's leaves by name.
+        The first degree's results by name.
 
     Raises:
-        AssertionError: names the leaf, the degree and rank, and how it differs (see assert_bitwise_equal).
+        AssertionError: names the result, the degree and rank, and how it differs (see assert_bitwise_equal).
         RankError: the case failed on some rank.
     """
     if len(set(degrees)) < 2:
@@ -175,16 +175,13 @@ def assert_tp_invariant(
             except AssertionError as error:
                 raise AssertionError(f"rank {rank} of TP={degree} differs from TP={first}: {error}") from None
     if all(leaf is None or (isinstance(leaf, (Mapping, list, tuple)) and not leaf) for leaf in reference.values()):
-        raise AssertionError(
-            "the case returns nothing, so this case cannot tell invariant from stock: return outputs, losses or "
-            "full_grads(model)"
-        )
+        raise AssertionError("the case returns nothing to compare: return outputs, losses or full_grads(model)")
     if negative_control:
         stock = [run_ranks(_run_case, degree, case, False, args, device=device, timeout=timeout) for degree in degrees]
         if len({digest(dict(result[0])) for result in stock}) == 1:
             raise AssertionError(
-                f"with the mode off, TP={', '.join(map(str, degrees))} agree too: this case cannot tell invariant from "
-                "stock; use a larger K or data with a wider range of exponents, and check that its layers get tp_group"
+                f"with the mode off, TP={', '.join(map(str, degrees))} agree too, so this case proves nothing: use a "
+                "larger K or data with a wider range of exponents, and check that its layers get tp_group"
             )
     return reference
 
@@ -193,7 +190,7 @@ def assert_tp_invariant(
 
 
 def wide_randn(*shape: int, generator: torch.Generator, spread: int = 8) -> Tensor:
-    """Normal values times powers of two from 2^-spread to 2^spread: other orders of summation show in their sums."""
+    """Normal values times powers of two from 2^-spread to 2^spread, whose sums depend on the order of summation."""
     device = generator.device
     scale = torch.exp2(torch.randint(-spread, spread + 1, shape, generator=generator, device=device).float())
     return torch.randn(shape, generator=generator, device=device) * scale
@@ -216,19 +213,18 @@ def assert_slice_invariant(
 ) -> None:
     """Asserts that gemm_fn is right and that its c[i, j] depends on a[i, :] and b[:, j] alone.
 
-    Compares, byte for byte, products of row and column slices of many widths, of transposed, offset and strided copies
-    of the operands, and with other numbers of CPU threads, with the same elements of the whole product; and the whole
-    product, with and without bias, with float64. Passing is evidence, not proof: it tries some shapes and some data.
+    Checks the error of the whole product against float64, with and without bias. Compares the whole product byte for
+    byte with products of row and column slices, of transposed, unaligned and strided copies of the operands, and on
+    other numbers of CPU threads. Passing is evidence, not proof: only some shapes and some data are tried.
 
     Args:
         gemm_fn: gemm_fn(a, b, *, bias=None, out_dtype=None).
-        shapes: (M, N, K) to try, all ways of slicing each. None takes small ones, and then slices of 1, 16, 64 and 128
-            rows of a few large ones (on CUDA up to 4096 x 4096 x 8192), as a library splits a long K by thresholds on
-            the size of the product.
+        shapes: (M, N, K) to try, each with many slices. None takes small shapes, and then few slices of some large ones
+            (on CUDA up to 4096 x 4096 x 8192), because libraries decide by the size of the product whether to split K.
         dtypes: operand dtypes to try.
 
     Raises:
-        AssertionError: names shape, dtype and the first slice that differs, or how wrong the product is.
+        AssertionError: names shape, dtype and the first slice that differs, or the error of the product.
     """
     large = shapes is None
     shapes = _SMALL if shapes is None else shapes
@@ -250,7 +246,7 @@ def assert_slice_invariant(
 
 
 def check_large_slices(gemm_fn: GemmFn, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
-    """Part of assert_slice_invariant for large products: few slices, in fp32, which shows an order that 16 bits hide.
+    """The part of assert_slice_invariant for large products: few slices, in fp32, since 16 bits hide the order.
 
     Raises:
         AssertionError: names the shape, the dtype and the slice that differs.
@@ -283,7 +279,7 @@ def _slices(size: int) -> list[slice]:
 
 
 def _check_error(what: str, c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-    """At most twice the norm-wise error that torch's product has, both rounded to out_dtype."""
+    """Raises if c's norm-wise error is more than twice that of torch's product, both rounded to out_dtype."""
     if c.shape != (a.shape[0], b.shape[1]) or c.dtype != out_dtype:
         raise AssertionError(f"wrong for {what}: c is {c.dtype} with shape {tuple(c.shape)}")
     exact = a.double() @ b.double()
@@ -291,7 +287,7 @@ def _check_error(what: str, c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None
     if bias is not None:
         exact, theirs = exact + bias.double(), theirs + bias.double()
     ours_error, torch_error = ((x.double() - exact).norm() / exact.norm() for x in (c, theirs.to(c.dtype)))
-    # one fp32 accumulator on a tensor core truncates: up to sqrt(K) units in the last place
+    # always allowed: a tensor core truncates its fp32 accumulator, by up to sqrt(K) units in the last place
     floor = a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
     if not ours_error <= max(2 * float(torch_error), floor):
         raise AssertionError(f"wrong for {what}: relative error {ours_error:.1e} against torch's {torch_error:.1e}")

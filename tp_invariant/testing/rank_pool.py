@@ -1,10 +1,9 @@
-"""A pool of rank processes that outlives many cases: starting eight takes many seconds, a case milliseconds.
+"""A pool of rank processes that many cases use in turn: starting eight takes many seconds, a case milliseconds.
 
-Each rank is a fresh interpreter that runs rank_process.py's `serve`, with a connection to the parent for work and
-results and a default process group among the ranks (gloo on CPUs, NCCL besides where there are GPUs). The connection is
-a pair of sockets that the rank inherits one end of: it has no address, so nobody else can connect, and a parent that is
-killed leaves no file behind. Groups of the first 1, 2, 3, .. ranks are made when first asked for. Functions travel by
-cloudpickle where it is installed, so local ones work.
+Each rank is a new interpreter that runs `serve` of rank_process.py. It gets work from the parent and returns results
+through a pair of sockets: these have no address, so no other process can connect, and leave no file behind if the
+parent is killed. All ranks form the default process group (gloo, and NCCL if there are GPUs); the group of the first n
+ranks is created at its first use. If cloudpickle is installed, local functions can be sent too.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from typing import Any
 from ..core import mode
 from ..core.processes import how_it_ended
 
-_GRACE_SECONDS = 20.0  # how long the others get once one rank has failed
-_START_SECONDS = 300.0  # starting is seconds on a free machine; a loaded one takes longer
+_GRACE_SECONDS = 20.0  # for the other ranks to answer once one has failed
+_START_SECONDS = 300.0  # starting takes seconds on an idle machine, longer on a loaded one
 
 
 class RankError(AssertionError):
@@ -61,7 +60,7 @@ def dumps(obj: Any) -> bytes:
             return pickle.dumps(obj)
         except (pickle.PicklingError, AttributeError) as error:
             raise TypeError(f"{obj!r} cannot be sent to other processes: {hint}") from error
-    # modules that the ranks cannot import by name (test files under importlib mode, scripts) travel by value
+    # modules that the ranks cannot import by name (test files under importlib mode, scripts) are sent by value
     for module in foreign:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -82,10 +81,10 @@ def _modules_of(obj: Any) -> set[ModuleType]:
 
 
 def _is_importable(name: str) -> bool:
-    """Whether the ranks, which share our sys.path, get this module by its name."""
+    """Whether the ranks, which have the same sys.path, can import this module by its name."""
     top = name.partition(".")[0]
     if top == __name__.partition(".")[0]:
-        return True  # an editable install is found by a hook of its own
+        return True  # an editable install has its own import hook, which PathFinder does not ask
     spec = PathFinder.find_spec(top) or BuiltinImporter.find_spec(top)
     return top != "__main__" and spec is not None and spec.origin == getattr(sys.modules[top], "__file__", spec.origin)
 
@@ -111,8 +110,8 @@ class RankPool:
             for rank in range(size):
                 ours, theirs = socket.socketpair()
                 self._connections.append(Connection(ours.detach()))
-                with theirs:  # the rank's copy alone stays open, so that its end is noticed
-                    # a session of their own, so that Ctrl-C reaches the parent alone, which then ends them
+                with theirs:  # closed here, so that the connection ends with the rank
+                    # a session of its own, so that Ctrl-C reaches only the parent, which then ends the ranks
                     process = subprocess.Popen(
                         [sys.executable, "-c", command, str(theirs.fileno()), str(rank), str(size)],
                         env=environment,
@@ -126,7 +125,7 @@ class RankPool:
             raise
 
     def _wait_for_all(self) -> None:
-        """Until every rank has said that it runs."""
+        """Returns when every rank has reported that it runs."""
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + _START_SECONDS
         while waiting:
@@ -142,7 +141,7 @@ class RankPool:
                     raise RuntimeError(f"the {self.size} rank processes did not start: {self._ending(rank)}") from None
 
     def _ending(self, rank: int) -> str:
-        """ "the process of rank 3 ended by SIGILL", or with which status it left."""
+        """How a rank's process ended, such as "the process of rank 3 ended by SIGILL"."""
         try:
             status = self._processes[rank].wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -156,9 +155,9 @@ class RankPool:
             process.wait()
 
     def run(self, work: bytes, world_size: int, timeout: float) -> list[Outcome | None]:
-        """What `packed` made, on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
-        # everybody hears of the group before anybody gets work: making a group takes all ranks, and work that is larger
-        # than a socket's buffer waits for its rank to read it
+        """Runs what `packed` returned on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
+        # Every rank gets world_size before any rank gets work: creating the group needs all ranks, and sending work
+        # that is larger than a socket's buffer blocks until its rank reads it.
         outcomes: list[Outcome | None] = [None] * world_size
         for rank, message in [*enumerate([pickle.dumps(world_size)] * self.size), *enumerate([work] * world_size)]:
             try:
@@ -191,13 +190,13 @@ class RankPool:
 
 
 def packed(fn: Callable, args: tuple) -> bytes:
-    """The call fn(tp_group, *args), to be sent to ranks."""
-    # in two parts: functions are looked up on the parent's path, so that comes first
+    """The call fn(tp_group, *args) as bytes to send to ranks."""
+    # in two parts: the ranks must set the parent's sys.path before they unpickle the function
     return pickle.dumps((_parent_state(), dumps((fn, args))))
 
 
 def _parent_state() -> dict[str, Any]:
-    """What a case may count on finding as it is in the parent: the gate and the import path."""
+    """The state of the parent that ranks take over: the gate and the import path."""
     return {
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "variables": {name: os.environ.get(name) for name in (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE)},
@@ -212,7 +211,7 @@ def _free_port() -> int:
 
 
 _pools: dict[str, RankPool] = {}
-pool_lock = threading.RLock()  # one call at a time, whichever thread it comes from
+pool_lock = threading.RLock()  # one call at a time, from any thread
 
 
 def shared_pool(size: int, device: str) -> RankPool:

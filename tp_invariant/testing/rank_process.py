@@ -1,4 +1,4 @@
-"""One rank of a pool (rank_pool.py): a process that takes cases from its parent and sends back what they return."""
+"""One rank of a pool (rank_pool.py): a process that runs cases for its parent and sends back their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .rank_pool import Outcome, dumps
 
 
 def serve(descriptor: int, rank: int, size: int) -> None:
-    """Takes work from the parent, at the other end of the socket `descriptor`, until it goes away."""
+    """Runs the work that the parent sends through the socket `descriptor`, until the parent ends."""
     device = os.environ["TP_INVARIANT_RANK_DEVICE"]
     torch.set_num_threads(int(os.environ["TP_INVARIANT_RANK_THREADS"]))
     backend = "gloo"
@@ -32,11 +32,11 @@ def serve(descriptor: int, rank: int, size: int) -> None:
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % gpus)
         backend = "cpu:gloo,cuda:nccl"
-        if size > gpus:  # they share, which NCCL does not take and symmetric memory only if it is told to
+        if size > gpus:  # ranks share GPUs: NCCL refuses that, symmetric memory needs the variable
             backend = "gloo"
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     end_with_parent()
-    os.set_inheritable(descriptor, False)  # a process that a case starts must not keep the parent waiting
+    os.set_inheritable(descriptor, False)  # a process that a case starts must not keep it open
     connection = Connection(descriptor)
     connection.send_bytes(b"running")
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
@@ -44,7 +44,7 @@ def serve(descriptor: int, rank: int, size: int) -> None:
     while True:
         try:
             world_size = pickle.loads(connection.recv_bytes())
-        except EOFError:  # the parent is gone
+        except EOFError:  # the parent has ended
             os._exit(0)
         if world_size not in groups:  # every rank takes part in making a group
             groups[world_size] = dist.new_group(list(range(world_size)))
@@ -62,7 +62,7 @@ def serve(descriptor: int, rank: int, size: int) -> None:
 
 @contextmanager
 def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
-    """The case in `message`, with the parent's state; afterwards no setting of the case is left for the next one."""
+    """Yields the case in `message` with the parent's state set; resets the settings of the case afterwards."""
     state, case = pickle.loads(message)
     sys.path[:] = state["path"]
     fn, args = pickle.loads(case)
@@ -70,7 +70,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    agreement.forget_layers()  # a case that failed may have made more of them on one rank than on another
+    agreement.forget_layers()  # after a failed case the ranks may have created different numbers of layers
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     ahead = scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens
     try:
@@ -85,7 +85,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
 
 
 def _dump_outcome(outcome: Outcome) -> bytes:
-    """What the parent can surely load: exceptions of others may pickle and then fail to come back."""
+    """The outcome as bytes that the parent can load: some exceptions can be pickled but not unpickled."""
     try:
         message = dumps(outcome)
         pickle.loads(message)

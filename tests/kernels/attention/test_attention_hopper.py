@@ -1,4 +1,4 @@
-"""Attention's forward of its own on Hopper: the bits of the Triton kernel, split over chunks or not. It compiles."""
+"""Attention's forward kernel for Hopper: the bits of the Triton kernel, split over chunks or not. It compiles."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def spec_of(kind, dim):
 
 
 def surrounded(shape, dtype, seed):
-    """A tensor [B, H, S, D] laid out as models do, with NaN behind each sequence in memory."""
+    """A tensor [B, H, S, D] in the layout of models, with NaN after each sequence in memory."""
     generator = torch.Generator("cuda").manual_seed(seed)
     batch, heads, tokens, dim = shape
     whole = torch.full((batch, tokens + 130, heads, dim), float("nan"), device="cuda", dtype=dtype)
@@ -36,9 +36,9 @@ def surrounded(shape, dtype, seed):
 
 
 def by(monkeypatch, own, idle, *args):
-    """forward by the kernel of its own or not, split over chunks as on a chip of so many multiprocessors.
+    """forward by the Hopper kernel or not, split over chunks as on a GPU with this many multiprocessors.
 
-    On one of 1, decode steps neither, which split on any chip that has memory for it.
+    With 1, decode steps are not split either, which are split on any GPU that has memory for it.
     """
     plans = []
 
@@ -90,8 +90,8 @@ def test_packed_sequences_too(monkeypatch, device, kind):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
-def test_keys_in_other_blocks_would_show(monkeypatch, device):
-    """The control: were the two kernels' tiles not alike, the bits would not be."""
+def test_other_blocks_of_keys_give_other_bits(monkeypatch, device):
+    """The control: if the two kernels' tiles differed, the bits would differ."""
     q, k, v = (surrounded((1, 4, 1000, 128), torch.bfloat16, seed) for seed in range(3))
     ours = by(monkeypatch, True, 1, q, k, v, spec_of("causal", 128))
     monkeypatch.setattr(kernels, "forward_tile", lambda *args: Tile(64, 64, 4, 2))
@@ -102,7 +102,7 @@ def test_keys_in_other_blocks_would_show(monkeypatch, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
-def test_the_tile_that_long_sequences_take_backward_has_the_bits_of_the_other(monkeypatch, device, kind):
+def test_both_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     data = tensors(device, torch.bfloat16, 1, 4, 2, 1300, 1500, 128)
     short, long = (attention_backward.backward_key_tile(128, torch.bfloat16, queries, True) for queries in (1, 2**20))
     assert short != long
@@ -143,7 +143,7 @@ for dim in (64, 128):
 
 
 def test_it_compiles_and_leaves_room_for_two_programs():
-    """For Hopper, on any machine: Triton brings the assembler. A multiprocessor has 228 KiB, 1 of it per program."""
+    """For Hopper, on any machine, as Triton has the assembler. A multiprocessor has 228 KiB, a program reserves 1."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

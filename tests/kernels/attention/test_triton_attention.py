@@ -1,7 +1,6 @@
-"""The Triton attention kernels in the interpreter, in small tiles: values, and bits over heads, packing, chunks, steps.
+"""The Triton attention kernels in the interpreter, with small tiles: values; bits over heads, packing, chunks, steps.
 
-In fp32 alone: the interpreter has no bf16 to speak of. tests/functional/test_attention.py has them on a GPU as they
-are.
+In fp32 only, because the interpreter is wrong in bf16. tests/functional/test_attention.py runs the real tiles on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SMALL = {**KINDS, "window": dict(causal=True, window=20)}
 
 @pytest.fixture(autouse=True)
 def small_kernels(monkeypatch):
-    """tpi.attention by these kernels, with several tiles and chunks in a few keys."""
+    """tpi.attention by these kernels, with several tiles and chunks for a few keys."""
     monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "_kernel", lambda q: kernels)
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "_MERGE_WIDTH", 2)
@@ -46,7 +45,7 @@ def data(queries, keys, heads=4, kv_heads=2, spread=2):
 @pytest.mark.parametrize("kind", [*SMALL, "slight cap"])
 @pytest.mark.parametrize("queries, keys, heads", [(20, 50, 2), (40, 20, 2), (2, 70, 4)], ids=str)
 def test_values(queries, keys, heads, kind):
-    """(2, 70) goes in chunks that another kernel folds."""
+    """(2, 70) is split into chunks that another kernel folds."""
     options = SMALL.get(kind, dict(softcap=50.0, scale=0.02))
     case = data(queries, keys, heads, heads // 2, spread=0)
     exact = attend(*(x.double() for x in case), plainly, **options)
@@ -83,8 +82,8 @@ def test_heads_and_packed_sequences_are_separate_calls(kind):
 
 
 @pytest.mark.parametrize("kind", ["causal", "softcap"])
-def test_short_sequences_said_to_be_long_take_little_scratch(monkeypatch, kind):
-    """The memory of a split goes by the longest length that is given: beyond a limit there is none, with equal bits."""
+def test_a_max_seqlen_above_the_lengths_takes_little_scratch(monkeypatch, kind):
+    """The memory of a split depends on the longest length given: above a limit there is no split, with equal bits."""
     q, k, v, _ = data(3, 120)
     cu_q, cu_k = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 1, 2, 3], [0, 9, 80, 120]))
     plans, make = [], kernels._plan
@@ -105,7 +104,7 @@ def test_short_sequences_said_to_be_long_take_little_scratch(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "full"])
 def test_chunks_and_single_steps_are_the_prefill(kind):
-    """A step's chunks of keys are folded by another kernel than a prefill's."""
+    """Another kernel folds a decode step's chunks of keys than a prefill's."""
     q, k, v, _ = data(100, 100, 2, 1)
     whole, differ = tpi.attention(q, k, v, **SMALL[kind]), 0
     for start, stop in ((0, 1), (31, 33), (63, 65), (40, 44), (99, 100), (70, 100)):

@@ -1,5 +1,4 @@
-"""On a GPU: accumulating and promoting in the epilogue, by both kernels and every tile shape, and what they cost in
-accuracy and gain in it."""
+"""On a GPU: accumulation and promotion in the epilogue, by both kernels and every tile shape, and their accuracy."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def on_gpu(test):
 @pytest.mark.parametrize("layout", [(True, False), (False, True)], ids=["wgrad", "fwd"])
 @pytest.mark.parametrize("promote_every", [None, 128, 512])
 def test_bytes_of_every_configuration(promote_every, layout, dtype):
-    """What torch adds to the generic kernel's product, stretch of K by stretch, both kernels add in their epilogues."""
+    """Both kernels add in their epilogues what torch adds to the generic kernel's product of each part of K."""
     from tp_invariant.kernels.gemm.matmul import matmul
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, fits_tma
     from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
@@ -130,7 +129,7 @@ def test_promoted_error_is_no_worse_than_cublas(k):
 @pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
 @pytest.mark.parametrize("promote_every", [None, 512])
 def test_a_layers_main_grad(promote_every, mode):
-    """On one rank: the sum of each micro-batch's dw, of a bf16 layer and of an fp32 one under autocast."""
+    """On one rank: the sum of each micro-batch's dw, for a bf16 layer and for an fp32 layer under autocast."""
     gemm_fn = bundled(promote_every=promote_every)
     for autocast in (False, True):
         torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""The Triton matmul: right, and slice-invariant. Compiled where there is a GPU; elsewhere in Triton's interpreter, and
-what it shares with the CPU's matmul is asked of both.
+"""The Triton matmul: right, and slice-invariant. Compiled on a GPU, else in Triton's interpreter. Tests of what the
+CPU's matmul shares run on both.
 
-The interpreter tests the logic (masks, offsets, order of blocks), not the bits of a tensor core: its tl.dot is a BLAS
-call per block of K. So data whose sums are exact in any order carries the tests across block_k there.
+The interpreter tests the logic (masks, offsets, order of blocks), not the bits of a tensor core: its tl.dot is one BLAS
+call per block of K. So the tests use data whose sums are exact in any order if block_k differs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def relative_error(c: Tensor, exact: Tensor) -> float:
 
 def error_limit(a: Tensor, b: Tensor, exact: Tensor) -> float:
     """1.1 times torch.mm's own norm-wise relative error. In fp32, where torch may split K and so round less often than
-    one accumulator does, twice it or the random walk of that accumulator, sqrt(K) * 2**-24 (TF32 errs by 2**-11)."""
+    one accumulator, twice its error or sqrt(K) * 2**-24, the random walk of an accumulator (TF32 errs by 2**-11)."""
     torch_error = relative_error(torch.mm(a, b), exact)
     return max(2 * torch_error, a.shape[1] ** 0.5 * 2.0**-24) if a.dtype == torch.float32 else 1.1 * torch_error
 
@@ -95,7 +95,7 @@ def test_exact_at_odd_sizes(m, n, k, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_output_is_rounded_once(fn, dtype, out_dtype):
-    """The fp32 output is within the bound of a one-accumulator sum; every other output is that, rounded by torch."""
+    """The fp32 output is within the bound of a one-accumulator sum; others are that output, rounded by torch."""
     a, b = rand(33, 300, dtype=dtype), rand(300, 40, dtype=dtype, seed=1)
     c32 = fn(a, b, out_dtype=torch.float32)
     bound = 300 * 2.0**-23 * (a.double().abs() @ b.double().abs())
@@ -120,7 +120,7 @@ def test_bias_is_added_in_fp32_before_the_rounding(fn, dtype, bias_dtype):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values_survive(fn, dtype):
-    """Subnormals, infinities, the largest numbers and signed zeros reach the product as they are."""
+    """Subnormals, infinities, the largest numbers and signed zeros reach the product unchanged."""
     info = torch.finfo(dtype)
     values = torch.tensor([info.smallest_normal / 2, -info.smallest_normal, info.max, -info.max, float("inf")])
     c = fn(values.to(DEVICE, dtype)[:, None], torch.ones(1, 3, device=DEVICE, dtype=dtype))
@@ -148,8 +148,8 @@ def test_strides_change_no_bit(fn, dtype):
         assert_bitwise_equal(fn(row, col), fn(row.contiguous(), col.contiguous()), f"expanded {dim}")
 
 
-def test_views_negated_by_a_bit_are_negated():
-    """z.conj().imag is such a view, and may stay one in another dtype; kernels see bytes, which are those of z.imag."""
+def test_views_negated_by_a_flag_are_negated():
+    """z.conj().imag is such a view, also in another dtype; kernels see its bytes, which are those of z.imag."""
     a, b, bias = (rand(*shape, dtype=torch.float32, seed=3) for shape in ((33, 40), (40, 20), (20,)))
     for dtype in DTYPES:
         negated = [torch._neg_view(-x.to(dtype)) for x in (a, b, bias)]

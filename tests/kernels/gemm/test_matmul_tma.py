@@ -1,6 +1,6 @@
-"""The TMA kernel gives the bytes of the generic one, for every configuration and layout, and takes only what it can.
+"""The TMA kernel gives the bytes of the generic one, for every configuration and layout, and refuses other operands.
 
-On a machine without a GPU its logic runs in Triton's interpreter; bytes are compared on a Hopper GPU.
+Without a GPU its logic runs in Triton's interpreter; bytes are compared on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def test_rank_major_buffers_that_are_not_read_in_place():
     "case", [(1, 1, 40, 96, 80), (2, 1, 33, 48, 64), (4, 2, 20, 104, 16 * 16), (3, 1, 16, 16, 144)], ids=str
 )
 @pytest.mark.parametrize("b_k_dim", (0, 1))
-def test_the_walk_in_the_interpreter(case, b_k_dim, monkeypatch):
-    """Each element of K meets its own: with integers any other walk gives another sum. fp32 stands for 16 bits here."""
+def test_the_order_of_k_in_the_interpreter(case, b_k_dim, monkeypatch):
+    """Each element of K meets its counterpart: any other pairing gives another integer. fp32 replaces 16 bits."""
     from tp_invariant.kernels.gemm import matmul_tma
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
@@ -177,7 +177,7 @@ def test_rank_major_operands_that_do_not_fit(error, message, args, options):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The TMA kernel takes all, in the interpreter; no call is remembered from before."""
+    """The TMA kernel takes all operands, in the interpreter; no earlier call is remembered."""
     from tp_invariant.kernels.gemm import matmul_tma
 
     if HOPPER:
@@ -207,8 +207,8 @@ def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
         assert seen.pop() == launched
 
 
-def test_what_a_call_is_known_by(interpreted):
-    """All that may differ at the same addresses; and what is never remembered."""
+def test_keys_of_remembered_calls(interpreted):
+    """Everything that may differ at the same addresses; and calls that are never remembered."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     a, b = torch.ones(8, 8), torch.ones(8, 8)
@@ -229,7 +229,7 @@ def test_what_a_call_is_known_by(interpreted):
 
 
 def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
-    """Served by what was prepared, with what stands in memory now; a call that only looks alike is not."""
+    """A prepared call reads the present contents of memory; a call that only looks equal is not taken for it."""
     from tp_invariant.kernels.gemm import matmul as matmul_module
 
     class Remembering(interpreted.Launch):
@@ -246,7 +246,7 @@ def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
         assert_bitwise_equal(matmul_module.matmul(a, b, promote_every=512), a @ b)
         assert (served.pop() is not None) == (call > 0)
     assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
-    with pytest.raises(TypeError, match=r"promote_every=512\.0 is no int"):
+    with pytest.raises(TypeError, match=r"promote_every=512\.0 must be an int"):
         matmul_module.matmul(a, b, promote_every=512.0)
     assert served == [None, None]
 
@@ -290,7 +290,7 @@ def test_repeated_calls(monkeypatch):
     expected = matmul_module.matmul(-a, b, config=generic)
     assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b), expected, "negated by a bit")
     assert_bitwise_equal(matmul_module.matmul((-a).clone(), b), expected)
-    with pytest.raises(TypeError, match=r"promote_every=256\.0 is no int"):
+    with pytest.raises(TypeError, match=r"promote_every=256\.0 must be an int"):
         matmul_module.matmul(a, b, promote_every=256.0)
 
 
@@ -349,7 +349,7 @@ def test_repeated_calls_on_a_device_that_is_not_the_current_one():
 
 
 @on_hopper
-def test_what_it_takes():
+def test_operands_that_are_supported():
     from tp_invariant.kernels.gemm.matmul_tma import tma_operands
 
     def layouts(a, b, out_dtype):
@@ -400,7 +400,7 @@ def test_a_captured_graph_gives_the_same_bytes():
 
 
 def in_a_new_thread(function):
-    """What it returns in a thread that has called nothing of CUDA before."""
+    """The result in a thread that has not used CUDA before."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

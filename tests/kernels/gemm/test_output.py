@@ -1,4 +1,4 @@
-"""out, accumulate and promote_every of the matmuls: the bytes of the same done by torch around them."""
+"""out, accumulate and promote_every of the matmuls: the bytes of the same operations done separately by torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def operands(m, n, k, dtype, device="cpu"):
 
 
 def buffers(m, n, dtype, device) -> dict[str, tuple[Tensor, Tensor]]:
-    """Places for c, and the whole memory around each, which holds numbers."""
+    """Tensors for c, and the whole memory around each, which is filled with numbers."""
     g = torch.Generator().manual_seed(5)
     flat, padded, offset = (
         wide_randn(size, generator=g, spread=6).to(device, dtype) for size in (m * n, 3 * m * n, 999)
@@ -75,7 +75,7 @@ def test_the_bytes_of_add(matmul, dtype, m, n, k):
 
 @KERNELS
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-def test_written_where_it_is_told(matmul, out_dtype):
+def test_only_out_is_written(matmul, out_dtype):
     a, b, bias = operands(40, 24, 300, torch.bfloat16, device_of(matmul))
     expected = matmul(a, b, bias=bias, out_dtype=out_dtype)
     for name, (out, memory) in buffers(40, 24, out_dtype, a.device).items():
@@ -91,7 +91,7 @@ def test_written_where_it_is_told(matmul, out_dtype):
 
 @KERNELS
 def test_negative_zeros_and_subnormals(matmul):
-    """-0.0 + 0.0 is 0.0, and nothing that small is flushed."""
+    """-0.0 + 0.0 is 0.0, and no subnormal is flushed."""
     device = device_of(matmul)
     a, b = torch.zeros(2, 16, device=device), torch.zeros(16, 2, device=device)
     a[1, 0], b[0, 1] = 2.0**-70, 2.0**-70  # 2^-140
@@ -137,7 +137,7 @@ WRONG = [
     ),
     (ValueError, "matmul: out shares memory with a; allowed: memory of its own", dict(out=A.view(-1)[:12].view(4, 3))),
     (ValueError, "matmul: out shares memory with b; allowed: memory of its own", dict(out=B[4:])),
-    (TypeError, "promote_every=512.0 is no int: pass a multiple of 128, or None", dict(promote_every=512.0)),
+    (TypeError, "promote_every=512.0 must be an int, a multiple of 128, or None", dict(promote_every=512.0)),
     (ValueError, "promote_every=0 is not a multiple of 128: pass for example 512, or None", dict(promote_every=0)),
     (ValueError, "promote_every=64 is not a multiple of 128: pass for example 512, or None", dict(promote_every=64)),
 ]
@@ -154,7 +154,7 @@ def test_what_is_refused(matmul, kind, text, options):
 
 @KERNELS
 def test_an_out_that_requires_grad_is_refused(matmul):
-    """Autograd would give it the gradient of what it held before."""
+    """Autograd would give it the gradient of its former contents."""
     device = device_of(matmul)
     a, b, leaf = A.to(device), B.to(device), torch.zeros(4, 3, device=device, requires_grad=True)
     for out in (leaf, leaf * 2):
@@ -168,7 +168,7 @@ def test_an_out_that_requires_grad_is_refused(matmul):
 
 @KERNELS
 def test_a_bias_within_out_is_refused(matmul):
-    """A tile would read it after another had overwritten it."""
+    """A tile would read it after another tile had overwritten it."""
     device = device_of(matmul)
     a, b, out = A.to(device), B.to(device), torch.zeros(4, 3, device=device)
     for bias in (out[0], out[3], out.view(-1)[5:8]):
@@ -183,7 +183,7 @@ def test_a_bias_within_out_is_refused(matmul):
 
 
 def stretch_by_stretch(matmul, a, b, every, **options):
-    """Each stretch of K on its own, added in fp32 one after another."""
+    """The product of each part of K, added in fp32 one after another."""
     total = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for a_part, b_part in zip(a.split(every, 1), b.split(every, 0), strict=True):
         total = total + matmul(a_part, b_part, out_dtype=torch.float32, **options)
@@ -193,7 +193,7 @@ def stretch_by_stretch(matmul, a, b, every, **options):
 @KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", (128, 1100))
-def test_promotion_is_the_sum_of_stretches(matmul, dtype, k):
+def test_promotion_is_the_sum_of_parts_of_k(matmul, dtype, k):
     a, b, bias = operands(20, 33, k, dtype, device_of(matmul))
     plain = matmul(a, b, out_dtype=torch.float32)
     for every in (384, 2048):
@@ -238,8 +238,8 @@ def test_promotion_is_slice_invariant():
     assert_slice_invariant(promoted, shapes=((33, 20, 300),), device="cpu")
 
 
-def test_promotion_mends_a_long_k():
-    """By the tensor core's arithmetic at K = 12288: the error that it has to mend, and how much of it is left."""
+def test_promotion_reduces_the_error_of_a_long_k():
+    """With the tensor core's arithmetic at K = 12288: the error without promotion, and what remains with it."""
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=g).bfloat16() for shape in ((2, 12288), (12288, 32)))
     exact = a.double() @ b.double()
@@ -257,7 +257,7 @@ def test_promotion_mends_a_long_k():
 @pytest.mark.parametrize("config", [(16, 32, 64, 4, 2), (32, 48, 256, 4, 2, 8, True)], ids=str)
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_the_tma_kernel(config, ranks, monkeypatch):
-    """fp32 stands for 16 bits, and every step of the loop is one BLAS call: so steps are alike on both sides."""
+    """fp32 replaces 16 bits, and every step of the loop is one BLAS call, so the steps are equal on both sides."""
     monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
     monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, c_stride, out_dtype: c_stride % 4 == 0)
     m, n, k = 24, 56, 640
@@ -378,7 +378,7 @@ def test_promotion_is_for_fp32_output_alone():
     assert_bitwise_equal(major, got)
 
 
-def test_bundled_checks_and_says_what_it_is():
+def test_bundled_checks_its_arguments_and_names_itself():
     with pytest.raises(ValueError, match="promote_every=100 is not a multiple of 128"):
         bundled(promote_every=100)
     assert identify(bundled(promote_every=512)) == identify(bundled(promote_every=512))

@@ -33,7 +33,7 @@ NAN, INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 def as_term(bits, dtype):
-    """(significand, exponent of its last bit, exponent) of a number given by its bits; the infinite and NaN as text."""
+    """(significand, exponent of its last bit, exponent) of a number given by its bits; text for infinity and NaN."""
     digits, bias = DIGITS[dtype]
     sign = -1 if bits >> (8 * dtype.itemsize - 1) & 1 else 1
     field, fraction = bits >> digits & (2 * bias + 1), bits & ((1 << digits) - 1)
@@ -82,7 +82,7 @@ def fp32_step(acc, products):
 
 
 def by_integers(a, b):
-    """fp32 a @ b, an element after another."""
+    """fp32 a @ b, element by element."""
     a_bits, b_bits = ([[x & 0xFFFF for x in row] for row in t.view(torch.int16).tolist()] for t in (a, b.t()))
     out = []
     for row, col in itertools.product(a_bits, b_bits):
@@ -124,7 +124,7 @@ def in_steps(*steps):
     ids=["zero", "cancelled", "truncated to zero", "subnormal", "normal"],
 )
 def test_the_least_term_that_a_step_keeps(before, first, least):
-    """25 bits below the accumulator's exponent: -126 of a subnormal one, -133 of a zero one, however it came to be."""
+    """25 bits below the accumulator's exponent: -126 if it is subnormal, -133 if it is zero, whatever led to it."""
     total = in_steps(*before, first)
     assert total in (2.0**-140, 2.0**-126)
     assert in_steps(*before, [*first, (-1, least)]) == total - 2.0**-149  # truncated toward zero, so any rest shows
@@ -144,15 +144,15 @@ def test_recorded_bits_of_an_h200(name, k):
 
 
 @pytest.mark.parametrize("label", [label for label in ALTERNATIVES if "accumulators" in label])
-def test_recorded_bits_refute(label):
-    """The negative control: with another exponent for small accumulators the H200's bits do not come out."""
+def test_another_recipe_does_not_give_the_recorded_bits(label):
+    """The negative control: another exponent for small accumulators does not give the H200's bits."""
     a, b = operands("sums below subnormals", *RECORDED_SHAPE, 32, torch.bfloat16)
     other = model(a, b, None, torch.float32, ALTERNATIVES[label])
     assert first_digits(other) != RECORDED["sums below subnormals", 32][1]
 
 
-def test_data_reach_what_they_are_made_for():
-    """Sums that are subnormal, infinite, NaN: else the cases above prove nothing about them."""
+def test_data_reach_the_special_cases():
+    """Sums that are subnormal, infinite, NaN: otherwise the cases above would prove nothing about them."""
     seen = {name: matmul(*operands(name, 16, 16, 128, dtype), out_dtype=torch.float32) for name, dtype in CASES}
     assert (seen["subnormal sums"].abs() < 2.0**-126).any() and (seen["sums below subnormals"] != 0).any()
     assert seen["overflow"].isinf().any() and not seen["overflow"].isinf().all()
@@ -170,8 +170,8 @@ def sums(recipe):
 
 
 @pytest.mark.parametrize("recipe", ALTERNATIVES.values(), ids=ALTERNATIVES)
-def test_another_recipe_shows(recipe):
-    """The negative control: each alternative gives other bits on some class of data, so a GPU's bits can tell."""
+def test_another_recipe_gives_other_bits(recipe):
+    """The negative control: each alternative gives other bits on some class of data, so a GPU's bits identify it."""
     assert any(mismatches(got, right)[0] for got, right in zip(sums(recipe), sums(HOPPER), strict=True))
 
 
@@ -211,7 +211,7 @@ def test_slice_invariant(dtype):
     assert_slice_invariant(matmul, shapes=((9, 11, 150), (5, 3, 17)), dtypes=(dtype,), device="cpu")
 
 
-def test_tiles_do_not_show(monkeypatch):
+def test_tiles_change_no_bit(monkeypatch):
     a, b = wide(70, 130, dtype=torch.bfloat16), wide(130, 60, dtype=torch.bfloat16)
     whole = matmul(a, b)
     monkeypatch.setattr(tensor_core, "_TILE_ROWS", 16)
@@ -231,7 +231,7 @@ def test_bias_is_added_in_fp32_and_rounded_once(out_dtype, bias_dtype):
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_zero_infinity_and_nan(out_dtype):
-    """No negative zero comes out, and every NaN is the one that a GPU writes."""
+    """The result has no negative zero, and every NaN is the one that a GPU writes."""
     inf, nan = float("inf"), float("-nan")
     a = torch.tensor([[-0.0, -0.0], [1.0, inf], [inf, -inf], [nan, 1.0], [2.0**60, 2.0**60]], dtype=torch.bfloat16)
     b = torch.tensor([[1.0, -(2.0**100)], [2.0, 0.0]], dtype=torch.bfloat16)
@@ -299,7 +299,7 @@ on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @on_hopper
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_the_bits_of_a_gpu(name, dtype):
-    """Each of Triton's ways to a tensor core; TMA takes the first shape alone."""
+    """Each of Triton's paths to a tensor core; TMA takes only the first shape."""
     for (m, n, k), out_dtype, biased in itertools.product(
         ((130, 136, 512), (33, 65, 250)), (torch.float32, dtype), (False, True)
     ):
@@ -322,7 +322,7 @@ def load_probe():
 
 
 def test_the_probe_tells_recipes_apart(capsys, monkeypatch):
-    """Shown a tensor core of another recipe, it says so and names that recipe; shown the model, it agrees."""
+    """For a tensor core of another recipe the probe names that recipe; for the model it reports agreement."""
     probe = load_probe()
     for name, size in dict(M=8, N=12, K=64).items():
         monkeypatch.setattr(probe, name, size)

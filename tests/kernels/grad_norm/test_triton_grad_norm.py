@@ -1,4 +1,4 @@
-"""The kernels of clipping: the order that they state, the same bits from Triton and from plain torch, any slice's."""
+"""The kernels of clipping: the documented order, the same bits from Triton and from plain torch, for any slice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DIMS = [dim for _, dim in SHAPES]
 
 
 def stated(leaf):
-    """The sum of squares of one leaf, number by number, as kernels/grad_norm/reference.py states it."""
+    """The sum of squares of one partial sum, number by number, as documented in kernels/grad_norm/reference.py."""
     lanes = [numpy.float32(0)] * 128
     for i, value in enumerate(leaf.flatten().float().numpy()):
         lanes[i % 128] = lanes[i % 128] + value * value
@@ -48,7 +48,7 @@ def stated(leaf):
 
 @ROOMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_order_is_the_stated_one(room, dtype):
+def test_the_order_is_the_documented_one(room, dtype):
     xs = tensors(dtype)
     sums = room.sums_of_squares([x.to(device_of(room)) for x in xs], DIMS)
     leaves = [leaf for x, dim in zip(xs, DIMS, strict=True) for leaf in (x.unbind(dim) if x.dim() else [x])]
@@ -82,8 +82,8 @@ def test_against_float64(room, dtype):
 
 @ROOMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_leaf_sees_no_other(room, dtype):
-    """Any run of leaves, at any address and stride, alone or among other tensors, and with NaN around."""
+def test_a_sum_does_not_depend_on_other_sums(room, dtype):
+    """Any range of partial sums, at any address and stride, alone or among other tensors, and with NaN around."""
     generator = torch.Generator().manual_seed(3)
     for shape, dim in (((70, 390), 0), ((390, 70), 1), ((4, 70, 66), 1)):
         x = wide_randn(*shape, generator=generator, spread=2).to(device_of(room), dtype)
@@ -129,7 +129,7 @@ def test_scaling_is_torchs(room, dtype, factor):
 
 @ROOMS
 def test_gradients_in_the_same_memory_are_scaled_one_after_another(room):
-    """As by a loop: programs of one launch would read and write them in any order."""
+    """As by a loop: the programs of one launch would read and write them in any order."""
     memory = torch.arange(1.0, 9001.0, device=device_of(room))
     given = [memory[:6000], memory[3000:], memory[:6000], memory[8999:].view(())]
     given.append(given[0])
@@ -140,7 +140,7 @@ def test_gradients_in_the_same_memory_are_scaled_one_after_another(room):
     assert_bitwise_equal(memory, expected)
 
 
-def test_what_one_launch_takes():
+def test_one_launch_has_no_overlapping_tensors():
     memory = torch.zeros(100)
     assert grad_norm.without_overlap([memory[50:], memory[:50]]) == [1, 0]
     assert grad_norm.without_overlap([memory[50:], memory[:51]]) == [1]
@@ -199,7 +199,7 @@ def test_what_is_refused(room, name, arguments, kind, text):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_in_a_cuda_graph():
-    """The addresses are part of the graph: a replay reads what the tensors hold then."""
+    """The addresses are part of the graph: a replay reads the present contents of the tensors."""
     xs = [x.to(DEVICE) for x in tensors(torch.bfloat16)]
     factor = torch.full((), 0.5, device=DEVICE)
     for call in (lambda: grad_norm.sums_of_squares(xs, DIMS), lambda: grad_norm.scale_(xs, factor)):
@@ -251,8 +251,8 @@ def changes(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @ROOMS
-def test_digests_see_bytes_and_places_alone(room):
-    """Small and large ones, on words' boundaries and beside them; one bit anywhere, exchanged elements and rows."""
+def test_digests_depend_on_bytes_and_positions_alone(room):
+    """Small and large tensors, on word boundaries and beside them; one bit anywhere, exchanged elements and rows."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(3,), (4, 5), (), (33, 65), (4100,), (1,)]
     large = [(17, 257)] if room is grad_norm else [(300, 257), (16, 8192), (8193, 3)]

@@ -1,7 +1,7 @@
-"""The norms, Triton's and the CPU's: right, and each row's or column's bits its own.
+"""The norms, Triton's and the CPU's: right, and the bits of a row or column do not depend on the others.
 
-Triton's are compiled where there is a GPU, in Triton's interpreter elsewhere. The interpreter tests the logic; the
-order of a row's tree of additions exists on a GPU only.
+Triton's are compiled on a GPU, else run in Triton's interpreter. The interpreter tests the logic; the order of a row's
+tree of additions exists on a GPU only.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def with_autograd(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool,
 
 
 def check_close(norms: ModuleType, *args: Any) -> None:
-    """Norm-wise: at most the one rounding to the output's dtype, plus twice torch's own fp32 error, plus two fp32 units
-    (torch can be exact by luck, in a single row's rstd say)."""
+    """Norm-wise: at most one rounding to the output's dtype, plus twice torch's own fp32 error, plus two fp32 units
+    (torch may be exact by chance, for example in a single row's rstd)."""
     actual, dtype = everything(norms, *args), args[0].dtype
     exact, torch32 = (with_autograd(*args, precision) for precision in (torch.float64, torch.float32))
     for name, expected in exact.items():
@@ -103,7 +103,7 @@ def test_against_float64(norms, t, h, dtype, rms):
 @both_norms
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_is_rounded_once(norms, dtype, rms):
-    """Whatever the dtypes going in, an output in another dtype is the fp32 output, rounded by torch."""
+    """Whatever the dtypes of the inputs, an output in another dtype is the fp32 output, rounded by torch."""
     x, w, b, _ = case(4, 40, dtype)
     forward = functools.partial(norms.norm_forward, x, w.float(), b.bfloat16(), eps=EPS, rms=rms, zero_centered=True)
     y32, mean, rstd = forward(out_dtype=torch.float32)
@@ -164,8 +164,8 @@ def test_the_number_of_threads_changes_nothing(rms):
 
 
 @both_norms
-def test_views_negated_by_a_bit_are_negated(norms, rms):
-    """As z.conj().imag is, and stays in some other dtypes; of its own bytes, which kernels see, it is the negative."""
+def test_views_negated_by_a_flag_are_negated(norms, rms):
+    """As z.conj().imag is, also in some other dtypes; kernels see its own bytes, which have the other sign."""
 
     def negated(z: Tensor) -> Tensor:
         return torch._neg_view(-z)
@@ -194,7 +194,7 @@ def test_nan_stays_in_its_row(norms, rms):
 
 
 def sequential_sums(rows: Tensor, rows_per_sum: int) -> Tensor:
-    """fp32 [T, H] -> [leaves, H]: from +0.0, one row after another."""
+    """fp32 [T, H] -> [partial sums, H]: from +0.0, one row after another."""
     leaves = torch.zeros(-(-len(rows) // rows_per_sum), rows.shape[1], device=rows.device)
     for index, row in enumerate(rows):
         leaves[index // rows_per_sum] += row
@@ -205,7 +205,7 @@ def sequential_sums(rows: Tensor, rows_per_sum: int) -> Tensor:
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("t, h, rows_per_sum", ((1, 1, 1), (9, 300, 4), (8, 20, 4), (5, 7, 100), (70, 20, 32)))
 def test_partial_sums_add_in_row_order(norms, t, h, rows_per_sum, dtype, rms):
-    """Equal to a loop in torch, bit for bit, on data of wide exponents, where another order would show."""
+    """Equal to a loop in torch, bit for bit, on data of wide exponents, for which another order gives other bits."""
     x, dy = rand(t, h, dtype=dtype, wide=True), rand(t, h, dtype=dtype, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, seed=2), rand(t, seed=3).abs()
     dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=True)
@@ -234,7 +234,7 @@ def test_partial_sums_add_in_row_order(norms, t, h, rows_per_sum, dtype, rms):
 
 @both_norms
 def test_partial_sums_of_heads_side_by_side(norms, rms):
-    """Each head's columns are what a norm of that head alone gives; with one rstd for all they would not be."""
+    """Each head's columns equal a norm of that head alone; with one rstd for all heads they would not."""
     t, heads, size = 9, 3, 20
     x, dy = rand(t, heads * size, wide=True), rand(t, heads * size, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, heads, seed=2), rand(t, heads, seed=3).abs()
@@ -256,8 +256,8 @@ def test_fold_rounds_once(norms, dtype):
     assert_bitwise_equal(norms.fold_partial_sums(leaves, dtype), sequential_sums(leaves, 5)[0].to(dtype))
 
 
-def test_order_of_rows_shows():
-    """The test above can fail: on such data another order of the same rows gives other bits."""
+def test_another_order_of_rows_gives_other_bits():
+    """The control: the test above can fail on such data."""
     rows = rand(9, 300, wide=True)
     assert (sequential_sums(rows, 9) != sequential_sums(rows.flip(0), 9)).any()
 
@@ -270,7 +270,7 @@ def test_fold_takes_any_strides(norms):
 
 
 def test_sums_of_rows_start_from_plus_zero(norms):
-    """A sum of nothing but -0.0 is 0.0."""
+    """A sum of only -0.0 is 0.0."""
     minus, ones = torch.full((3, 4), -0.0, device=DEVICE), torch.ones(3, 4, device=DEVICE)
     for count in (0, 1, 3):
         assert_bitwise_equal(norms.fold_partial_sums(minus[:count]), torch.zeros(4, device=DEVICE))
@@ -363,7 +363,7 @@ def test_one_launch_takes_no_two_arguments_that_triton_compiles_apart_for():
 
 
 class FakeKernel:
-    """Compiles at each call and records who is launched how: what a Launch sees of Triton."""
+    """Compiles at each call and records the launches: what a Launch uses of Triton."""
 
     def __init__(self):
         self.compiled, self.launched = [], []

@@ -1,6 +1,6 @@
-"""The Triton kernels of cross-entropy: exact sums, so the same for every cut and tile; and the reference's values.
+"""The Triton kernels of cross-entropy: exact sums, so equal for every cut and tile; and the reference's values.
 
-Compiled where there is a GPU, in Triton's interpreter elsewhere.
+Compiled on a GPU, else in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_any_cut_gives_the_same_bits(dtype, monkeypatch):
         assert_bitwise_equal(again, want_dx, f"tiles of {block}")
 
 
-def test_columns_beyond_are_never_read():
+def test_columns_beyond_the_tensor_are_never_read():
     x = rand(2, 40)
     top = x[:, :23].amax(1)
     scale = torch.ones(2, device=DEVICE)
@@ -125,7 +125,7 @@ def test_no_columns_and_no_rows():
     assert cross_entropy.row_extremes(rand(0, 8), 8, with_low=False)[0].shape == (0,)
 
 
-def test_what_is_not_finite():
+def test_values_that_are_not_finite():
     x = rand(4, 33)
     x[0, 5], x[1, 6], x[2, 7] = math.nan, math.inf, -math.inf
     x[3] = -math.inf

@@ -1,6 +1,6 @@
 """The gradient of an embedding's table in Triton: the reference's bits.
 
-Compiled where there is a GPU, in Triton's interpreter elsewhere.
+Compiled on a GPU, else in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def grad(dy, ids, rows, dtype):
 
 
 def ids_of(counts: dict[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Each id so many times, in any order."""
+    """Ids with the given number of occurrences each, in random order."""
     ids = torch.cat([torch.full((count,), which) for which, count in counts.items()])
     return ids[torch.randperm(len(ids), generator=generator)]
 
 
-def test_both_have_the_same_leaves():
+def test_both_have_the_same_partial_sums():
     assert embedding.OCCURRENCES_PER_SUM == OCCURRENCES_PER_SUM == 32
 
 
@@ -50,7 +50,7 @@ def test_the_references_bits(counts, features, dtype):
     assert_bitwise_equal(grad(dy, ids, 9, torch.float32), reference_grad(dy, ids, 9, torch.float32))
 
 
-def test_strides_and_tiles_do_not_count(monkeypatch):
+def test_strides_and_tiles_change_no_bit(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     ids = ids_of({0: 40, 1: 3}, generator)
     dy = wide_randn(43, 9, generator=generator)
