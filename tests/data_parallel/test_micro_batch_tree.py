@@ -274,13 +274,13 @@ def on_cpu(results):
     return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in results.items()}
 
 
-def train_layouts(world_group, variants, device):
+def train_layouts(world_group, variants, layouts, device):
     """`train` for each (mode, sequence_parallel, kind), at every TP x DP; consecutive ranks make a TP group.
 
     kind: plain shards, DTensors over the TP ranks ("mesh"), or those cut by fully_shard over the others too ("fsdp").
     """
     results = {}
-    for tp, dp in LAYOUTS[dist.get_world_size(world_group)]:
+    for tp, dp in layouts:
         mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
         for mode, sequence_parallel, kind in variants:
             tp_group = mesh["tp"].get_group() if kind == "group" else mesh["tp"]
@@ -299,20 +299,23 @@ PLAIN = [(True, False, "group"), (True, True, "group"), (False, False, "group")]
 DTENSORS = [(True, True, "mesh"), (True, False, "fsdp"), (True, True, "fsdp"), (False, False, "fsdp")]
 
 
+ON_GPUS = max(DEGREES_ON_GPUS, default=0)
+
+
 @pytest.mark.parametrize(
-    ("device", "world", "variants"),
+    ("device", "world", "variants", "layouts"),
     [
-        ("cpu", 8, PLAIN),
-        ("cpu", 4, DTENSORS),
-        pytest.param("cuda", max(DEGREES_ON_GPUS, default=0), PLAIN, marks=on_gpus),
-        pytest.param("cuda", min(max(DEGREES_ON_GPUS, default=0), 4), DTENSORS, marks=on_gpus),
+        ("cpu", 8, PLAIN, LAYOUTS[8]),
+        ("cpu", 8, DTENSORS, ((2, 4), (4, 2))),
+        pytest.param("cuda", ON_GPUS, PLAIN, LAYOUTS.get(ON_GPUS), marks=on_gpus),
+        pytest.param("cuda", ON_GPUS, DTENSORS, LAYOUTS.get(ON_GPUS), marks=on_gpus),
     ],
     ids=["plain", "dtensors", "plain on gpus", "dtensors on gpus"],
 )
-def test_tp_times_dp(device, world, variants):
+def test_tp_times_dp(device, world, variants, layouts):
     """Every TP x DP against one rank: gradients, norms, and parameters after two steps of AdamW."""
     (expected,) = run_ranks(train_alone, 1, device, device=device)
-    ranks = run_ranks(train_layouts, world, variants, device, device=device)
+    ranks = run_ranks(train_layouts, world, variants, layouts, device, device=device)
     for rank, results in enumerate(ranks):
         for (mode, sequence_parallel, kind, tp, dp), result in results.items():
             if mode:
@@ -323,10 +326,10 @@ def test_tp_times_dp(device, world, variants):
 
 
 def half_precision(world_group):
-    """fully_shard with bfloat16 inside, over 1, 2 and 4 ranks: parameters after two steps."""
+    """fully_shard with bfloat16 inside, over 1, 4 and 8 ranks: parameters after two steps."""
     results = []
-    for dp in (1, 2, 4):
-        mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
+    for dp in (1, 4, 8):
+        mesh = init_device_mesh("cpu", (dp, 8 // dp), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(0)
         model = nn.Sequential(
             tpi.Linear(HIDDEN, 64, parallel_mode="column", tp_group=mesh["tp"]),
@@ -351,11 +354,10 @@ def half_precision(world_group):
 
 def test_mixed_precision_of_fully_shard():
     with tpi.set_tp_invariant_mode(True):
-        expected = run_ranks(half_precision, 4)[0][0]
-        for results in run_ranks(half_precision, 4):
-            assert_bitwise_equal(results, [expected] * 3)
+        for results in run_ranks(half_precision, 8):
+            assert_bitwise_equal(results, results[:1] * 3)
     with tpi.set_tp_invariant_mode(False):
-        assert len({testing.digest(result) for result in run_ranks(half_precision, 4)[0]}) > 1, "the control"
+        assert len({testing.digest(result) for result in run_ranks(half_precision, 8)[0]}) > 1, "the control"
 
 
 def refused(kind, call) -> str:
@@ -365,8 +367,8 @@ def refused(kind, call) -> str:
 
 
 def not_taken(world_group):
-    """What MicroBatchTree says to models of fully_shard over 2 ranks, with 2 ranks of tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    """What MicroBatchTree says to models of fully_shard over 4 ranks, with 2 ranks of tensor parallelism."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     dp = mesh["dp"]
 
     def make(dtype=torch.float32, **options):
@@ -374,55 +376,56 @@ def not_taken(world_group):
         return fully_shard(model, mesh=dp, **options)
 
     model = make()
-    said = [refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 2))]
+    said = [refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 4))]
     fix_reduction_order(model, TokenCount(dp))
-    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 2)))
+    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 4)))
     fix_reduction_order(model)
-    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 3)))
+    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 6)))
     alone = nn.Parameter(torch.ones(3))
-    said.append(refused(ValueError, lambda: MicroBatchTree([*model.parameters(), alone], dp, 2)))
-    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), world_group, 4)))
-    tree = MicroBatchTree(model.parameters(), dp, 2)
+    said.append(refused(ValueError, lambda: MicroBatchTree([*model.parameters(), alone], dp, 4)))
+    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), world_group, 8)))
+    tree = MicroBatchTree(model.parameters(), dp, 4)
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 8)).sum().backward()
     tree.add()
     said.append(refused(RuntimeError, tree.reduce))
-    of_group = MicroBatchTree(tpi.Linear(8, 8, parallel_mode="row", tp_group=mesh["tp"]).parameters(), dp, 2)
+    of_group = MicroBatchTree(tpi.Linear(8, 8, parallel_mode="row", tp_group=mesh["tp"]).parameters(), dp, 4)
     of_group.add()
     said.append(refused(ValueError, lambda: of_group.reduce(main_grad=True)))
     half = make(torch.bfloat16)
     fix_reduction_order(half)
-    said.append(refused(ValueError, lambda: MicroBatchTree(half.parameters(), dp, 2)))
+    said.append(refused(ValueError, lambda: MicroBatchTree(half.parameters(), dp, 4)))
     rounded = make(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fix_reduction_order(rounded)
-    tree = MicroBatchTree(rounded.parameters(), dp, 2)
+    tree = MicroBatchTree(rounded.parameters(), dp, 4)
     rounded(torch.ones(2, 8)).sum().backward()
     said.append(refused(ValueError, tree.add))
     crossed = tpi.Linear(8, 8, parallel_mode="row", tp_group=mesh["tp"])
-    said.append(refused(RuntimeError, lambda: MicroBatchTree(crossed.parameters(), _diagonal(), 2)))
+    said.append(refused(RuntimeError, lambda: MicroBatchTree(crossed.parameters(), _diagonal(), 4)))
     return said
 
 
 def _diagonal():
-    """Ranks 0 and 3, or 1 and 2: of other parts of what is sharded over 0, 1 and over 2, 3."""
-    groups = [dist.new_group(ranks) for ranks in ((0, 3), (1, 2))]
-    return groups[dist.get_rank() in (1, 2)]
+    """Ranks 0 and 3, say: of other parts of what is sharded over 0, 1 and over 2, 3."""
+    pairs = ((0, 3), (1, 2), (4, 7), (5, 6))
+    groups = {ranks: dist.new_group(ranks) for ranks in pairs}
+    return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
 
 
 def test_what_is_refused_of_models_of_fully_shard():
     texts = (
         "sharded by fully_shard, whose own reduction has another order, or divides by itself: call fix_reduction_ord",
         "call fix_reduction_order(model), without tokens, before MicroBatchTree",
-        "micro_batches=3 over 2 ranks of dp_group, with parameters that fully_shard has sharded: the degree must be a",
+        "micro_batches=6 over 4 ranks of dp_group, with parameters that fully_shard has sharded: the degree must be a",
         "parameter 2 with shape (3,) on rank 0 of dp_group is not sharded over dp_group, and others are, by",
         "of what fully_shard has sharded dp_group must be the ranks of its mesh, which has one dim (no HSDP)",
-        "dp_group added [0, 0] micro-batches, but micro_batches=2 gives them [1, 1]: call add() once after",
+        "dp_group added [0, 0, 0, 0] micro-batches, but micro_batches=4 gives them [1, 1, 1, 1]: call add() once after",
         "main_grad=True with parameters that are DTensors",
         "torch.bfloat16: each micro-batch's gradient would be rounded, and how often depends on the degree. Take floa",
         "fully_shard reduces gradients in torch.bfloat16: each micro-batch's sum is rounded",
         "the 2 ranks of dp_group disagree: parameter 0 is torch.float32 (8, 8), placed as (Shard(dim=1),), here (0,)",
     )
-    for said in run_ranks(not_taken, 4)[:1]:
+    for said in run_ranks(not_taken, 8)[:1]:
         for text, wanted in zip(said, texts, strict=True):
             assert wanted in text
 

@@ -306,10 +306,10 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
                 "TokenCount: divide the loss instead, or leave fully_shard out"
             )
     for module in modules:
-        reduce_scatter = FixedOrderReduceScatter(tokens)
+        reduction = FixedOrderReduceScatter(tokens)
         for parameter in module.parameters():  # an inner module comes later, and reduces its own
-            parameter.reduce_scatter = reduce_scatter  # type: ignore[attr-defined]  # for MicroBatchTree
-        module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+            parameter.reduction = reduction  # type: ignore[attr-defined]  # for MicroBatchTree
+        module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if model in _guards:

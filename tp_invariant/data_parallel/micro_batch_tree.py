@@ -247,8 +247,8 @@ class MicroBatchTree:
                     f"{begin} is placed as {p.placements} on {p.device_mesh}: of what fully_shard has sharded "
                     "dp_group must be the ranks of its mesh, which has one dim (no HSDP)"
                 )
-            reduce_scatter = getattr(p, "reduce_scatter", None)
-            if reduce_scatter is None or reduce_scatter.tokens is not None:
+            reduction = getattr(p, "reduction", None)
+            if reduction is None or reduction.tokens is not None:
                 raise ValueError(
                     f"{begin} is sharded by fully_shard, whose own reduction has another order, or divides by itself: "
                     "call fix_reduction_order(model), without tokens, before MicroBatchTree"
@@ -330,8 +330,8 @@ class MicroBatchTree:
             self._count = self._count + count
 
     def _check_reduced(self) -> None:
-        for reduce_scatter in {p.reduce_scatter for p in self._parameters}:  # type: ignore[attr-defined]
-            if rounded := reduce_scatter.dtypes - {torch.float32}:
+        for reduction in {p.reduction for p in self._parameters}:  # type: ignore[attr-defined]
+            if rounded := reduction.dtypes - {torch.float32}:
                 raise ValueError(
                     f"fully_shard reduces gradients in {', '.join(map(str, rounded))}: each micro-batch's sum is "
                     "rounded, and how often depends on the degree. Give fully_shard "
@@ -395,8 +395,8 @@ class MicroBatchTree:
         if added != expected:
             raise RuntimeError(
                 f"{ranks} added {added} micro-batches, but micro_batches={self.micro_batches} gives them {expected}: "
-                "call add() once after the backward of each index in `share`, which after fully_shard must reduce "
-                "(no set_requires_gradient_sync(False))"
+                "call add() once after the backward of each index in `share`"
+                + (", which must reduce: no set_requires_gradient_sync(False)" if self._fully_sharded else "")
             )
         if len(set(modes)) > 1:
             raise RuntimeError(f"{ranks} disagree: main_grad is {list(map(bool, modes))}; pass the same on every rank")
