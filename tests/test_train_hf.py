@@ -43,7 +43,7 @@ def train(tp_group, arguments):
 
 @pytest.fixture(scope="module", autouse=True)
 def pool():
-    run_ranks(_nothing, 8)
+    run_ranks(_nothing, 4)
 
 
 def _nothing(tp_group):
@@ -123,21 +123,19 @@ def test_llama_with_sequence_parallelism(tmp_path):
 
 
 def fully_sharded(world_group, tp, dp, arguments):
-    """dp x tp ranks; with fewer than there are, copies of the same run."""
-    ranks = world_group.size()
-    mesh = init_device_mesh("cpu", (ranks // (dp * tp), dp, tp), mesh_dim_names=("copy", "dp", "tp"))
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     options = make_parser().parse_args([*SMALL, *arguments])
-    return train_fully_sharded(mesh["dp", "tp"], options, torch.device("cpu"))
+    return train_fully_sharded(mesh, options, torch.device("cpu"))
 
 
 def test_data_parallel_ranks_by_fully_shard():
     """One digest at 1 x 4, 2 x 2 and 4 x 1; without the mode several."""
     arguments = ["--steps", "2", "--micro-batches", "4"]
     with tpi.set_tp_invariant_mode(True):
-        digests = {d for tp in (4, 2, 1) for d in run_ranks(fully_sharded, 8, tp, 4 // tp, arguments)}
+        digests = {d for tp in (4, 2, 1) for d in run_ranks(fully_sharded, 4, tp, 4 // tp, arguments)}
         assert len(digests) == 1
     with tpi.set_tp_invariant_mode(False):
-        assert len({run_ranks(fully_sharded, 8, tp, 4 // tp, ["--steps", "1"])[0] for tp in (4, 1)}) == 2
+        assert len({run_ranks(fully_sharded, 4, tp, 4 // tp, ["--steps", "1"])[0] for tp in (4, 1)}) == 2
 
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")])
