@@ -7,7 +7,12 @@
 
 The last line says "identical for 40 steps". With TP_INVARIANT_MODE=0 it names the first step and tensor that differ.
 Weights come from the seed, batches from the seed and the step's number, so a resumed run goes on where the other
-stopped. Needs transformers and safetensors: pip install 'tp_invariant[hf]'.
+stopped. With data parallel ranks too, which fully_shard spreads the weights over, it prints one digest of the weights,
+at 1 x 4, 2 x 2 and 4 x 1 ranks (data x tensor parallel):
+
+    for dp in 1 2 4; do TP_INVARIANT_MODE=1 torchrun --nproc-per-node 4 examples/train_hf.py --dp $dp --steps 5; done
+
+Needs transformers and safetensors: pip install 'tp_invariant[hf]'.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tp_invariant as tpi
 from tp_invariant.plans import own_plan
@@ -175,6 +182,36 @@ def _train(
     return first + options.steps, seconds
 
 
+def train_fully_sharded(mesh: DeviceMesh, options: argparse.Namespace, device: torch.device) -> str:
+    """The same over a mesh with dims dp and tp, in micro-batches; returns the digest of the weights in the end."""
+    model = build_model(options, mesh["tp"], device)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+    tpi.data_parallel.fix_reduction_order(model)
+    optimizer = build_optimizer(model, options, device)
+    tree = tpi.data_parallel.MicroBatchTree(model.parameters(), mesh["dp"], options.micro_batches)
+    batches = Batches(options, device)
+    for step in range(options.steps):
+        losses = []
+        optimizer.zero_grad()
+        for i in tree.share:
+            tokens, targets = batches.at(step * options.micro_batches + i)
+            logits = model(tokens).logits
+            loss = tpi.vocab_parallel_cross_entropy(logits, targets, tp_group=mesh["tp"], reduction="sum")
+            loss.backward()
+            tree.add(count=targets.numel())
+            losses.append(loss.detach())
+        tree.reduce()
+        norm = tpi.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        everyones = [torch.stack(losses) for _ in range(mesh["dp"].size())]
+        dist.all_gather(everyones, torch.stack(losses), group=mesh["dp"].get_group())
+        mean = torch.stack(everyones, dim=1).sum() / (options.micro_batches * targets.numel())  # in their order
+        if mesh.get_rank() == 0:
+            print(f"step {step:5}  loss {mean.item():.6f}  gradient norm {norm.item():.6f}", flush=True)
+    return tpi.testing.digest(tpi.testing.full_parameters(model))
+
+
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
@@ -205,6 +242,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--save", metavar="DIR", help="write checkpoints here: the last one stays")
     add("--save-every", type=_positive, default=1000, metavar="N", help="steps between checkpoints, besides the end")
     add("--resume", metavar="DIR", help="go on from this checkpoint, of any degree")
+    add("--dp", type=_positive, metavar="N", help="data parallel degree: fully_shard, and the digest of the weights")
+    add("--micro-batches", type=_positive, default=4, metavar="N", help="with --dp: batches in a step, of all ranks")
     add("--digest-log", metavar="FILE", help="append a line of digests a step, for tp-invariant diff")
     return parser
 
@@ -242,17 +281,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains as one rank of torchrun's, or alone."""
     parser = make_parser()
     options = parser.parse_args(argv)
+    if options.dp and (options.save or options.resume or options.graph_layers or options.digest_log):
+        parser.error("--dp takes none of --save, --resume, --graph-layers and --digest-log")
     cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     device = torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
+        if options.dp:
+            parser.error("--dp needs ranks: torchrun --nproc-per-node 4 examples/train_hf.py --dp 2 ..")
         run(None, options, device)
         return 0
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        run(dist.group.WORLD, options, device)
+        if options.dp:
+            sizes = options.dp, dist.get_world_size() // options.dp
+            digest = train_fully_sharded(
+                init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp")), options, device
+            )
+            if dist.get_rank() == 0:
+                print(f"DP={sizes[0]} x TP={sizes[1]}: weights {digest}")
+        else:
+            run(dist.group.WORLD, options, device)
     finally:
         dist.destroy_process_group()
     return 0

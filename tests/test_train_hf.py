@@ -12,11 +12,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tp_invariant as tpi
 from tp_invariant.diagnostics.diff import compare, read_log
-from tp_invariant.examples.train_hf import PRESETS, Batches, build_model, build_optimizer, make_parser, run
+from tp_invariant.examples.train_hf import (
+    PRESETS,
+    Batches,
+    build_model,
+    build_optimizer,
+    main,
+    make_parser,
+    run,
+    train_fully_sharded,
+)
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_hf.py"
 SMALL = ["--device", "cpu", "--batch", "1", "--sequence-length", "32"]
@@ -112,6 +122,22 @@ def test_llama_with_sequence_parallelism(tmp_path):
     assert same, text
 
 
+def fully_sharded(world_group, tp, dp, arguments):
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    options = make_parser().parse_args([*SMALL, *arguments])
+    return train_fully_sharded(mesh, options, torch.device("cpu"))
+
+
+def test_data_parallel_ranks_by_fully_shard():
+    """One digest at 1 x 4, 2 x 2 and 4 x 1; without the mode several."""
+    arguments = ["--steps", "2", "--micro-batches", "4"]
+    with tpi.set_tp_invariant_mode(True):
+        digests = {d for tp in (4, 2, 1) for d in run_ranks(fully_sharded, 4, tp, 4 // tp, arguments)}
+        assert len(digests) == 1
+    with tpi.set_tp_invariant_mode(False):
+        assert len({run_ranks(fully_sharded, 4, tp, 4 // tp, ["--steps", "1"])[0] for tp in (4, 1)}) == 2
+
+
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")])
 
 
@@ -178,6 +204,16 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
     assert torch.equal(tokens, other.at(5)[0])
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert not torch.equal(tokens, one.at(6)[0])
+
+
+def test_what_does_not_go_with_data_parallel_ranks(capsys):
+    for arguments, text in (
+        (["--dp", "2", "--save", "x"], "--dp takes none of --save, --resume, --graph-layers and --digest-log"),
+        (["--dp", "2"], "--dp needs ranks: torchrun"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*SMALL, *arguments])
+        assert text in capsys.readouterr().err
 
 
 def test_torchrun(tmp_path):

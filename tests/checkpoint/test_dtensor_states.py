@@ -256,10 +256,11 @@ def fully_sharded(tp_group, sizes, folder):
         optimizer.step,
         lambda: tpi.checkpoint.as_boxes(default.state_dict()),
         lambda: testing.full_parameters(default),
+        lambda: tpi.full_state_dict(default),
     ]
     for call in calls:
         assert "shard_placement_fn=tp_invariant.fsdp_placement" in refused(ValueError, call)
-    text = refused(TypeError, lambda: tpi.full_state_dict(default))
+    text = refused(TypeError, lambda: tpi.load_full_state_dict(default, {}))
     assert "embed.weight in the model's state dict is a DTensor tensor on several mesh dims" in text
     biased = Model(mesh["tp"], 0)
     text = refused(ValueError, lambda: fully_shard(biased, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement))
@@ -269,6 +270,11 @@ def fully_sharded(tp_group, sizes, folder):
     fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
     assert model.fc1.weight.placements[0] == Shard(1)
     testing.assert_bitwise_equal(testing.full_parameters(model), start)
+    full = tpi.full_state_dict(model)
+    testing.assert_bitwise_equal(
+        {name: full[name] for name in start if name != "head.weight"},
+        {name: value for name, value in start.items() if name != "head.weight"},
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results = []
     for i in range(2):  # the same tokens on all data parallel ranks: their mean is exact

@@ -604,7 +604,7 @@ def test_models_that_are_refused(one_rank):
     hsdp = Leaves("a")
     fully_shard(hsdp, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
     with raises(
-        ValueError, "parameter a.weight is placed as (Replicate(), Shard(dim=0)) on a mesh of shape (1, 1): only"
+        ValueError, "parameter a.weight is placed as (Replicate(), Shard(dim=0)) on a mesh of shape (1, 1): HSDP"
     ):
         fix_reduction_order(hsdp)
     alone = Leaves("a")

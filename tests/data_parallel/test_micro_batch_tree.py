@@ -8,11 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.data_parallel import MicroBatchTree, micro_batch_tree
+from tp_invariant.data_parallel import MicroBatchTree, TokenCount, fix_reduction_order, micro_batch_tree
 from tp_invariant.data_parallel.micro_batch_tree import BinaryTree
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
@@ -232,7 +234,7 @@ TOKENS, HIDDEN = 16, 32
 LAYOUTS = {8: ((1, 8), (2, 4), (4, 2), (8, 1)), 4: ((1, 4), (2, 2), (4, 1)), 2: ((1, 2), (2, 1))}  # TP, DP
 
 
-def train(tp_group, dp_group, sequence_parallel, device, micro_batches=8, steps=2):
+def train(tp_group, dp_group, sequence_parallel, device, micro_batches=8, steps=2, fsdp=False):
     """Every step's whole gradients and norm, and the parameters after the last; a step's loss is a mean over tokens."""
     torch.manual_seed(0)
     tp = dict(tp_group=tp_group, sequence_parallel=sequence_parallel, device=device)
@@ -241,6 +243,10 @@ def train(tp_group, dp_group, sequence_parallel, device, micro_batches=8, steps=
         torch.nn.ReLU(),
         tpi.Linear(64, HIDDEN, parallel_mode="row", **tp),
     )
+    if fsdp:
+        fully_shard(model[0], mesh=dp_group, shard_placement_fn=tpi.fsdp_placement)
+        fully_shard(model, mesh=dp_group, shard_placement_fn=tpi.fsdp_placement)
+        fix_reduction_order(model)
     # one tensor at a time: on CUDA the other forms need not round alike for shards of another size
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=micro_batches)
@@ -252,12 +258,13 @@ def train(tp_group, dp_group, sequence_parallel, device, micro_batches=8, steps=
             valid = torch.rand(TOKENS, generator=generator) < 0.8
             dy[~valid] = 0.0
             if sequence_parallel:
-                x, dy = (t.chunk(dist.get_world_size(tp_group))[dist.get_rank(tp_group)] for t in (x, dy))
+                group = model[0].group
+                x, dy = (t.chunk(group.size)[group.rank] for t in (x, dy))
             model(x.to(device)).backward(dy.to(device))
             tree.add(count=int(valid.sum()))
         tree.reduce()
         seen[f"grads{step}"] = testing.full_grads(model)
-        seen[f"norm{step}"] = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)
+        seen[f"norm{step}"] = tpi.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return on_cpu(seen | {"parameters": testing.full_parameters(model)})
@@ -267,15 +274,19 @@ def on_cpu(results):
     return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in results.items()}
 
 
-def train_layouts(world_group, variants, device):
-    """`train` for each (mode, sequence_parallel), at every TP x DP; consecutive ranks make a TP group."""
+def train_layouts(world_group, variants, layouts, device):
+    """`train` for each (mode, sequence_parallel, kind), at every TP x DP; consecutive ranks make a TP group.
+
+    kind: plain shards, DTensors over the TP ranks ("mesh"), or those cut by fully_shard over the others too ("fsdp").
+    """
     results = {}
-    for tp, dp in LAYOUTS[dist.get_world_size(world_group)]:
+    for tp, dp in layouts:
         mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
-        for mode, sequence_parallel in variants:
+        for mode, sequence_parallel, kind in variants:
+            tp_group = mesh["tp"].get_group() if kind == "group" else mesh["tp"]
             with tpi.set_tp_invariant_mode(mode):
-                result = train(mesh["tp"].get_group(), mesh["dp"], sequence_parallel, device)
-            results[mode, sequence_parallel, tp, dp] = result
+                result = train(tp_group, mesh["dp"], sequence_parallel, device, fsdp=kind == "fsdp")
+            results[mode, sequence_parallel, kind, tp, dp] = result
     return results
 
 
@@ -284,20 +295,139 @@ def train_alone(world_group, device):
         return train(world_group, world_group, False, device)
 
 
+PLAIN = [(True, False, "group"), (True, True, "group"), (False, False, "group")]
+DTENSORS = [(True, True, "mesh"), (True, False, "fsdp"), (True, True, "fsdp"), (False, False, "fsdp")]
+
+
+ON_GPUS = max(DEGREES_ON_GPUS, default=0)
+
+
 @pytest.mark.parametrize(
-    ("device", "world"), [("cpu", 8), pytest.param("cuda", max(DEGREES_ON_GPUS, default=0), marks=on_gpus)]
+    ("device", "world", "variants", "layouts"),
+    [
+        ("cpu", 8, PLAIN, LAYOUTS[8]),
+        ("cpu", 8, DTENSORS, ((2, 4), (4, 2))),
+        pytest.param("cuda", ON_GPUS, PLAIN, LAYOUTS.get(ON_GPUS), marks=on_gpus),
+        pytest.param("cuda", ON_GPUS, DTENSORS, LAYOUTS.get(ON_GPUS), marks=on_gpus),
+    ],
+    ids=["plain", "dtensors", "plain on gpus", "dtensors on gpus"],
 )
-def test_tp_times_dp(device, world):
+def test_tp_times_dp(device, world, variants, layouts):
     """Every TP x DP against one rank: gradients, norms, and parameters after two steps of AdamW."""
     (expected,) = run_ranks(train_alone, 1, device, device=device)
-    ranks = run_ranks(train_layouts, world, [(True, False), (True, True), (False, False)], device, device=device)
+    ranks = run_ranks(train_layouts, world, variants, layouts, device, device=device)
     for rank, results in enumerate(ranks):
-        for (mode, sequence_parallel, tp, dp), result in results.items():
+        for (mode, sequence_parallel, kind, tp, dp), result in results.items():
             if mode:
-                what = f"rank {rank}, TP={tp} x DP={dp}, sequence_parallel={sequence_parallel}"
+                what = f"rank {rank}, TP={tp} x DP={dp}, sequence_parallel={sequence_parallel}, {kind}"
                 assert_bitwise_equal(result, expected, what)
     stock = [result for (mode, *_), result in ranks[0].items() if not mode]
     assert len({testing.digest(result) for result in stock}) > 1, "the control: with the mode off TP shows"
+
+
+def half_precision(world_group):
+    """fully_shard with bfloat16 inside, over 1, 4 and 8 ranks: parameters after two steps."""
+    results = []
+    for dp in (1, 4, 8):
+        mesh = init_device_mesh("cpu", (dp, 8 // dp), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            tpi.Linear(HIDDEN, 64, parallel_mode="column", tp_group=mesh["tp"]),
+            tpi.Linear(64, HIDDEN, parallel_mode="row", tp_group=mesh["tp"]),
+        )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy, shard_placement_fn=tpi.fsdp_placement)
+        fix_reduction_order(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tree = MicroBatchTree(model.parameters(), mesh["dp"], micro_batches=8)
+        for step in range(2):
+            for i in tree.share:
+                torch.manual_seed(10 * step + i)
+                model(torch.randn(TOKENS, HIDDEN)).float().square().mean().backward()
+                tree.add(count=1)
+            tree.reduce()
+            tpi.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        results.append(testing.full_parameters(model))
+    return results
+
+
+def test_mixed_precision_of_fully_shard():
+    with tpi.set_tp_invariant_mode(True):
+        for results in run_ranks(half_precision, 8):
+            assert_bitwise_equal(results, results[:1] * 3)
+    with tpi.set_tp_invariant_mode(False):
+        assert len({testing.digest(result) for result in run_ranks(half_precision, 8)[0]}) > 1, "the control"
+
+
+def refused(kind, call) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def not_taken(world_group):
+    """What MicroBatchTree says to models of fully_shard over 4 ranks, with 2 ranks of tensor parallelism."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"]
+
+    def make(dtype=torch.float32, **options):
+        model = nn.Sequential(tpi.Linear(8, 8, parallel_mode="column", tp_group=mesh["tp"], dtype=dtype))
+        return fully_shard(model, mesh=dp, **options)
+
+    model = make()
+    said = [refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 4))]
+    fix_reduction_order(model, TokenCount(dp))
+    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 4)))
+    fix_reduction_order(model)
+    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), dp, 6)))
+    alone = nn.Parameter(torch.ones(3))
+    said.append(refused(ValueError, lambda: MicroBatchTree([*model.parameters(), alone], dp, 4)))
+    said.append(refused(ValueError, lambda: MicroBatchTree(model.parameters(), world_group, 8)))
+    tree = MicroBatchTree(model.parameters(), dp, 4)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 8)).sum().backward()
+    tree.add()
+    said.append(refused(RuntimeError, tree.reduce))
+    of_group = MicroBatchTree(tpi.Linear(8, 8, parallel_mode="row", tp_group=mesh["tp"]).parameters(), dp, 4)
+    of_group.add()
+    said.append(refused(ValueError, lambda: of_group.reduce(main_grad=True)))
+    half = make(torch.bfloat16)
+    fix_reduction_order(half)
+    said.append(refused(ValueError, lambda: MicroBatchTree(half.parameters(), dp, 4)))
+    rounded = make(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fix_reduction_order(rounded)
+    tree = MicroBatchTree(rounded.parameters(), dp, 4)
+    rounded(torch.ones(2, 8)).sum().backward()
+    said.append(refused(ValueError, tree.add))
+    crossed = tpi.Linear(8, 8, parallel_mode="row", tp_group=mesh["tp"])
+    said.append(refused(RuntimeError, lambda: MicroBatchTree(crossed.parameters(), _diagonal(), 4)))
+    return said
+
+
+def _diagonal():
+    """Ranks 0 and 3, say: of other parts of what is sharded over 0, 1 and over 2, 3."""
+    pairs = ((0, 3), (1, 2), (4, 7), (5, 6))
+    groups = {ranks: dist.new_group(ranks) for ranks in pairs}
+    return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+
+
+def test_what_is_refused_of_models_of_fully_shard():
+    texts = (
+        "sharded by fully_shard, whose own reduction has another order, or divides by itself: call fix_reduction_ord",
+        "call fix_reduction_order(model), without tokens, before MicroBatchTree",
+        "micro_batches=6 over 4 ranks of dp_group, with parameters that fully_shard has sharded: the degree must be a",
+        "parameter 2 with shape (3,) on rank 0 of dp_group is not sharded over dp_group, and others are, by",
+        "of what fully_shard has sharded dp_group must be the ranks of its mesh, which has one dim (no HSDP)",
+        "dp_group added [0, 0, 0, 0] micro-batches, but micro_batches=4 gives them [1, 1, 1, 1]: call add() once after",
+        "main_grad=True with parameters that are DTensors",
+        "torch.bfloat16: each micro-batch's gradient would be rounded, and how often depends on the degree. Take floa",
+        "fully_shard reduces gradients in torch.bfloat16: each micro-batch's sum is rounded",
+        "the 2 ranks of dp_group disagree: parameter 0 is torch.float32 (8, 8), placed as (Shard(dim=1),), here (0,)",
+    )
+    for said in run_ranks(not_taken, 8)[:1]:
+        for text, wanted in zip(said, texts, strict=True):
+            assert wanted in text
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_tokens(one_rank):
@@ -465,7 +595,7 @@ def test_what_is_refused(one_rank):
         MicroBatchTree([], one_rank, micro_batches=8)
     with pytest.raises(ValueError, match=r"^parameters are on \['cpu', 'meta'\]: build one MicroBatchTree for each"):
         MicroBatchTree([parameter(None), parameter(None, "meta")], one_rank, micro_batches=8)
-    with pytest.raises(TypeError, match=r"^parameter 1 with shape \(3,\) is a Parameter of torch.float64: only plain"):
+    with pytest.raises(TypeError, match=r"^parameter 1 with shape \(3,\) is a Parameter of torch.float64: only"):
         MicroBatchTree([parameter(None), parameter(torch.float64)], one_rank, micro_batches=8)
     p = parameter(None)
     tree = MicroBatchTree([p], one_rank, micro_batches=8)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.collectives import Group
+from ..comm.collectives import Group, ranks_of
 from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
@@ -44,6 +44,7 @@ class Entry:
 
     tensor: Tensor
     spec: ShardSpec
+    placed: DTensor | None = None  # what `tensor` is the local part of, where fully_shard has cut it too
 
     @property
     def full_shape(self) -> torch.Size:
@@ -147,8 +148,11 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} is a {kind} tensor: only dense plain tensors are supported")
 
 
-def model_entries(model: nn.Module) -> dict[str, Entry]:
+def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str, Entry]:
     """The model's state dict, buffers included, with how each tensor is sharded.
+
+    Args:
+        fully_sharded: take DTensors that fully_shard has cut over other mesh dims too.
 
     Raises:
         TypeError: the state dict has other values than plain tensors and DTensors of this library's layers and
@@ -162,6 +166,10 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
         if is_dtensor(value):
             check_placements(value)
+            group = specs.get(id(value), WHOLE).group  # of plain shards it is not on fully_shard's mesh
+            on_mesh = set(ranks_of(group)) <= set(value.device_mesh.mesh.flatten().tolist())
+            if value.device_mesh.ndim > 1 and fully_sharded and on_mesh:
+                continue
             if value.device_mesh.ndim > 1:
                 raise TypeError(
                     f"{name} in the model's state dict is a DTensor tensor on several mesh dims, placed as "
@@ -179,7 +187,14 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
                 f"the model's state dict has another tensor in place of {name}, which is sharded: remove the state "
                 "dict hook that replaces it, because the sharding of its result is not known"
             )
-    return {name: Entry(local_of(tensor), specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
+    return {
+        name: Entry(
+            local_of(tensor),
+            specs.get(id(tensor), WHOLE),
+            tensor if is_dtensor(tensor) and tensor.device_mesh.ndim > 1 else None,
+        )
+        for name, tensor in state.items()
+    }
 
 
 def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
@@ -298,7 +313,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     """The state dict that the unsharded model would have: keys, shapes, dtypes and order. A collective.
 
     Gated layers are in TP=1's order, a padded vocabulary has its own rows alone. No two tensors share memory, tied
-    weights neither, so that `safetensors.torch.save_file` takes them.
+    weights neither, so that `safetensors.torch.save_file` takes them. Of a model over a DeviceMesh that fully_shard has
+    cut over data parallel ranks too, on all of these.
 
     Args:
         rank0_only: return {} on all ranks but the group's first.
@@ -310,7 +326,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
         RuntimeError: on every rank, if the copies of a replicated parameter or buffer differ; names them.
     """
     group = model_group(model)
-    entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model))
+    entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model, fully_sharded=True))
     return gather_entries(entries, group, rank0_only, cpu_offload)
 
 
@@ -327,7 +343,7 @@ def gather_entries(
         check_replicas("gathering full tensors", entries, group)
     full: dict[Any, Tensor] = {}
     for name, entry in entries.items():
-        tensor = entry.spec.full(entry.tensor)
+        tensor = entry.spec.full(entry.tensor if entry.placed is None else entry.placed)
         if not rank0_only or group.rank == 0:
             full[name] = tensor.cpu() if cpu_offload else tensor
     return full

@@ -81,8 +81,10 @@ def as_local(x: Any) -> Any:
     return _Local.apply(x) if x.requires_grad and torch.is_grad_enabled() else local_of(x)
 
 
-def _wrapped(grad: Tensor, like: Any) -> DTensor:
-    """A local gradient as that of `like`, by the constructor that torch's own operators use."""
+def grad_like(grad: Tensor, like: Any) -> Any:
+    """A local gradient as that of `like`: a DTensor's by the constructor that torch's own operators use."""
+    if not is_dtensor(like):
+        return grad
     return type(like)(grad, like._spec, requires_grad=False)
 
 
@@ -96,7 +98,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return _wrapped(grad.contiguous(), ctx.x)
+        return grad_like(grad.contiguous(), ctx.x)
 
 
 def _references(grad: Any) -> int:
@@ -152,7 +154,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
                 continue
             if not _is_ours(grad):
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            found[place] = _wrapped(grad, x)
+            found[place] = grad_like(grad, x)
         return tuple(found)
 
     twice = once_differentiable(once)

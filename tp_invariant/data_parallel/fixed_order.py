@@ -10,7 +10,7 @@ distributes the result. Collectives move bytes only, and an element's bits depen
                                (micro_batch_tree.py)
 
 The first two fix the bits for one DP degree: at another degree, ranks add other micro-batches in backward. Only the
-tree of micro-batches has one order for all degrees.
+tree of micro-batches has one order for all degrees; with fix_reduction_order it takes a model of fully_shard too.
 
 The result is the *sum* over ranks of each rank's gradients, also where stock DDP and FSDP return the mean: DDP does not
 divide once a hook is installed, and fix_reduction_order sets FSDP's divide factor to 1. So define the loss as a sum
@@ -203,7 +203,8 @@ class FixedOrderReduceScatter:
     """
 
     def __init__(self, tokens: TokenCount | None = None) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
+        self.dtypes: set[torch.dtype] = set()  # of the gradients that it was given
         self._agreed: set[Hashable] = set()  # see consistency/agreement.py
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -235,13 +236,14 @@ class FixedOrderReduceScatter:
             raise
         if dp_group.size > 1:
             facts = {
-                "what the gradients' sum is divided by": "the ranks" if kind == "AVG" else _divisor(self._tokens),
+                "what the gradients' sum is divided by": "the ranks" if kind == "AVG" else _divisor(self.tokens),
                 "the number of elements a rank": output_tensor.numel(),
                 "their dtype": str(input_tensor.dtype),
             }
             with errors_name_dp_group("FixedOrderReduceScatter", dp_group):
                 check_agreement(facts, dp_group, device, self._agreed)
-        divide_by = dp_group.size if kind == "AVG" else None if self._tokens is None else self._tokens.total
+        self.dtypes.add(input_tensor.dtype)
+        divide_by = dp_group.size if kind == "AVG" else None if self.tokens is None else self.tokens.total
         sizes = [output_tensor.numel()] * dp_group.size
         output_tensor.copy_(sum_of_shares(input_tensor, sizes, dp_group, divide_by))
 
@@ -255,12 +257,12 @@ class FixedOrderReduceScatter:
                 f"op={kind} is not supported, only SUM and AVG: FSDP asks for it after set_gradient_divide_factor; "
                 "call set_force_sum_reduction_for_comms(True) as well, and FSDP divides by itself after the sum"
             )
-        if self._tokens is not None and kind == "AVG":
+        if self.tokens is not None and kind == "AVG":
             raise ValueError(
                 f"op=AVG would divide gradients by the {dp_group.size} ranks besides the TokenCount: call "
                 "fix_reduction_order(model, tokens), which turns that off"
             )
-        if self._tokens is not None and (counted := ranks_of(self._tokens.group)) != (summed := ranks_of(dp_group)):
+        if self.tokens is not None and (counted := ranks_of(self.tokens.group)) != (summed := ranks_of(dp_group)):
             raise ValueError(
                 f"the TokenCount counts over ranks {counted}, but FSDP sums over ranks {summed}: build it with the "
                 "group of fully_shard's mesh"
@@ -276,9 +278,11 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
     or a module in it would bring FSDP's own reduction back for that one: the model's next forward raises a RuntimeError
     that names it. Calling this again takes it in.
 
+    Of a model whose parameters are DTensors over tensor parallel ranks, fully_shard's own mesh dim alone counts.
+
     Raises:
-        ValueError: a model without such modules; HSDP or a mesh of more dims (its all-reduce over replicas adds on the
-            wire); tokens on a mesh of one rank, where FSDP calls no reduction.
+        ValueError: a model without such modules; HSDP (its all-reduce over replicas adds on the wire); tokens on a mesh
+            of one rank, where FSDP calls no reduction.
     """
     from torch.distributed.fsdp import FSDPModule  # slow to import
     from torch.distributed.tensor import DTensor
@@ -290,18 +294,22 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
         if not isinstance(parameter, DTensor):
             continue  # one of fully_shard's ignored_params: not reduced at all
         mesh = parameter.device_mesh
-        if mesh.ndim != 1 or not parameter.placements[0].is_shard():
+        if parameter.placements[0].is_replicate():  # fully_shard's dims come before those of tensor parallelism
             raise ValueError(
-                f"parameter {name} is placed as {parameter.placements} on a mesh of shape {tuple(mesh.shape)}: only "
-                "fully_shard on a 1-D mesh is supported, as the all-reduce over replicas adds on the wire"
+                f"parameter {name} is placed as {parameter.placements} on a mesh of shape {tuple(mesh.shape)}: HSDP, "
+                "fully_shard on a mesh of replicas and shards, all-reduces gradients over replicas, which adds on the "
+                "wire. Give fully_shard all data parallel ranks as one mesh dim"
             )
-        if tokens is not None and mesh.size() == 1:
+        if tokens is not None and mesh.size(0) == 1:
             raise ValueError(
                 f"parameter {name} is on a mesh of one rank, where FSDP reduces nothing and so divides by no "
                 "TokenCount: divide the loss instead, or leave fully_shard out"
             )
     for module in modules:
-        module.set_custom_reduce_scatter(FixedOrderReduceScatter(tokens))  # type: ignore[arg-type]
+        reduction = FixedOrderReduceScatter(tokens)
+        for parameter in module.parameters():  # an inner module comes later, and reduces its own
+            parameter.reduction = reduction  # type: ignore[attr-defined]  # for MicroBatchTree
+        module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if model in _guards:

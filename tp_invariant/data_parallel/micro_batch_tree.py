@@ -12,20 +12,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, resolve_group
+from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of, resolve_group
 from ..comm.liveness import DeadRankError
 from ..consistency.agreement import compare_environments
 from ..consistency.differences import format_values, gather_differences
+from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that reduce() needs little additional memory
 
@@ -107,15 +111,40 @@ def _check_alike(facts: dict[str, Any], group: Group) -> None:
         )
 
 
+def _is_cut_by(parameter: Tensor, group: Group) -> bool:
+    """Whether other ranks of the group have parts of the parameter: fully_shard's doing, over data parallel ranks."""
+    return is_dtensor(parameter) and len(set(ranks_of(group)) & set(parameter.device_mesh.mesh.flatten().tolist())) > 1
+
+
+def _is_cut_over(parameter: DTensor, group: Group) -> bool:
+    """Whether fully_shard, whose mesh dims come first, has one dim, of the ranks of the group. HSDP has two."""
+    ranks = dist.get_process_group_ranks(parameter.device_mesh.get_group(0))
+    return not parameter.placements[0].is_replicate() and ranks == ranks_of(group)
+
+
+def _part_of(parameter: Tensor, group: Group) -> str:
+    """Which part of a DTensor this rank has, of those that all ranks of `group` should have alike."""
+    if not is_dtensor(parameter):
+        return ""
+    first = 0
+    if _is_cut_by(parameter, group):
+        if not _is_cut_over(parameter, group):
+            return ""  # refused later, on every rank
+        first = 1
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return f", placed as {parameter.placements}, here {tuple(coordinate[first:])}"
+
+
 class MicroBatchTree:
     """Sums gradients over a step's micro-batches and DP ranks: the same bits at every DP degree.
 
-    The micro-batches are a fixed global list; each rank processes the consecutive ones in `share`. Do not wrap the
-    model in DDP: reduce() replaces its reduction.
+    The micro-batches are a fixed global list; each rank processes those in `share`. Do not wrap the model in DDP:
+    reduce() replaces its reduction.
 
         tree = tpi.data_parallel.MicroBatchTree(model.parameters(), dp_group, micro_batches=8)
         for step in range(steps):
-            for i in tree.share:                                  # DP=1: 0..7; DP=2: 0..3 or 4..7; DP=8: one of them
+            for i in tree.share:                                  # DP=1: 0..7; DP=2: four of them; DP=8: one of them
                 tokens, labels = micro_batch(step, i)
                 loss_sum(model(tokens), labels).backward()        # a sum over tokens, never a mean over a share
                 tree.add(count=int((labels != -100).sum()))
@@ -125,9 +154,19 @@ class MicroBatchTree:
             optimizer.zero_grad()
 
     With tensor parallelism dp_group is the group of ranks that hold the same shards, and every rank of a TP group runs
-    the same micro-batches.
+    the same micro-batches. The parameters may be DTensors over the ranks of tensor parallelism.
 
-    Any number of micro-batches goes with any degree: shares differ by at most one (torch.tensor_split's rule). Where
+    A model that fully_shard has sharded over dp_group keeps its own reduction, made one of fixed order:
+
+        fix_reduction_order(model)                                # after fully_shard, before this, and without tokens
+        tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=8)
+
+    Each backward then gives the sum over ranks of one micro-batch of each, a node of the same tree, as ranks take turns
+    there: DP=2 has 0, 2, 4, 6 and 1, 3, 5, 7. So the degree must be a power of two that divides micro_batches, the
+    parameters float32, and every backward reduces: no set_requires_gradient_sync(False).
+
+    Without fully_shard any number of micro-batches goes with any degree: shares are consecutive, and
+    differ by at most one (torch.tensor_split's rule). Where
     every rank has 2^k of them, all-to-all and all-gather move one fp32 gradient each; otherwise the all-to-all moves up
     to 2 log2(n) of them, for n micro-batches a rank.
 
@@ -141,8 +180,9 @@ class MicroBatchTree:
         micro_batches: how many a step has on all ranks together.
 
     Raises:
-        TypeError: parameters of another dtype, or DTensors; None for dp_group; micro_batches that is no int.
-        ValueError: no parameters, parameters on several devices, micro_batches below 1.
+        TypeError: parameters of another dtype; None for dp_group; micro_batches that is no int.
+        ValueError: no parameters, parameters on several devices, micro_batches below 1; after fully_shard, what is said
+            above, or HSDP.
         RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
             or in software and settings.
     """
@@ -160,18 +200,23 @@ class MicroBatchTree:
             compare_environments(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
         facts: dict[str, Any] = {"micro_batches": repr(micro_batches), "number of parameters": len(self._parameters)}
         for index, p in enumerate(self._parameters):
-            facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}"
+            facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
         _check_alike(facts, self.group)  # before anything that one rank alone could raise
         if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
             raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
         self._check_parameters()
-        self._sizes = [p.numel() for p in self._parameters]
+        self._fully_sharded = any(_is_cut_by(p, self.group) for p in self._parameters)
+        if self._fully_sharded:
+            self._check_fully_sharded()
+        self._sizes = [local_of(p).numel() for p in self._parameters]
         # every rank's share, and the nodes that it obtains
-        bounds = [0, *itertools.accumulate(split_sizes(micro_batches, self.group.size))]
+        ranks = self.group.size
+        bounds = [0, *itertools.accumulate(split_sizes(micro_batches, ranks))]
         shares = [range(*pair) for pair in itertools.pairwise(bounds)]
-        self._shares, self._nodes = shares, [_nodes_of(share, micro_batches) for share in shares]
+        self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._fully_sharded else shares
+        self._nodes = [_nodes_of(share, micro_batches) for share in shares]
         self._start()
 
     def _check_parameters(self) -> None:
@@ -181,11 +226,44 @@ class MicroBatchTree:
         if len(devices) > 1:
             raise ValueError(f"parameters are on {sorted(map(str, devices))}: build one MicroBatchTree for each device")
         for index, p in enumerate(self._parameters):
-            if type(p).__name__ == "DTensor" or p.dtype not in DTYPES:
+            if p.dtype not in DTYPES:
                 raise TypeError(
-                    f"parameter {index} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only plain "
-                    "tensors of bfloat16, float16 and float32 are supported"
+                    f"parameter {index} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only "
+                    "bfloat16, float16 and float32 are supported"
                 )
+
+    def _check_fully_sharded(self) -> None:
+        ranks, n = self.group.size, self.micro_batches
+        p: Any
+        for index, p in enumerate(self._parameters):
+            begin = f"parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} of dp_group"
+            if not _is_cut_by(p, self.group):
+                raise ValueError(
+                    f"{begin} is not sharded over dp_group, and others are, by fully_shard: build one MicroBatchTree "
+                    "for each kind"
+                )
+            if not _is_cut_over(p, self.group):
+                raise ValueError(
+                    f"{begin} is placed as {p.placements} on {p.device_mesh}: of what fully_shard has sharded "
+                    "dp_group must be the ranks of its mesh, which has one dim (no HSDP)"
+                )
+            reduction = getattr(p, "reduction", None)
+            if reduction is None or reduction.tokens is not None:
+                raise ValueError(
+                    f"{begin} is sharded by fully_shard, whose own reduction has another order, or divides by itself: "
+                    "call fix_reduction_order(model), without tokens, before MicroBatchTree"
+                )
+            if p.dtype != torch.float32:
+                raise ValueError(
+                    f"{begin} is sharded by fully_shard and {p.dtype}: each micro-batch's gradient would be rounded, "
+                    "and how often depends on the degree. Take float32 parameters, and "
+                    "MixedPrecisionPolicy(param_dtype=.., reduce_dtype=torch.float32)"
+                )
+        if ranks & (ranks - 1) or n % ranks:
+            raise ValueError(
+                f"micro_batches={n} over {ranks} ranks of dp_group, with parameters that fully_shard has sharded: the "
+                "degree must be a power of two, and divide micro_batches"
+            )
 
     def _start(self) -> None:
         self._tree = BinaryTree(self.micro_batches)
@@ -195,7 +273,10 @@ class MicroBatchTree:
 
     @property
     def share(self) -> range:
-        """The global indices of this rank's micro-batches: call add() after the backward of each, in this order."""
+        """The global indices of this rank's micro-batches: call add() after the backward of each, in this order.
+
+        Consecutive ones; of a model that fully_shard has sharded every dp_group.size()-th one.
+        """
         return self._shares[self.group.rank]
 
     @torch.no_grad()
@@ -211,31 +292,51 @@ class MicroBatchTree:
                 for. None everywhere: nothing is divided.
 
         Raises:
-            TypeError: a count that is no integer, a gradient that is a DTensor or not dense.
+            TypeError: a count that is no integer, a gradient that is not dense, or is placed as its parameter is not.
+            ValueError: fully_shard's reduction rounds to 16 bits.
             RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad.
         """
         refuse_fused(self._parameters, f"MicroBatchTree on rank {self.group.rank}")
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
             raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
+        found = False
         flat = torch.full((sum(self._sizes),), -0.0, dtype=torch.float32, device=self._parameters[0].device)
         for index, (p, part) in enumerate(zip(self._parameters, flat.split(self._sizes), strict=True)):
             if p.grad is None:
                 continue
-            if type(p.grad).__name__ == "DTensor" or p.grad.layout != torch.strided:
+            placed = getattr(p.grad, "placements", None)
+            if p.grad.layout != torch.strided or placed != getattr(p, "placements", None):
                 raise TypeError(
                     f"the gradient of parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} is a "
-                    f"{type(p.grad).__name__} of layout {p.grad.layout}: only dense plain tensors are supported"
+                    f"{type(p.grad).__name__} of layout {p.grad.layout}, placed as {placed}: only dense tensors are "
+                    "supported, placed as their parameter"
                 )
-            part.view(p.shape).copy_(p.grad)
-            self._has_grad[index] = True
+            local = local_of(p.grad)
+            part.view(local.shape).copy_(local)
+            self._has_grad[index] = found = True
             p.grad = None
+        level = 0
+        if self._fully_sharded:
+            self._check_reduced()
+            level = self.group.size.bit_length() - 1  # what the ranks' micro-batches have in sum is a node
+        if self._fully_sharded and not found:
+            return  # reduce() says how many were added
         if self._added < len(self.share):
-            self._tree.push(0, self.share[self._added], flat)
+            self._tree.push(level, self.share[self._added] >> level, flat)
         self._added += 1
         if count is not None:
             self._counted += 1
             self._count = self._count + count
+
+    def _check_reduced(self) -> None:
+        for reduction in {p.reduction for p in self._parameters}:  # type: ignore[attr-defined]
+            if rounded := reduction.dtypes - {torch.float32}:
+                raise ValueError(
+                    f"fully_shard reduces gradients in {', '.join(map(str, rounded))}: each micro-batch's sum is "
+                    "rounded, and how often depends on the degree. Give fully_shard "
+                    "mp_policy=MixedPrecisionPolicy(.., reduce_dtype=torch.float32)"
+                )
 
     @torch.no_grad()
     def reduce(self, *, main_grad: bool = False) -> None:
@@ -252,7 +353,7 @@ class MicroBatchTree:
         Raises:
             RuntimeError: on every rank: a rank called add() too often or too rarely, or some calls had a count and some
                 had none.
-            ValueError: on every rank: the counts sum to 0 or less.
+            ValueError: on every rank: the counts sum to 0 or less; main_grad with DTensors.
         """
         try:
             self._reduce(main_grad)
@@ -261,20 +362,27 @@ class MicroBatchTree:
 
     def _reduce(self, main_grad: bool) -> None:
         divide_by, has_grad = self._agree(main_grad)
+        if main_grad and any(map(is_dtensor, self._parameters)):
+            raise ValueError("main_grad=True with parameters that are DTensors: Megatron's main_grad is a plain tensor")
         pieces = [value for _, _, value in self._tree.nodes]
         dtypes = {p.dtype for p in self._parameters}
         out_dtype = dtypes.pop() if len(dtypes) == 1 and not main_grad else torch.float32
         self._tree.nodes.clear()
-        total = torch.empty(sum(self._sizes), dtype=out_dtype, device=self._parameters[0].device)
-        for start in range(0, total.numel(), _CHUNK):
-            chunk = total[start : start + _CHUNK]
-            chunk.copy_(self._sum_over_ranks([p[start : start + _CHUNK] for p in pieces], chunk, divide_by))
+        if self._fully_sharded:
+            (total,) = pieces
+            total = total if divide_by is None else total / divide_by
+        else:
+            total = torch.empty(sum(self._sizes), dtype=out_dtype, device=self._parameters[0].device)
+            for start in range(0, total.numel(), _CHUNK):
+                chunk = total[start : start + _CHUNK]
+                chunk.copy_(self._sum_over_ranks([p[start : start + _CHUNK] for p in pieces], chunk, divide_by))
         for p, part, present in zip(self._parameters, total.split(self._sizes), has_grad, strict=True):
-            grad = part.view(p.shape).to(p.dtype if not main_grad else torch.float32) if present else None
+            local = local_of(p)
+            grad = part.view(local.shape).to(p.dtype if not main_grad else torch.float32) if present else None
             if main_grad:
                 p.main_grad = grad  # type: ignore[attr-defined]
             else:
-                p.grad = grad
+                p.grad = None if grad is None else grad_like(grad, p)
 
     def _agree(self, main_grad: bool) -> tuple[int | None, list[bool]]:
         """(the divisor, whether each parameter has a gradient on any rank), from the reports of all ranks."""
@@ -288,6 +396,7 @@ class MicroBatchTree:
             raise RuntimeError(
                 f"{ranks} added {added} micro-batches, but micro_batches={self.micro_batches} gives them {expected}: "
                 "call add() once after the backward of each index in `share`"
+                + (", which must reduce: no set_requires_gradient_sync(False)" if self._fully_sharded else "")
             )
         if len(set(modes)) > 1:
             raise RuntimeError(f"{ranks} disagree: main_grad is {list(map(bool, modes))}; pass the same on every rank")

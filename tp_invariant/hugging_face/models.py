@@ -23,6 +23,7 @@ from ..functional.attention_choice import check_no_dropout, safe_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import Linear
 from .masks import Packing, VisibleKeys, attend, visible_keys
+from .saving import install_saving
 
 NAME = "tp_invariant"
 _REPLACED = ("sdpa", "eager")
@@ -188,6 +189,7 @@ def install(model: Any, degree: int = 1) -> None:
         module.register_forward_pre_hook(_keep_safe)
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
+            install_saving(module)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())
 

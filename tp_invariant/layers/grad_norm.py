@@ -330,7 +330,8 @@ def _check_dtensor(held: _ClippedParameter, grad: DTensor, given: Group | None, 
     on_mesh = set(mesh.mesh.flatten().tolist())
     own = held.over if held.over.size > 1 else given
     tp_ranks = set(ranks_of(own)) if own is not None else {me}
-    if own is None and not hasattr(p, "tensor_model_parallel"):
+    before = 2 if grad.placements[0].is_replicate() else 1  # mesh dims of fully_shard's, which come first
+    if own is None and not hasattr(p, "tensor_model_parallel") and mesh.ndim <= before:
         # unknown whether the parameter is a shard: its layer may be sharded over any group that this process uses
         tp_ranks.update(*(ranks_of(group) for group in groups_in_use(besides=on_mesh)))
     common = tp_ranks & on_mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..consistency import agreement
 from ..core import mode
@@ -41,11 +43,13 @@ def serve(descriptor: int, rank: int, size: int) -> None:
     connection.send_bytes(b"running")
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     groups: dict[int, Any] = {}
-    while True:
+    for call in itertools.count(1):
         try:
             world_size = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent has ended
             os._exit(0)
+        # torch names groups by a count, and those that some ranks alone make in a case would leave it different
+        distributed_c10d._world.group_count = call << 20
         if world_size not in groups:  # every rank takes part in making a group
             groups[world_size] = dist.new_group(list(range(world_size)))
         if rank >= world_size:
