@@ -320,7 +320,7 @@ def test_a_model_that_is_sharded_already():
     for by_tensor, by_loading in run_ranks(already_sharded_on_rank, 2):
         lines = by_tensor.splitlines()
         assert len(lines) == 2 and "model.layers.1.mlp.up_proj.weight is a DTensor: the model is sharded al" in lines[1]
-        assert "it was loaded over 2 ranks: the model is sharded already. Give parallelize the full" in by_loading
+        assert "it was loaded over 2 ranks: the model is sharded already. The full model is needed" in by_loading
 
 
 def test_an_unknown_norm_stays_where_all_is_whole():
