@@ -365,3 +365,50 @@ def test_torchs_own_styles_beside_them():
         results = [result for size in (4, 2, 1) for result in run_ranks(prepared, size)]
     for result in results:
         testing.assert_bitwise_equal(result, results[-1])
+
+
+class Heads(nn.Module):
+    """A norm of each head, which DTensors call a sequence dim that holds heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.norm, self.out = nn.Linear(32, 64), nn.RMSNorm(16, eps=1e-6), nn.Linear(64, 32)
+
+    def forward(self, x):
+        q = self.norm(self.q(x).unflatten(-1, (-1, 16)))
+        return self.out(q.flatten(-2))
+
+
+def from_meta(tp_group):
+    """Made on the meta device, sharded, and only then given memory and values."""
+    mesh = on_mesh(tp_group)
+    with torch.device("meta"):
+        model = Heads()
+    plan = {
+        "q": tpi.ColwiseParallel(),
+        "norm": tpi.SequenceParallel(sequence_dim=2, use_local_output=True),
+        "out": tpi.RowwiseParallel(),
+    }
+    torch_styles.parallelize_module(model, mesh, plan)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for layer in model.children():
+        layer.reset_parameters()
+    torch.manual_seed(0)
+    plain = Heads()
+    testing.assert_bitwise_equal(full_parameters(model), dict(plain.named_parameters()))
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(2))
+    y, exact = model(x), plain.double()(x.double())
+    y.square().sum().backward()
+    exact.square().sum().backward()
+    for name, grad in full_grads(model).items():
+        exact_grad = plain.get_parameter(name).grad
+        assert (grad.double() - exact_grad).norm() < 1e-5 * exact_grad.norm()
+    return y.detach(), full_grads(model)
+
+
+def test_from_the_meta_device_with_a_norm_of_each_head():
+    with tpi.set_tp_invariant_mode(True):
+        results = [result for size in (4, 2, 1) for result in run_ranks(from_meta, size)]
+    for result in results:
+        testing.assert_bitwise_equal(result, results[-1])
