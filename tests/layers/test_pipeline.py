@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
 import tp_invariant as tpi
@@ -82,7 +88,8 @@ def whole(tp_group):
         return steps, full_parameters(model)
 
 
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+INTERLEAVED = {"interleaved": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}
 
 
 def staged(world, schedule: str, tp: int, mode: bool = True):
@@ -91,7 +98,7 @@ def staged(world, schedule: str, tp: int, mode: bool = True):
     pp, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     with tpi.set_tp_invariant_mode(mode):
         whole_model = model_of(mesh["tp"])
-        cuts = [0, 3, 6] if schedule != "interleaved" else [0, 2, 3, 4, 6]
+        cuts = [0, 3, 6] if schedule in SCHEDULES else [0, 2, 3, 4, 6]
         numbers = range(rank, len(cuts) - 1, 2)
         parts = [whole_model[cuts[n] : cuts[n + 1]] for n in numbers]
         names = {n: name for n, part in zip(numbers, parts, strict=True) for name, _ in part.named_parameters()}
@@ -100,8 +107,8 @@ def staged(world, schedule: str, tp: int, mode: bool = True):
             PipelineStage(part, number, len(cuts) - 1, torch.device("cpu"), group=pp)
             for number, part in zip(numbers, parts, strict=True)
         ]
-        of = stages if schedule == "interleaved" else stages[0]
-        run = SCHEDULES[schedule](of, MICRO_BATCHES, loss_fn=loss_of)
+        of = stages[0] if schedule in SCHEDULES else stages
+        run = (SCHEDULES | INTERLEAVED)[schedule](of, MICRO_BATCHES, loss_fn=loss_of)
         own = nn.ModuleDict({str(i): whole_model[i] for n in numbers for i in range(cuts[n], cuts[n + 1])})
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
         steps = []
@@ -146,7 +153,8 @@ def test_stages_have_the_bits_of_the_whole_model(schedule, tp, expected):
 
 def test_several_stages_on_each_rank(expected):
     """Gradients are those of the whole model. The norm's order is that of the ranks, the same at every degree."""
-    first, *others = [run_ranks(staged, RANKS, "interleaved", tp) for tp in (1, 2)]
+    cases = ("interleaved", 1), ("interleaved", 2), ("zero bubble", 2)
+    first, *others = [run_ranks(staged, RANKS, schedule, tp) for schedule, tp in cases]
     for ranks in (first, *others):
         for (_, grads, norm), *_ in (steps for steps, _ in ranks):
             testing.assert_bitwise_equal(grads, {name: expected[0][0][1][name] for name in grads})

@@ -11,11 +11,13 @@ import torch.distributed.tensor.parallel as torch_styles
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tp_invariant as tpi
 from tp_invariant import styles, testing
+from tp_invariant.functional.attention_choice import _safe_sdpa
 from tp_invariant.testing import full_grads, full_parameters, run_ranks
 
 VOCABULARY, HIDDEN, HEADS, HEAD, TOKENS = 64, 96, 4, 24, 16  # SDPA gives heads of 24 other bits on a CPU
@@ -184,6 +186,22 @@ def test_off_the_bits_differ():
     assert len({testing.digest(run_ranks(trained, size, "local", False)[0]) for size in (1, 2)}) == 2
 
 
+def collectives(tp_group, mode: bool):
+    """The names of those of one step: of the layers, of torch's redistributions, of gradients."""
+    with tpi.set_tp_invariant_mode(mode):
+        model = made(tp_group, "local", styles)
+        ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+        with CommDebugMode() as seen:
+            model(ids).square().mean().backward()
+        return sorted(str(name) for name in seen.get_comm_counts())
+
+
+def test_nothing_is_added_on_the_wire():
+    for on, off in zip(run_ranks(collectives, 2, True), run_ranks(collectives, 2, False), strict=True):
+        assert any("gather" in name for name in on) and not any("reduce" in name for name in on), on
+        assert any("reduce" in name for name in off), off
+
+
 def right(tp_group):
     """The error of logits and gradients against float64: of the model itself, of this library, of torch's styles."""
     ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -209,6 +227,8 @@ def test_the_values_are_right():
 
 # --- what cannot be served ------------------------------------------------------------------------------------------
 
+STRIDED = _StridedShard(0, split_factor=2)
+
 
 @pytest.mark.parametrize(
     ("make", "told"),
@@ -217,15 +237,18 @@ def test_the_values_are_right():
             lambda: tpi.ColwiseParallel(output_layouts=Shard(0)),
             "ColwiseParallel: output_layouts=S(0) is not supported: choose S(-1) or R",
         ),
-        (lambda: tpi.ColwiseParallel(output_layouts=Partial()), "output_layouts=P(sum)"),
+        (lambda: tpi.ColwiseParallel(output_layouts=Partial()), f"output_layouts={Partial()} is"),
         (
             lambda: tpi.ColwiseParallel(input_layouts=Shard(-1)),
             "input_layouts=S(-1) is not supported: choose R or Shard(dim) of a dim of tokens, dim >= 0",
         ),
-        (lambda: tpi.ColwiseParallel(input_layouts=Partial()), "input_layouts=P(sum)"),
-        (lambda: tpi.ColwiseParallel(input_layouts=_StridedShard(0, split_factor=2)), "input_layouts=_S(0, 2)"),
+        (lambda: tpi.ColwiseParallel(input_layouts=Partial()), f"input_layouts={Partial()} is"),
+        (
+            lambda: tpi.ColwiseParallel(input_layouts=_StridedShard(0, split_factor=2)),
+            f"input_layouts={_StridedShard(0, split_factor=2)} is",
+        ),
         (lambda: tpi.RowwiseParallel(output_layouts=Shard(-1)), "output_layouts=S(-1)"),
-        (lambda: tpi.RowwiseParallel(output_layouts=Partial()), "output_layouts=P(sum)"),
+        (lambda: tpi.RowwiseParallel(output_layouts=Partial()), f"output_layouts={Partial()} is"),
         (lambda: tpi.RowwiseParallel(input_layouts=Shard(1)), "input_layouts=S(1) is not supported: choose S(-1) or R"),
         (lambda: tpi.SequenceParallel(sequence_dim=-2), "sequence_dim=-2 must be an integer from 0"),
     ],
@@ -253,8 +276,9 @@ def modules_refused(tp_group):
 
     tied = nn.ModuleList([nn.Embedding(8, 8), nn.Linear(8, 8)])
     tied[1].weight = tied[0].weight
-    hooked, patched, stepped = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    hooked, saved, patched, stepped = (nn.Linear(8, 8) for _ in range(4))
     hooked.register_forward_hook(lambda *args: None)
+    saved.register_state_dict_pre_hook(lambda *args: None)
     patched.forward = lambda x: x
     stepped(torch.ones(1, 8)).sum().backward()
     torchs = apply(nn.Linear(8, 8), mesh, torch_styles.ColwiseParallel())
@@ -262,6 +286,7 @@ def modules_refused(tp_group):
     cases = [
         (tied[1], colwise, "is also Embedding.weight"),
         (hooked, colwise, f"ColwiseParallel of Linear on rank {rank}: the module has hooks"),
+        (saved, colwise, "the module has hooks"),
         (patched, colwise, "has a forward of its own"),
         (stepped, colwise, "has a gradient"),
         (torchs, colwise, "weight is a DTensor: the model is sharded already"),
@@ -314,6 +339,11 @@ def called_wrongly(tp_group):
     y = colwise(whole)
     assert y.placements == (Shard(2),) and rowwise(y).placements == (Replicate(),)
     assert norm(part).placements == (Shard(1),)
+    with torch.no_grad():
+        late = part.redistribute(placements=[Replicate()], async_op=True)
+        testing.assert_bitwise_equal(colwise(late).to_local(), colwise(part.full_tensor()).to_local())
+    plan = {"": torch_styles.ColwiseParallel()}
+    assert "import ColwiseParallel from tp_invariant in place of" in said(lambda: apply(nn.Linear(8, 8), mesh, plan))
     other = DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("other",))
     assert "x of Linear on rank" in said(lambda: colwise(DTensor.from_local(x, other, [Replicate()])))
     scaled = rowwise(y)[..., :1] * y  # the gradient of the first, which is whole, is a sum over the ranks' features
@@ -322,7 +352,7 @@ def called_wrongly(tp_group):
 
 def test_activations_that_are_refused():
     for text in run_ranks(called_wrongly, 2):
-        assert "the gradient of the output of Linear arrives as a DTensor placed as (Partial(sum),)" in text
+        assert f"the gradient of the output of Linear arrives as a DTensor placed as {(Partial(),)}" in text
 
 
 def prepared(tp_group):
@@ -412,3 +442,51 @@ def test_from_the_meta_device_with_a_norm_of_each_head():
         results = [result for size in (4, 2, 1) for result in run_ranks(from_meta, size)]
     for result in results:
         testing.assert_bitwise_equal(result, results[-1])
+
+
+def compiled(tp_group):
+    """One step in eager mode, and compiled as one graph."""
+    with tpi.set_tp_invariant_mode(True):
+        model = made(tp_group, "dtensors", styles)
+        ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+        results = []
+        for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            model.zero_grad()
+            y = one(ids)
+            y.square().mean().backward()
+            results.append((y.detach(), full_grads(model)))
+        testing.assert_bitwise_equal(*results)
+
+
+def test_compiled():
+    run_ranks(compiled, 2)
+
+
+def attended(tp_group):
+    """F.scaled_dot_product_attention of DTensors, as modules with sharded layers have it, against plain tensors."""
+    mesh = on_mesh(tp_group)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
+    mask = torch.ones(8, 8, dtype=torch.bool).tril(2)
+    whole = _safe_sdpa(q, k, v, mask)
+
+    def placed(x, placement):
+        return distribute_tensor(x, mesh, [placement])
+
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for given in (mask, placed(mask, Replicate())):
+            y = _safe_sdpa(*(placed(x, placement) for x in (q, k, v)), given)
+            assert y.placements == (placement,)
+            testing.assert_bitwise_equal(y.full_tensor(), whole)
+    heads = [placed(x, Shard(1)) for x in (q, k, v)]
+    wrong = [[q, *heads[1:]], [heads[0], placed(k, Replicate()), heads[2]], [placed(x, Shard(2)) for x in (q, k, v)]]
+    for given in wrong:
+        assert "all three must be plain tensors, or DTensors on one mesh" in said(
+            lambda given=given: _safe_sdpa(*given)
+        )
+    assert "it must be Replicate" in said(lambda: _safe_sdpa(*heads, placed(mask, Shard(0))))
+
+
+def test_attention_of_dtensors():
+    with tpi.set_tp_invariant_mode(True):
+        run_ranks(attended, 2)

@@ -58,7 +58,9 @@ class ActivationLayouts:
                 f"{x.device_mesh}, and {self.source}={self.taken} on {self.mesh}: give the style the layout that x has "
                 "if it takes that one, or redistribute x before"
             )
-        return x.to_local(), *others
+        local = x.to_local()
+        # one that is still on its way (redistribute(.., async_op=True)) has no memory that a kernel could read
+        return local if type(local) is Tensor else local.clone(), *others
 
     def give(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         if self.use_local_output:

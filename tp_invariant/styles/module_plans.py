@@ -12,6 +12,7 @@ from ..functional.attention_choice import SafeSdpa, callers
 from ..layers.linear import Linear
 
 ParallelStyle = torch_styles.ParallelStyle
+_NOT_INVARIANT = torch_styles.ColwiseParallel, torch_styles.RowwiseParallel, torch_styles.SequenceParallel
 
 
 def parallelize_module(
@@ -32,7 +33,17 @@ def parallelize_module(
 
     Args:
         src_data_rank: as torch's, but with this library's styles all ranks must have the same weights in any case.
+
+    Raises:
+        ValueError: a style of torch's that adds on the wire where this library has one. Nothing was changed.
     """
+    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
+    for name, style in plan.items():
+        if type(style) in _NOT_INVARIANT:
+            raise ValueError(
+                f"parallelize_plan[{name!r}]={style} is torch's, whose bits depend on the degree: import "
+                f"{type(style).__name__} from tp_invariant in place of torch.distributed.tensor.parallel"
+            )
     result = torch_styles.parallelize_module(
         module,
         device_mesh,

@@ -217,7 +217,7 @@ def _check_replaceable(style: Any, module: nn.Module, group: Group) -> None:
         raise ValueError(f"{what}: the module is a layer of this library already; apply one style to it, once")
     if already := sharded_already(module):
         raise ValueError(f"{what}: {already}")
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    hooks = any(hooks for name, hooks in module.__dict__.items() if name.endswith("_hooks"))
     if hooks or "forward" in module.__dict__:
         raise ValueError(
             f"{what}: the module has {'hooks' if hooks else 'a forward of its own'}, made for the module that it was: "
