@@ -189,7 +189,8 @@ def test_off_the_bits_differ():
 def collectives(tp_group, mode: bool):
     """The names of those of one step: of the layers, of torch's redistributions, of gradients."""
     with tpi.set_tp_invariant_mode(mode):
-        model = made(tp_group, "local", styles)
+        # torch's own SDPA takes no DTensors on a CPU
+        model = made(tp_group, "dtensors" if mode else "local", styles)
         ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
         with CommDebugMode() as seen:
             model(ids).square().mean().backward()
@@ -445,16 +446,16 @@ def test_from_the_meta_device_with_a_norm_of_each_head():
 
 
 def compiled(tp_group):
-    """One step in eager mode, and compiled as one graph."""
+    """A block in eager mode, and as one graph."""
     with tpi.set_tp_invariant_mode(True):
         model = made(tp_group, "dtensors", styles)
-        ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-        results = []
-        for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-            model.zero_grad()
-            y = one(ids)
+        block, results = model.layers[0].feed_forward, []
+        x = DTensor.from_local(torch.randn(2, TOKENS // tp_group.size(), HIDDEN), on_mesh(tp_group), [Shard(1)])
+        for one in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+            block.zero_grad()
+            y = one(x)
             y.square().mean().backward()
-            results.append((y.detach(), full_grads(model)))
+            results.append((y.detach(), full_grads(block)))
         testing.assert_bitwise_equal(*results)
 
 
