@@ -1,5 +1,7 @@
 """Tensor-parallel layers whose bits do not depend on the tensor-parallel degree."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import checkpoint, data_parallel, determinism, graphs, hugging_face, testing
 from . import old_paths as old_paths
 from . import owners as owners
@@ -26,13 +28,19 @@ from .layers.replicate import replicate_
 from .layers.vocab_embedding import VocabParallelEmbedding
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+
 __all__ = [
+    "ColwiseParallel",
     "DeadRankError",
     "DigestLog",
     "LayerNormLinear",
     "Linear",
     "ParallelNorm",
     "Part",
+    "RowwiseParallel",
+    "SequenceParallel",
     "VocabParallelEmbedding",
     "__version__",
     "attention",
@@ -56,3 +64,11 @@ __all__ = [
     "testing",
     "vocab_parallel_cross_entropy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
+        from . import styles  # torch's styles, from which these derive, take half a second to import
+
+        return getattr(styles, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

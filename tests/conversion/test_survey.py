@@ -320,7 +320,33 @@ def test_a_model_that_is_sharded_already():
     for by_tensor, by_loading in run_ranks(already_sharded_on_rank, 2):
         lines = by_tensor.splitlines()
         assert len(lines) == 2 and "model.layers.1.mlp.up_proj.weight is a DTensor: the model is sharded al" in lines[1]
-        assert "it was loaded over 2 ranks: the model is sharded already. Give parallelize the full" in by_loading
+        assert "it was loaded over 2 ranks: the model is sharded already. The full model is needed" in by_loading
+
+
+def sharded_by_transformers(tp_group: Any) -> list[str]:
+    """As from_pretrained does for tp_plan="auto", which itself needs accelerate."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh, texts = DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)), []
+    model = hf_models.build("llama")
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    linear = model.model.layers[0].mlp.up_proj
+    for call in (lambda: parallelize(model, tp_group), lambda: tpi.ColwiseParallel()._apply(linear, mesh)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_transformers_has_sharded():
+    module = pytest.importorskip("transformers.distributed.tensor_parallel", exc_type=ImportError)
+    if not hasattr(module, "apply_tensor_parallelism"):
+        pytest.skip("this release of transformers shards in another way")
+    for model, layer in run_ranks(sharded_by_transformers, 2):
+        assert "model.embed_tokens.weight is a DTensor: the model is sharded already" in model
+        assert "weight is a DTensor: the model is sharded already" in layer
+        assert "leave them out and call tp_invariant.parallelize" in model
 
 
 def test_an_unknown_norm_stays_where_all_is_whole():

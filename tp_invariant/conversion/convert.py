@@ -17,7 +17,7 @@ row-parallel layers scatter. Positions, masks and logits have the full sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
-from ..functional.attention_choice import SafeSdpa
+from ..functional.attention_choice import SafeSdpa, callers
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
@@ -139,10 +139,10 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
         hugging_face.install(model, survey.group.size)
         # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
-        callers = _callers(model, linears)
+        found = callers(model, linears)
     else:
-        callers = _callers(model, survey.swaps) | {id(model): model}
-    for caller in callers.values():
+        found = callers(model, survey.swaps) | {id(model): model}
+    for caller in found.values():
         SafeSdpa(caller)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
@@ -181,18 +181,6 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
                 tied[id(parameter)] = parameter, made
         for parent, attribute in places[id(old)]:
             setattr(parent, attribute, new)
-
-
-def _callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
-    """{id: module} of the modules whose forward calls the named ones, which therefore may compute attention."""
-    found = {}
-    for name in names:
-        while name := name.rpartition(".")[0]:
-            parent = model.get_submodule(name)
-            if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):  # these have no forward of their own
-                found[id(parent)] = parent
-                break
-    return found
 
 
 class _SequenceHooks:

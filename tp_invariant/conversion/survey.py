@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
-from ..core.dtensors import local_of
+from ..core.dtensors import local_of, sharded_already
 from ..core.elementwise import PositionInvariantActivation
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
@@ -86,7 +85,7 @@ class Survey:
             except ValueError as error:  # it has several
                 self.problems.append(f"config.get_text_config() says: {error}".replace("\n", " "))
         self.is_hugging_face = hasattr(self.config, "_attn_implementation")
-        self.distributed = self._distributed()
+        self.distributed = sharded_already(self.model)
 
     def run(self, plan: Mapping[str, str | Part]) -> None:
         self.parts: dict[str, Part] = {}
@@ -113,19 +112,6 @@ class Survey:
         self._check_features()
         self._check_ties()
         self._check_config()
-
-    def _distributed(self) -> str:
-        """Why the model is known to be sharded already by another tool; "" if it is not."""
-        kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # none before its import
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        name = next((name for name, tensor in named if isinstance(tensor, kind)), None)
-        if name is None and getattr(self.model, "_tp_size", None) in (None, 1):
-            return ""
-        what = f"{name} is a DTensor" if name else f"it was loaded over {self.model._tp_size} ranks"
-        return (
-            f"{what}: the model is sharded already. Give parallelize the full model on every rank: load it without "
-            "tp_plan=.. and device_mesh=.., and call neither parallelize_module nor fully_shard before"
-        )
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}

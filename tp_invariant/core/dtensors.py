@@ -24,7 +24,9 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 _is_known: dict[type, bool] = {Tensor: False, nn.Parameter: False, type(None): False}
 
@@ -101,6 +103,30 @@ class _Local(torch.autograd.Function):
         return grad_like(grad.contiguous(), ctx.x)
 
 
+def as_dtensor(local: Tensor, like: tuple[DeviceMesh, tuple[Placement, ...]], name: str) -> DTensor:
+    """An activation as a DTensor on a mesh with these placements. Its gradient is not added up over ranks.
+
+    `name`: of what it is, for the error of a gradient that is Partial.
+    """
+    from torch.distributed.tensor import DTensor
+
+    placed = DTensor.from_local(local, *like, run_check=False)
+    if placed.requires_grad:
+        placed.register_hook(functools.partial(_refuse_partial, name))
+    return placed
+
+
+def _refuse_partial(name: str, grad: Any) -> None:
+    """torch would reduce it, in an order that is the transport's and not that of one rank."""
+    if is_dtensor(grad) and any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"the gradient of {name} arrives as a DTensor placed as {grad.placements} on rank "
+            f"{grad.device_mesh.get_rank()}: a sum over ranks that has not been added up, of an operation on a "
+            "sharded DTensor and a whole one. It must be Shard or Replicate: compute with local tensors there "
+            "(use_local_output=True)"
+        )
+
+
 def _references(grad: Any) -> int:
     return sys.getrefcount(grad)
 
@@ -168,6 +194,22 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
 
 
 # --- what other tools place ------------------------------------------------------------------------------------------
+
+
+def sharded_already(model: nn.Module) -> str:
+    """Why a model is known to be sharded by another tool, or this library, and what to do; "" if it is not known."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    name = next((name for name, tensor in named if is_dtensor(tensor)), None)
+    degree = getattr(model, "_tp_size", None)  # transformers'
+    if name is None and degree in (None, 1):
+        return ""
+    what = f"it was loaded over {degree} ranks" if name is None else f"{name} is a DTensor"
+    return (
+        f"{what}: the model is sharded already. The full model is needed on every rank. If from_pretrained was given "
+        "tp_plan=.., device_mesh=.. or distributed_config=.., leave them out and call tp_invariant.parallelize. If "
+        "parallelize_module was called, import ColwiseParallel, RowwiseParallel and SequenceParallel from tp_invariant "
+        "in place of torch.distributed.tensor.parallel, and do not call parallelize. Call fully_shard afterwards"
+    )
 
 
 def check_placements(x: DTensor) -> None:

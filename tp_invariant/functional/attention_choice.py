@@ -19,7 +19,7 @@ function of a Hugging Face model (hugging_face/models.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from ..core.dtensors import as_dtensor, is_dtensor
 from ..core.elementwise import in_whole_vectors
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..gemm.gemm_fn import check_dtype, gemm
@@ -311,9 +312,33 @@ def _safe_sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     check_no_dropout(dropout_p, "dropout_p")
-    return safe_attention(
-        query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    layout = _layout_of(query, key, value)
+    q, k, v = (x.to_local() if is_dtensor(x) else x for x in (query, key, value))
+    mask = _whole_mask(attn_mask)
+    out = safe_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out if layout is None else as_dtensor(out, layout, "the output of scaled_dot_product_attention")
+
+
+def _layout_of(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """The mesh and the placements of q, k and v; None for plain tensors."""
+    layouts = {x.device_mesh: x.placements for x in (query, key, value) if is_dtensor(x)}
+    if not layouts:
+        return None
+    (layout, *others) = layouts.items()
+    alike = not others and all(is_dtensor(x) and x.placements == layout[1] for x in (query, key, value))
+    if not alike or any(p.is_partial() or getattr(p, "dim", 0) > 1 for p in layout[1]):
+        placed = ", ".join(str(x.placements if is_dtensor(x) else "a plain tensor") for x in (query, key, value))
+        raise ValueError(
+            f"q, k and v of scaled_dot_product_attention are placed as {placed}: all three must be plain tensors, or "
+            "DTensors on one mesh, placed alike: by heads (Shard(1)), by batch (Shard(0)) or Replicate"
+        )
+    return layout
+
+
+def _whole_mask(mask: Tensor | None) -> Tensor | None:
+    if is_dtensor(mask) and not all(p.is_replicate() for p in mask.placements):
+        raise ValueError(f"attn_mask is a DTensor placed as {mask.placements}: it must be Replicate or a plain tensor")
+    return mask.to_local() if is_dtensor(mask) else mask
 
 
 def check_no_dropout(p: float, name: str) -> None:
@@ -333,6 +358,8 @@ class SafeSdpa:
 
     def __init__(self, module: nn.Module) -> None:
         self._entered: list[_Reroute] = []
+        if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in module._forward_pre_hooks.values()):
+            return
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave, always_call=True)
 
@@ -344,3 +371,15 @@ class SafeSdpa:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:  # after an error in another hook this may run without _enter
             self._entered.pop().__exit__(None, None, None)
+
+
+def callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
+    """{id: module} of the modules whose forward calls the named ones, which therefore may compute attention."""
+    found = {}
+    for name in names:
+        while name := name.rpartition(".")[0]:
+            parent = model.get_submodule(name)
+            if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):  # these have no forward of their own
+                found[id(parent)] = parent
+                break
+    return found

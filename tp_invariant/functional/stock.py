@@ -73,7 +73,7 @@ def _sum_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
             records.wait(work)
     except RuntimeError as error:
         raise diagnosed_error(error, moved, group, f"reduce-scatter of {tuple(x.shape)} {x.dtype}") from error
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()  # a pipeline sends it
 
 
 class _MaxOverRanks(torch.autograd.Function):
@@ -191,9 +191,9 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     return F.linear(x, whole_weight, bias)
 
 
-def grad_norm(params: list[Tensor], over: list[Group]) -> Tensor:
-    """The L2 norm of all gradients, fp32: squares of sharded parameters are summed over the ranks of their groups,
-    replicated parameters count once.
+def grad_norm(params: list[Tensor], over: list[Group], stages: Group) -> Tensor:
+    """The L2 norm of all gradients, fp32: squares of sharded parameters are summed over the ranks of their groups, and
+    all squares over the stages; replicated parameters count once.
 
     over: for each parameter the group over which it is sharded according to its attributes; of size 1 if it is not.
     A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
@@ -207,8 +207,8 @@ def grad_norm(params: list[Tensor], over: list[Group]) -> Tensor:
     chosen: dict[Group | None, list[Tensor]] = {}
     for norm, group in zip(every, over, strict=True):
         chosen.setdefault(group if group.size > 1 else None, []).append(norm.to(every[0].device))
-    total = every[0].new_zeros(())
+    total = every[0].new_zeros(()) if every else torch.zeros(())
     for shared_by, members in chosen.items():
         squares = torch.stack(members).square().sum()
         total = total + (squares if shared_by is None else _sum(squares, shared_by))
-    return total.sqrt()
+    return (total if stages.size == 1 else _sum(total, stages)).sqrt()

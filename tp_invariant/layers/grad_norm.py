@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
+from ..comm.collectives import Group, gather_major, is_capturing, ranks_of, resolve_group
+from ..consistency.agreement import check_agreement, group_device, share_error
 from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
-from .grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, norm_of_partial_sums, partition_dim_of, scale
+from .grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, norm_of, partial_sums_of, partition_dim_of, scale
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def clip_grad_norm_(
     max_norm: float,
     *,
     tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+    pp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
@@ -77,11 +80,18 @@ def clip_grad_norm_(
     tp_group), its full tensor is this rank's shard; then the parameter must have the attributes, which fully_shard
     drops.
 
+    With pp_group the norm is that of all stages of a pipeline together. Their partial sums are gathered and added in
+    the order of the stages, so a model that is cut into stages has the norm of the whole model, to the bit, where each
+    stage has the parameters that follow those of the stage before. With several stages on a rank, give the parameters
+    of all of them: the bits are then the same at every tensor-parallel degree, not those of the whole model. A
+    parameter that several stages hold (tied embeddings) counts once for each of them: give it to one of the calls.
+
     Args:
         parameters: tensors with .grad; those without one are left out.
         max_norm: gradients with a norm of at most this are not scaled.
         tp_group: a ProcessGroup or 1-D DeviceMesh. Needed only for sharded parameters without a `tp_group` attribute,
             as those of Megatron-LM's own layers. Other sharded parameters must be sharded over the ranks of tp_group.
+        pp_group: the ProcessGroup or 1-D DeviceMesh of the pipeline's stages; every stage must make the call.
         norm_type: 2.0 or inf.
         error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite.
 
@@ -91,7 +101,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: another norm_type; a parameter that is sharded over other ranks than those of tp_group, or over
             unknown ranks; a DTensor that is Partial, that is not on this rank, or whose placements do not determine
-            how it is sharded over the group; with the mode on, an L2 norm of gradients on several devices.
+            how it is sharded over the group; a pp_group that holds ranks over which a parameter is sharded; with the
+            mode on, an L2 norm of gradients on several devices.
         TypeError: a gradient that is sparse or not floating point; a parameter whose tp_group is not a group.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree, also in the gradient of
             a replicated parameter; a gradient that a layer has added to main_grad; during a CUDA graph capture, no
@@ -100,20 +111,33 @@ def clip_grad_norm_(
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
     call = _ClipCall(parameters, None if tp_group is None else resolve_group(tp_group))
-    call.agree(
-        "clip_grad_norm_", {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
-    )
+    stages = SINGLE_RANK if pp_group is None else resolve_group(pp_group)
+    options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
+    invariant = is_tp_invariant_mode_enabled()
     with_grad = [held.parameter for held in call.with_grad]
     over = [held.over for held in call.with_grad]
-    if not with_grad:
-        return torch.tensor(0.0)
+    own = torch.zeros(0, device=call.device)  # what of this stage is added up
+    try:
+        _check_stages(call, stages)
+        call.agree("clip_grad_norm_", options)
+        if not with_grad and stages.size == 1:
+            return torch.tensor(0.0)
+        if with_grad and norm_type == math.inf:
+            own = _largest(with_grad, over).unsqueeze(0)
+        elif with_grad and invariant:
+            _check_devices(call.with_grad, call.rank)
+            own = partial_sums_of(with_grad, over)
+    except (TypeError, ValueError, RuntimeError) as error:
+        share_error(error, stages, call.device, set())  # the other stages would wait
+        raise
+    if stages.size > 1:
+        check_agreement({"the TP-invariant mode": invariant, **options}, stages, call.device, set())
     if norm_type == math.inf:
-        total = _largest(with_grad, over)
-    elif is_tp_invariant_mode_enabled():
-        _check_devices(call.with_grad, call.rank)
-        total = norm_of_partial_sums(with_grad, over)
+        total = torch.cat([own.new_zeros(1), _of_all_stages(own, stages)]).max()
+    elif invariant:
+        total = norm_of(_of_all_stages(own, stages))
     else:
-        total = stock.grad_norm(with_grad, over)
+        total = stock.grad_norm(with_grad, over, stages)
     total = total.masked_fill(total.isnan(), math.nan)  # one NaN bit pattern, from whichever sum it came
     call.agree_on(total)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -125,6 +149,16 @@ def clip_grad_norm_(
         for grad in grads:
             grad.masked_fill_(grad.isnan(), math.nan)
     return total
+
+
+def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
+    """The vectors of all stages, one after another; their lengths may differ."""
+    if stages.size == 1:
+        return own
+    length = torch.tensor([len(own)], dtype=torch.int64, device=group_device(stages, own.device))
+    lengths = gather_major(length, stages).flatten().tolist()
+    gathered = gather_major(F.pad(own, (0, max(lengths) - len(own))), stages)
+    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
 
 
 # --- how each parameter is held -------------------------------------------------------------------------------------
@@ -309,6 +343,22 @@ def _check_grad(held: _ClippedParameter, given: Group | None, rank: int) -> None
         raise TypeError(f"{held.named(rank)} is {grad.layout} {grad.dtype}: only dense floating point is supported")
     if is_dtensor(grad):
         _check_dtensor(held, grad, given, rank)
+
+
+def _check_stages(call: _ClipCall, stages: Group) -> None:
+    if stages.size == 1:
+        return
+    if is_capturing():
+        raise RuntimeError("clip_grad_norm_ with pp_group cannot be captured in a CUDA graph: the host reads lengths")
+    meshes = {held.parameter.grad.device_mesh for held in call.with_grad if is_dtensor(held.parameter.grad)}
+    sharded = [ranks_of(group) for group in call.maximal_groups] + [mesh.mesh.flatten().tolist() for mesh in meshes]
+    me = dist.get_rank()
+    for ranks in sharded:
+        if common := sorted({*ranks} & {*ranks_of(stages)} - {me}):
+            raise ValueError(
+                f"pp_group has the ranks {ranks_of(stages)}, and rank {me} shares parameters with {common} of them: "
+                "it must have one rank of each stage"
+            )
 
 
 def _check_devices(with_grad: list[_ClippedParameter], rank: int) -> None:

@@ -182,16 +182,21 @@ def _kernels(tensors: Sequence[Tensor]) -> Any:
     return select("gradient norm", "cuda" if all(type(x) is Tensor and x.is_cuda for x in tensors) else "cpu")
 
 
-def norm_of_partial_sums(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
-    """The L2 norm of all gradients of params, fp32 and 0-dim, the same on every rank. Call it under no_grad.
+def partial_sums_of(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
+    """The partial sums of all gradients of params, fp32, in TP=1's order, the same on every rank. Call it under
+    no_grad.
 
     over: for each parameter the group over which it is sharded according to its attributes, or SINGLE_RANK.
     """
     parts = [_sliced_gradient(p, group) for p, group in zip(params, over, strict=True)]
     grads = [part.local if part.local.dtype in DTYPES else part.local.float() for part in parts]
-    kernels = _kernels(grads)
-    partial_sums = kernels.sums_of_squares(grads, [part.dim for part in parts])
-    return kernels.fold(_in_tp1_order(partial_sums, parts)).sqrt()
+    partial_sums = _kernels(grads).sums_of_squares(grads, [part.dim for part in parts])
+    return _in_tp1_order(partial_sums, parts)
+
+
+def norm_of(partial_sums: Tensor) -> Tensor:
+    """The L2 norm, fp32 and 0-dim."""
+    return _kernels([partial_sums]).fold(partial_sums).sqrt()
 
 
 def scale(grads: Sequence[Tensor], factor: Tensor) -> None:

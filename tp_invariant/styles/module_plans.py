@@ -1,0 +1,57 @@
+"""parallelize_module, which besides finds what a style alone cannot see: attention in a module's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed.tensor.parallel as torch_styles
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..functional.attention_choice import SafeSdpa, callers
+from ..layers.linear import Linear
+
+ParallelStyle = torch_styles.ParallelStyle
+_NOT_INVARIANT = torch_styles.ColwiseParallel, torch_styles.RowwiseParallel, torch_styles.SequenceParallel
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """torch's parallelize_module, for plans with this library's styles and torch's PrepareModule..; attention, too.
+
+    F.scaled_dot_product_attention gives a head other bits when fewer heads are in the call. In `module`, and in the
+    modules of it that have sharded layers, it is replaced while the mode is on, as `parallelize` does. After torch's
+    own parallelize_module a model has to call tpi.attention instead.
+
+    What no style names stays as it is: `tpi.replicate_(model, mesh)` makes DTensors of the parameters that are left,
+    once the whole model has its styles. Torch's clipping and optimizers need that, and this library's checkpoints.
+
+    Args:
+        src_data_rank: as torch's, but with this library's styles all ranks must have the same weights in any case.
+
+    Raises:
+        ValueError: a style of torch's that adds on the wire where this library has one. Nothing was changed.
+    """
+    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
+    for name, style in plan.items():
+        if type(style) in _NOT_INVARIANT:
+            raise ValueError(
+                f"parallelize_plan[{name!r}]={style} is torch's, whose bits depend on the degree: import "
+                f"{type(style).__name__} from tp_invariant in place of torch.distributed.tensor.parallel"
+            )
+    result = torch_styles.parallelize_module(
+        module,
+        device_mesh,
+        parallelize_plan,  # type: ignore[arg-type]
+        src_data_rank=src_data_rank,
+    )
+    sharded = [name for name, child in module.named_modules() if isinstance(child, Linear) and child.parallel_mode]
+    if sharded and not isinstance(module, Linear):
+        for caller in (callers(module, sharded) | {id(module): module}).values():
+            SafeSdpa(caller)
+    return result
