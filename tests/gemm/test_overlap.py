@@ -160,9 +160,9 @@ def count_gathers(tp_group, sp, checkpointed, on):
         return gather(*args, **options)
 
     def counted_start_next(of):
-        before = scheduler._early.get((of, False))
+        before = scheduler._of(of).early.get(False)
         start_next(of)
-        counts["ahead"] += scheduler._early.get((of, False)) is not before
+        counts["ahead"] += scheduler._of(of).early.get(False) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
         patch.setattr(scheduling, "start_gather_dim", start_gather_dim)
@@ -173,7 +173,7 @@ def count_gathers(tp_group, sp, checkpointed, on):
             x = torch.randn(8 // group.size, 32).requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
             y.sum().backward()
-        held = scheduler._shared
+        held = scheduler._of(group).shared
         return counts["tokens"], counts["ahead"], held is None or held.pending is None
 
 
@@ -255,7 +255,7 @@ def test_layers_share_a_gather_and_the_last_lets_it_go(starts):
         x, other = torch.randn(2, 3), torch.randn(2, 3)
         for user in (q, k, v):
             take(gathers, x, user)
-        assert (gathers._shared is None) == (step > 0), "from the second time on it is known that v is the last"
+        assert (gathers._of(TWO).shared is None) == (step > 0), "from the second time on it is known that v is the last"
         take(gathers, other, up)
         assert len(starts) == 2 * (step + 1)
     x = torch.randn(2, 3)
@@ -299,7 +299,7 @@ def test_what_is_learnt_does_not_depend_on_when_an_input_dies(starts):
             take(gathers, x, user)
         keep = x if alive else None
         del x
-        assert (gathers._shared.pending is not None) == alive, "the control"
+        assert (gathers._of(TWO).shared.pending is not None) == alive, "the control"
         for _ in range(3):
             x = torch.randn(2, 3)
             for user in (k, q):
@@ -337,12 +337,12 @@ def test_what_is_never_shared(starts):
         x = torch.randn(2, 3)
         for user in (q, k):
             take(gathers, x, user)
-    assert (len(starts), gathers._shared) == (2, None)
+    assert (len(starts), gathers._of(TWO).shared) == (2, None)
     gathers.share_tokens = False
     x = torch.randn(2, 3)
     for user in (q, k):
         take(gathers, x, user)
-    assert (len(starts), gathers._shared) == (4, None)
+    assert (len(starts), gathers._of(TWO).shared) == (4, None)
 
 
 def test_one_gather_is_held_and_none_of_a_dead_input(starts):
@@ -354,10 +354,10 @@ def test_one_gather_is_held_and_none_of_a_dead_input(starts):
         assert sum(ref() is not None for ref in held) <= 1
     gathers, x = Scheduler(), torch.randn(2, 3)
     take(gathers, x, q)
-    assert gathers._shared.pending is not None, "the control"
+    assert gathers._of(TWO).shared.pending is not None, "the control"
     del x
     gc.collect()
-    assert gathers._shared.pending is None
+    assert gathers._of(TWO).shared.pending is None
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -372,13 +372,26 @@ def test_what_is_not_shared_ends_what_is_held(monkeypatch, starts, reuse):
         keep = x if alive else None
         del x
         gc.collect()
-        assert (gathers._shared.pending is not None, released) == (alive, []), "the control"
+        assert (gathers._of(TWO).shared.pending is not None, released) == (alive, []), "the control"
         gathers.share_tokens = reuse
         with torch.inference_mode(reuse):
             take(gathers, torch.randn(2, 3), k)
-        assert (gathers._shared, len(released), list(gathers._last_user.values())) == (None, 1, [True])
+        assert (gathers._of(TWO).shared, len(released), list(gathers._of(TWO).last_user.values())) == (None, 1, [True])
         released.clear()
         del keep
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_groups_hold_what_they_gathered_apart(starts, between):
+    """Two groups may be used by two threads, whose calls fall together in another way on every rank."""
+    gathers, (q, k, other) = Scheduler(), users(3)
+    for step in range(3):
+        x = torch.randn(2, 3)
+        take(gathers, x, q)
+        if between:
+            gathers.take_tokens(torch.randn(2, 3), 0, Group(None, 1, 2), other).wait()
+        take(gathers, x, k)
+        assert len(starts) == (step + 1) * (1 + between)
 
 
 def test_what_a_row_parallel_layer_starts(starts):

@@ -1,6 +1,7 @@
 """The scheduler of gathered weights: what it may serve, what it starts ahead, and what it holds; on one process."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -263,7 +264,7 @@ def test_all_but_the_first_are_started_ahead(recompute, through_data):
             assert (needed, ahead) == (1, uses - 1)
         else:
             assert uses <= needed + ahead <= uses + 1
-        assert not model.scheduler._early, "nothing is on its way when a step is over"
+        assert not model.scheduler._of(GROUP).early, "nothing is on its way when a step is over"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -273,7 +274,7 @@ def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
     model.step()
     monkeypatch.setattr(scheduling, "_capturing", lambda weight: True)
     assert [model.step() for _ in range(2)] == [(1, 5) if ahead else (6, 0)] * 2
-    assert not model.scheduler._early, "all that was started in the graph has been taken in it"
+    assert not model.scheduler._of(GROUP).early, "all that was started in the graph has been taken in it"
     monkeypatch.undo()
     assert model.step() == (1, 5)
 
@@ -288,13 +289,15 @@ def test_a_gather_does_not_pass_the_border_of_a_graph(monkeypatch, inside):
     monkeypatch.setattr(scheduling, "_capturing", lambda weight: inside)
     take(scheduler, first, layout)
     assert layout.count(second, early=True) and layout.count(second) == started + 1
-    (early,) = scheduler._early.values()
+    (early,) = scheduler._of(GROUP).early.values()
     monkeypatch.setattr(scheduling, "_capturing", lambda weight: not inside)
     assert not scheduler.holds_weight(second, layout)
     assert_bitwise_equal(take(scheduler, second, layout), second.detach())
     assert layout.count(second) == started + 2
     scheduler.clear()
-    assert early.pending.waited != inside and not scheduler._early, "of a failed capture there is nothing to wait for"
+    assert early.pending.waited != inside and not scheduler._of(GROUP).early, (
+        "of a failed capture there is nothing to wait for"
+    )
 
 
 def test_ahead_off_starts_nothing():
@@ -382,3 +385,38 @@ def test_at_most_two_gathered_weights_are_alive(ahead, most):
     for _ in range(3):
         model.step()
     assert counted.most == most
+
+
+# --- groups have nothing in common ----------------------------------------------------------------------------------
+
+OTHERS = Group(None, 1, 2)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_group_keeps_its_weights_whatever_another_one_does(between):
+    """Two groups may be used by two threads, whose calls fall together in another way on every rank."""
+    scheduler, mine, other = Scheduler(keep=1), Layout(), Layout(OTHERS)
+    weight = weight_of(1)
+    for value in range(3):
+        take(scheduler, weight, mine)
+        if between:
+            take(scheduler, weight_of(value), other)
+    assert mine.count(weight) == 1
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_an_optimizer_of_another_thread_drops_nothing(elsewhere):
+    scheduler, layout, a, b = Scheduler(), Layout(), weight_of(1), weight_of(2)
+    for used in (a, b, a):
+        take(scheduler, used, layout)
+
+    def step():
+        torch.optim.SGD([weight_of(3)], lr=1.0).step()
+
+    if elsewhere:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    else:
+        step()
+    assert scheduler.holds_weight(b, layout) == elsewhere, "the control: one of its own thread does"
