@@ -14,6 +14,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm import wire
 from tp_invariant.comm.collectives import Group, Pending, resolve_group
+from tp_invariant.functional import linear
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.gemm import gemm
 from tp_invariant.gemm import scheduler as scheduling
@@ -219,6 +220,22 @@ def test_weights_are_foreseen_under_checkpointing():
     for tokens, ahead, held_nothing in run_ranks(lambda tp_group: count_gathers(tp_group, True, True, True), 2):
         assert (ahead, held_nothing) == (8, True)
         assert tokens <= 2 + 2 + 5
+
+
+def test_which_weight_backward_asks_for_does_not_depend_on_what_is_garbage(monkeypatch):
+    """A frozen layer is let go before its backward, where hooks on saved tensors return others with their memory."""
+    asked = []
+    monkeypatch.setattr(linear, "start_product", lambda a, weight, **_: asked.append(weight.local) or (lambda: a))
+    for alive in (True, False):
+        with tpi.set_tp_invariant_mode(True):
+            layer = tpi.Linear(4, 4, bias=False, parallel_mode="column").requires_grad_(False)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+                y = layer(torch.randn(2, 4, requires_grad=True))
+        weight, garbage = torch.utils.weak.TensorWeakRef(layer.weight), layer if alive else None
+        del layer
+        y.sum().backward()
+        assert asked[-1] is weight()
+        del garbage
 
 
 # --- the gather that layers share -----------------------------------------------------------------------------------

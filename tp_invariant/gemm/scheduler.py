@@ -24,9 +24,9 @@ That is a matter of speed alone, and safe:
     hangs     Whether a gather starts is a function of the group's calls before it, which all its ranks share, and of
               versions, which ranks of one program share. Groups have nothing in common: the calls of two groups that
               two threads use are interleaved in another way on every rank. A gather is started where all ranks pass in
-              the same order. When an activation dies ranks need not share, where it waits for the garbage collector: so
-              its death frees memory and changes nothing that decides, and a layer's input that a later backward may
-              gather is held by a strong reference.
+              the same order. When a tensor dies ranks need not share, where it waits for the garbage collector: so its
+              death frees memory and changes nothing that decides. Whose turn it would be is stood in for by any bytes
+              (`_alive_or_like`), and what has been gathered holds its weight, so that no other gets its id or address.
     memory    A result is allocated on the stream that starts its gather and is used on the stream that waits for it;
               the collective itself starts after what that first stream has queued. What is dropped is waited for first,
               so its memory is not given away while bytes still arrive. A shared gather may lie in a lent buffer
@@ -87,6 +87,7 @@ class Schedule:
     def __init__(self) -> None:
         self._forget()
         self._round: set[Hashable] = set()
+        self.rounds = 0  # stretches in which no use comes twice: a forward, a backward
         self._phase: tuple[Phase, int] | None = None
 
     def _forget(self) -> None:
@@ -98,6 +99,7 @@ class Schedule:
         """`use` happens now; `task` tells one backward from another."""
         if (phase, task) != self._phase or use in self._round:
             self._round.clear()
+            self.rounds += 1
         self._phase = phase, task
         self._round.add(use)
         if len(self._seen) >= LIMIT:
@@ -159,22 +161,29 @@ def start_weight(weight: Tensor, layout: WeightLayout, *, early: bool, lend: boo
 class _Use:
     """One layout of one weight: the same object as long as the weight lives, so that it is compared at no cost."""
 
-    __slots__ = ("layout", "weight")
+    __slots__ = ("computed", "layout", "like", "weight")
 
     def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
-        self.weight, self.layout = WeakIdRef(weight), layout
+        self.weight, self.layout, self.like = WeakIdRef(weight), layout, _like(weight)
+        self.computed = weight.grad_fn is not None  # by the program: another tensor at every pass
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A gathered weight, or one on its way."""
+    """A gathered weight, or one on its way. While there is an entry its weight is alive, on every rank."""
 
     use: _Use
-    state: tuple
-    task: int
+    weight: Tensor
     pending: Pending
+    task: int = -1
     captured: bool = False  # started inside a CUDA graph that was being captured, to be used there
+    round: int = 0  # of the schedule, where it was prefetched
     thread: int = field(default_factory=get_ident)
+    state: tuple = ()
+    source: Tensor | None = None  # the memory that was gathered: no other memory gets its address
+
+    def __post_init__(self) -> None:
+        self.state, self.source = _state(self.weight), self.weight.detach()
 
 
 @dataclass(slots=True)
@@ -197,6 +206,23 @@ class _SharedTokens:
 
 def _state(weight: Tensor) -> tuple:
     return weight._version, weight.data_ptr(), weight.shape, weight.dtype
+
+
+def _like(x: Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _alive_or_like(reference: WeakIdRef, like: tuple) -> Tensor:
+    """The tensor; where it is gone, or is not `like` by now, one that is, with any bytes.
+
+    A program that has let a tensor go cannot ask for what is gathered of it. But one rank may have freed it while on
+    another it waits for the garbage collector, so all take part in a gather whose result nobody will read.
+    """
+    x = reference()
+    if x is not None and _like(x) == like:
+        return x
+    shape, stride, dtype, device = like
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _name(x: Tensor, dim: int, group: Group) -> tuple:
@@ -235,11 +261,19 @@ class _OfGroup:
     def use(self, weight: Tensor, layout: WeightLayout) -> _Use:
         key = id(weight), layout
         use = self.uses.get(key)
-        if use is None or use.weight() is not weight:  # a weight that is gone may have had this id
+        if use is not None and use.weight() is weight:
+            use.like = _like(weight)
+        else:  # a weight that is gone may have had this id
             if len(self.uses) >= LIMIT:
                 self.uses = {key: use for key, use in self.uses.items() if use.weight() is not None}
             use = self.uses[key] = _Use(weight, layout)
         return use
+
+    def drop_unused(self, keep: int) -> None:
+        """Drops weights that were prefetched and not used for two passes. Where weights are kept they go by `keep`."""
+        if self.entries and not keep:
+            for use in [use for use, entry in self.entries.items() if entry.round + 2 < self.schedule.rounds]:
+                self.drop(use)
 
     def drop(self, use: _Use, unless: _Entry | None = None) -> None:
         entry = self.entries.pop(use, None)
@@ -332,19 +366,17 @@ class Scheduler:
         if weight.is_inference():  # has no version to go by
             return False
         of = self._of(layout.group)
-        use, early = of.use(weight, layout), of.early.get(_capturing(weight))
-        return self._serves(early, use, weight) or self._serves(of.entries.get(use), use, weight)
+        return self._is_here(of, of.use(weight, layout), weight)
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
         of = self._of(layout.group)
-        for use in [use for use in of.entries if use.weight() is None]:  # of weights that are gone
-            of.drop(use)
+        of.drop_unused(self.keep)
         if weight.is_inference() or self.holds_weight(weight, layout) or _capturing(weight):
             return
         use = of.use(weight, layout)
         of.drop(use)
-        of.entries[use] = _Entry(use, _state(weight), -1, self._start(weight, layout, early=True))
+        of.entries[use] = _Entry(use, weight, self._start(weight, layout, early=True), round=of.schedule.rounds)
 
     def take_weight(self, weight: Tensor, layout: WeightLayout, *, grad: bool = False) -> Pending:
         """`layout` of `weight`: the gather that is kept or on its way where it is current; else one starts now.
@@ -364,6 +396,7 @@ class Scheduler:
                 return self._start(weight, layout, early=False)
         task = _backward_task()
         of.schedule.note(use, _phase_of(task, grad), task)
+        of.drop_unused(self.keep)
         entry = of.early.get(capturing)
         if self._serves(entry, use, weight):
             del of.early[capturing]
@@ -377,7 +410,7 @@ class Scheduler:
         if entry is not kept or not self.keep:
             of.drop(use, unless=entry)
         if entry is None:
-            entry = _Entry(use, _state(weight), -1, self._start(weight, layout, early=False))
+            entry = _Entry(use, weight, self._start(weight, layout, early=False))
         if self.keep:
             entry.task, entry.pending.for_all_streams = -1, True
             of.entries[use] = entry
@@ -390,21 +423,21 @@ class Scheduler:
         """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
         of = self._of(group)
         use: Any = of.schedule.expected() if self.ahead else None
-        if not isinstance(use, _Use):  # unknown, or where a graph begins
+        if not isinstance(use, _Use) or use.computed:  # unknown, or where a graph begins
             return
-        weight, layout = use.weight(), use.layout
+        weight, layout = _alive_or_like(use.weight, use.like), use.layout
         # FSDP frees the storage of what is not in use
-        if weight is None or weight.untyped_storage().nbytes() == 0:
+        if weight.untyped_storage().nbytes() == 0:
             return
         capturing = _capturing(weight)
-        if (capturing and not self.ahead_in_graphs) or self.holds_weight(weight, layout):
+        if (capturing and not self.ahead_in_graphs) or self._is_here(of, use, weight):
             return
         if not self._watching:  # optimizers of others write through .data
             self._watching = True
             register_optimizer_step_pre_hook(lambda *_: self._before_step())
         of.drop_early(capturing)
         pending = self._start(weight, layout, early=True)
-        of.early[capturing] = _Entry(use, _state(weight), _backward_task(), pending, capturing)
+        of.early[capturing] = _Entry(use, weight, pending, _backward_task(), capturing)
 
     def _before_step(self) -> None:
         """An optimizer's step drops what its thread has started. When another thread would lose what it has started
@@ -416,6 +449,10 @@ class Scheduler:
     def _start(self, weight: Tensor, layout: WeightLayout, *, early: bool) -> Pending:
         # a kept weight would hold a lent buffer for good
         return start_weight(weight, layout, early=early, lend=not self.keep, for_graphs=self.ahead_in_graphs)
+
+    def _is_here(self, of: _OfGroup, use: _Use, weight: Tensor) -> bool:
+        early = of.early.get(_capturing(weight))
+        return self._serves(early, use, weight) or self._serves(of.entries.get(use), use, weight)
 
     def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
         if entry is None or entry.use is not use or entry.state != _state(weight):
