@@ -470,7 +470,17 @@ def test_when_a_prefetched_weight_goes_does_not_depend_on_when_it_dies():
     """It is for the two passes that come next, and gone after them."""
     alive, dead = alive_and_dead(prefetched_and_never_used)
     assert alive == dead
-    assert alive[0] == [False, False, True, True]
+    assert alive[0] == [False, False, False, True]
+
+
+def test_a_prefetched_weight_does_not_end_inside_a_graph(monkeypatch):
+    scheduler, layout, other = Scheduler(ahead_in_graphs=True), Shapes(), weight_of(1)
+    scheduler.prefetch_weight(weight_of(0), layout)
+    for capturing in (True, False):
+        monkeypatch.setattr(scheduling, "_capturing", lambda weight, capturing=capturing: capturing)
+        for _ in range(5):
+            take(scheduler, other, layout)
+        assert layout.pending[0].waited != capturing
 
 
 def test_memory_at_an_address_that_was_another_weights():

@@ -370,11 +370,13 @@ class Scheduler:
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
+        if weight.is_inference() or _capturing(weight):
+            return
         of = self._of(layout.group)
         of.drop_unused(self.keep)
-        if weight.is_inference() or self.holds_weight(weight, layout) or _capturing(weight):
-            return
         use = of.use(weight, layout)
+        if self._is_here(of, use, weight):
+            return
         of.drop(use)
         of.entries[use] = _Entry(use, weight, self._start(weight, layout, early=True), round=of.schedule.rounds)
 
@@ -387,7 +389,10 @@ class Scheduler:
             return self._start(weight, layout, early=False)
         of = self._of(layout.group)
         use = of.use(weight, layout)
-        kept, capturing = of.entries.get(use), _capturing(weight)
+        capturing = _capturing(weight)
+        if not capturing:
+            of.drop_unused(self.keep)
+        kept = of.entries.get(use)
         if capturing:
             if kept is not None and self._serves(kept, use, weight):
                 self._captured.append(kept.pending.result)
@@ -396,7 +401,6 @@ class Scheduler:
                 return self._start(weight, layout, early=False)
         task = _backward_task()
         of.schedule.note(use, _phase_of(task, grad), task)
-        of.drop_unused(self.keep)
         entry = of.early.get(capturing)
         if self._serves(entry, use, weight):
             del of.early[capturing]
