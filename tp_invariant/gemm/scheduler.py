@@ -5,7 +5,7 @@ be needed it knows from the calls before.
 
     weights   A step uses the same weights in the same order again and again. The scheduler writes that order down, and
               while one weight is used the gather of the next one runs, beside the GEMM of the first. At most two
-              gathered weights are alive then: the one in use and the one on its way.
+              gathered weights of a group are alive then: the one in use and the one on its way.
     tokens    Under sequence parallelism a column-parallel layer gathers its input's tokens, and again in backward for
               its weight's gradient, rather than keep them. Layers that read one activation (q, k and v; gate and up)
               share its gather. The last activation that was gathered is held until another one is, it dies, or the
@@ -21,6 +21,12 @@ That is a matter of speed alone, and safe:
               again, the tensor may be a buffer that holds another step's values, written by something that raises no
               version (a receive, a kernel of the user's). Inference tensors have no version: they are neither held nor
               gathered early.
+    fsdp      fully_shard (FSDP2) frees the memory of a block's weights after the block's forward, and fills it again
+              for backward, at no other version and perhaps at another address, on one rank alone. So a weight of its is
+              gathered ahead only while its memory is there and never over the end of a forward, and it is neither kept
+              nor prefetched. core/fsdp.py asks fully_shard about the weight itself, when it is used for the first time.
+              A weight that the program computes (a cast, FullyShardedDataParallel's views) is another tensor at every
+              pass, so it is not gathered ahead.
     hangs     Whether a gather starts is a function of the group's calls before it, which all its ranks share, and of
               versions, which ranks of one program share. Groups have nothing in common: the calls of two groups that
               two threads use are interleaved in another way on every rank. A gather is started where all ranks pass in
@@ -55,6 +61,7 @@ from torch.utils.weak import WeakIdRef
 
 from ..comm.collectives import Group, Pending, is_capturing
 from ..comm.moves import start_exchange_rows, start_gather_dim, start_gather_major
+from ..core.fsdp import is_resharded
 from ..core.layout import split_sizes
 
 # --- the order of uses ----------------------------------------------------------------------------------------------
@@ -112,8 +119,10 @@ class Schedule:
         self._seen.append((use, phase))
         self._next_place[pair] = self._next_place[(use,)] = len(self._seen)
 
-    def expected(self) -> Hashable | None:
+    def expected(self, into_backward: bool = True) -> Hashable | None:
         """What is used next, None where that is unknown or must not be read yet.
+
+        into_backward: whether a forward may foresee the first use of its backward.
 
         Optimizers and weight loading may write weights between one pass over a model and the next, through `.data`
         too, which raises no version. So what is expected must belong to the same pass: not after the end of a backward,
@@ -124,8 +133,9 @@ class Schedule:
             return None
         use, phase = self._seen[self._place]
         now = self._phase[0]
-        same_pass = use not in self._round if phase == now else (now, phase) == (Phase.FORWARD, Phase.BACKWARD)
-        return use if same_pass else None
+        if phase == now:
+            return None if use in self._round else use
+        return use if into_backward and (now, phase) == (Phase.FORWARD, Phase.BACKWARD) else None
 
 
 # Which backward this thread is inside of, -1 outside.
@@ -161,11 +171,13 @@ def start_weight(weight: Tensor, layout: WeightLayout, *, early: bool, lend: boo
 class _Use:
     """One layout of one weight: the same object as long as the weight lives, so that it is compared at no cost."""
 
-    __slots__ = ("computed", "layout", "like", "weight")
+    __slots__ = ("computed", "layout", "like", "resharded", "weight")
 
     def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
         self.weight, self.layout, self.like = WeakIdRef(weight), layout, _like(weight)
         self.computed = weight.grad_fn is not None  # by the program: another tensor at every pass
+        # The weight where fully_shard manages its memory, which is empty between uses: whether it is decides.
+        self.resharded = weight if not self.computed and is_resharded(weight) else None
 
 
 @dataclass(slots=True)
@@ -184,6 +196,8 @@ class _Entry:
 
     def __post_init__(self) -> None:
         self.state, self.source = _state(self.weight), self.weight.detach()
+        if self.use.computed:  # and not foreseen; the tensor itself would hold the graph that made it
+            self.weight = self.source
 
 
 @dataclass(slots=True)
@@ -212,14 +226,18 @@ def _like(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.device
 
 
+def _is_empty(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() == 0
+
+
 def _alive_or_like(reference: WeakIdRef, like: tuple) -> Tensor:
-    """The tensor; where it is gone, or is not `like` by now, one that is, with any bytes.
+    """The tensor; where it is gone, or its memory is, or it is not `like` by now, one that is, with any bytes.
 
     A program that has let a tensor go cannot ask for what is gathered of it. But one rank may have freed it while on
     another it waits for the garbage collector, so all take part in a gather whose result nobody will read.
     """
     x = reference()
-    if x is not None and _like(x) == like:
+    if x is not None and _like(x) == like and not _is_empty(x):
         return x
     shape, stride, dtype, device = like
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -375,7 +393,7 @@ class Scheduler:
         of = self._of(layout.group)
         of.drop_unused(self.keep)
         use = of.use(weight, layout)
-        if self._is_here(of, use, weight):
+        if use.resharded is not None or self._is_here(of, use, weight):
             return
         of.drop(use)
         of.entries[use] = _Entry(use, weight, self._start(weight, layout, early=True), round=of.schedule.rounds)
@@ -415,7 +433,7 @@ class Scheduler:
             of.drop(use, unless=entry)
         if entry is None:
             entry = _Entry(use, weight, self._start(weight, layout, early=False))
-        if self.keep:
+        if self.keep and use.resharded is None:
             entry.task, entry.pending.for_all_streams = -1, True
             of.entries[use] = entry
             of.entries.move_to_end(use)
@@ -429,10 +447,9 @@ class Scheduler:
         use: Any = of.schedule.expected() if self.ahead else None
         if not isinstance(use, _Use) or use.computed:  # unknown, or where a graph begins
             return
-        weight, layout = _alive_or_like(use.weight, use.like), use.layout
-        # FSDP frees the storage of what is not in use
-        if weight.untyped_storage().nbytes() == 0:
+        if use.resharded is not None and (_is_empty(use.resharded) or of.schedule.expected(False) is None):
             return
+        weight, layout = _alive_or_like(use.weight, use.like), use.layout
         capturing = _capturing(weight)
         if (capturing and not self.ahead_in_graphs) or self._is_here(of, use, weight):
             return
