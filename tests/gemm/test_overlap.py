@@ -18,7 +18,7 @@ from tp_invariant.functional import linear
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.gemm import gemm
 from tp_invariant.gemm import scheduler as scheduling
-from tp_invariant.gemm.scheduler import Scheduler, TokenUse, scheduler
+from tp_invariant.gemm.scheduler import Scheduler, scheduler
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -382,6 +382,7 @@ def test_what_is_not_shared_ends_what_is_held(monkeypatch, starts, reuse):
     """A buffer goes back at the same place on a rank whose x is dead and on one where garbage keeps it alive."""
     released = []
     monkeypatch.setattr(Pending, "release", lambda self: released.append(self))
+    monkeypatch.setattr(Pending, "leased", True)
     for alive in (True, False):
         gathers, (q, k) = Scheduler(), users(2)
         x = torch.randn(2, 3)
@@ -463,7 +464,7 @@ def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
     gathers, (user,) = Scheduler(), users(1)
     monkeypatch.setattr(gathers, "_tokens_key", lambda x, dim, group: None)  # as in a capture
     x, other = torch.randn(2, 3), torch.randn(2, 3)
-    use, of_other = TokenUse(x, 0, TWO), TokenUse(other, 0, TWO)
+    use, of_other = gathers.called_with(x, 0, TWO), gathers.called_with(other, 0, TWO)
     gathers.start_tokens(use)
     assert not started
     gathers.ahead_in_graphs = True
@@ -478,6 +479,69 @@ def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
     monkeypatch.setattr(scheduling, "is_capturing", lambda: False)  # that capture is over, or has failed
     assert gathers.take_tokens(other, 0, TWO, user) is started[5]
     assert (started[4].waits, started[4].releases) == (0, 0)
+
+
+def test_what_the_last_user_was_given_is_freed_when_it_is_through(starts):
+    """At once, where no leased buffer has to go back."""
+    gathers, (q, k) = Scheduler(), users(2)
+    for step in range(2):
+        x = torch.randn(2, 3)
+        take(gathers, x, q)
+        result = torch.utils.weak.TensorWeakRef(take(gathers, x, k))
+        assert (result() is None) == (step == 1), "the control: from the second time on k is known to be the last"
+
+
+def test_a_call_without_a_backward_does_not_hold_its_input():
+    """Which holds the graph that made it, and what that has saved."""
+    gathers, x = Scheduler(), torch.ones(3, requires_grad=True) * 2
+    use, alias = gathers.called_with(x, 0, TWO), torch.utils.weak.TensorWeakRef(x)
+    assert use is gathers.tokens_before(TWO)
+    del x
+    assert alias() is None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_row_parallel_layer_starts_does_not_depend_on_when_an_input_dies(starts, before):
+    """`before`: the input's gather is the last one that was started."""
+    shapes = []
+    for alive in (True, False):
+        gathers, (q, k) = Scheduler(), users(2)
+        x, other = torch.randn(2, 3), torch.randn(4, 5)
+        use = gathers.called_with(x, 0, TWO)
+        if before:
+            take(gathers, x, q)
+        keep = x if alive else None
+        del x
+        for _ in range(2):
+            gathers.start_tokens(use)
+        take(gathers, other, k)
+        gathers.start_tokens(use)
+        shapes.append([x.shape for x in starts])
+        starts.clear()
+        del keep
+    assert shapes[0] == shapes[1] == [(2, 3), (4, 5), (2, 3)]
+
+
+@pytest.mark.parametrize("leased", [False, True])
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_input_that_dies_in_a_capture_waits_for_nothing_there(monkeypatch, leased, taken):
+    """Nor does a leased buffer go back there: both come when the group asks next, outside of the graph."""
+    monkeypatch.setattr(scheduling, "start_gather_dim", lambda x, dim, group: Counted(torch.cat([x, x]), None))
+    monkeypatch.setattr(Counted, "leased", leased)
+    gathers, (user,) = Scheduler(), users(1)
+    x = torch.randn(2, 3)
+    gathers.start_tokens(gathers.called_with(x, 0, TWO))
+    pending = gathers._of(TWO).shared.pending
+    if taken:
+        gathers.take_tokens(x, 0, TWO, user).wait()
+    monkeypatch.setattr(scheduling, "is_capturing", lambda: True)
+    del x
+    gc.collect()
+    gathers.take_tokens(torch.randn(2, 3), 0, TWO, user)
+    assert (pending.waits, pending.releases) == (taken, 0)
+    monkeypatch.setattr(scheduling, "is_capturing", lambda: False)
+    gathers.take_tokens(torch.randn(2, 3), 0, TWO, user)
+    assert (pending.waits, pending.releases) == (1, leased or not taken)
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

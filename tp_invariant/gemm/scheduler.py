@@ -37,9 +37,12 @@ That is a matter of speed alone, and safe:
               the collective itself starts after what that first stream has queued. What is dropped is waited for first,
               so its memory is not given away while bytes still arrive. A shared gather may lie in a lent buffer
               (comm/peer_copies.py). A layer launches all that reads it before another asks, so it is released when the
-              next one does: at a place of the program that ranks share, which the death of a tensor need not be.
+              next one does: at a place of the program that ranks share, which the death of a tensor need not be. What
+              is not lent is freed with the last reference. Nothing here holds an activation, or a weight of which
+              there is no gather; the one exception are fully_shard's, whose memory is empty between uses.
     graphs    While a CUDA graph is captured nothing that is under way outside it is used: weights and tokens are
-              gathered inside the graph, or weights are kept ones. A kept one stays alive as long as the process, for
+              gathered inside the graph, or weights are kept ones; nor is anything from outside waited for or released,
+              also where a tensor dies in that time. A kept one stays alive as long as the process, for
               replays read it; when its weight changes, capture again. Inside it a gather starts early only with
               `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use is captured too
               only the caller knows.
@@ -202,9 +205,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class TokenUse:
-    """The input of one call of a column-parallel layer whose backward will gather x's tokens: None once it has."""
+    """The input of one call of a column-parallel layer whose backward will gather x's tokens: None once it has.
 
-    x: Tensor | None
+    It does not hold x, which holds the graph that made it: without a backward nobody would let go of them.
+    """
+
+    x: WeakIdRef | None
+    like: tuple
     dim: int
     group: Group
 
@@ -227,7 +234,7 @@ def _like(x: Tensor) -> tuple:
 
 
 def _is_empty(x: Tensor) -> bool:
-    return x.untyped_storage().nbytes() == 0
+    return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _alive_or_like(reference: WeakIdRef, like: tuple) -> Tensor:
@@ -243,8 +250,8 @@ def _alive_or_like(reference: WeakIdRef, like: tuple) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _name(x: Tensor, dim: int, group: Group) -> tuple:
-    return WeakIdRef(x), x._version, dim, group
+def _stream(x: Tensor) -> int | None:
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
 
 
 def _capturing(x: Tensor) -> bool:
@@ -268,11 +275,12 @@ class _OfGroup:
     # what was started without being asked for, by whether a CUDA graph is being captured
     early: dict[bool, _Entry] = field(default_factory=dict)
     # tokens
+    references: dict[int, WeakIdRef] = field(default_factory=dict)  # one of each activation, by its id
     shared: _SharedTokens | None = None
     let_go: tuple | None = None  # key and user of what its last user let go
     # whether a user is the last to ask: never again if once followed
     last_user: dict[tuple, bool] = field(default_factory=dict)
-    spent: list[Pending] = field(default_factory=list)  # let go and not yet released
+    spent: list[Pending] = field(default_factory=list)  # let go, and to be waited for or released
     captured_tokens: tuple[tuple, Pending] | None = None  # started in a capture, for the next to take
     called: TokenUse | None = None  # the last column-parallel call that may have a backward
 
@@ -309,6 +317,13 @@ class _OfGroup:
         if not is_capturing():
             self.early.clear()
 
+    def reference(self, x: Tensor) -> WeakIdRef:
+        """The same object as long as x lives, so that who compares two of them need not know whether x still does."""
+        reference = self.references.get(id(x))
+        if reference is None or reference() is not x:
+            reference = self.references[id(x)] = WeakIdRef(x, self.forget)
+        return reference
+
     def drop_tokens(self) -> None:
         shared, self.shared = self.shared, None
         if shared is None:
@@ -324,22 +339,31 @@ class _OfGroup:
         if captured is not None and is_capturing():
             _end(captured[1])
 
-    def release_spent(self) -> None:
-        if self.spent and is_capturing():
-            return  # a release is no part of the graph
-        for pending in self.spent:
+    def end_spent(self) -> None:
+        if not self.spent or is_capturing():
+            return  # neither to wait nor to release is part of the graph
+        spent, self.spent = self.spent, []
+        for pending in spent:
+            if not pending.waited:
+                pending.wait()
             pending.release()
-        self.spent.clear()
 
     def forget(self, dead: Any) -> None:
+        """An activation has died, and its gather goes too: at once, unless something is left to do for it.
+
+        A tensor dies anywhere, also while a CUDA graph is captured, and at another place on every rank. So nothing is
+        waited for here, and no buffer goes back, before the group asks next.
+        """
+        if self.references.get(hash(dead)) is dead:
+            del self.references[hash(dead)]
         shared = self.shared
         if shared is not None and shared.key[0] is dead and shared.pending is not None:
-            shared.pending.wait()
-            self.spent.append(shared.pending)
-            shared.pending = None
+            pending, shared.pending = shared.pending, None
+            if pending.leased or not pending.waited:
+                self.spent.append(pending)
 
     def forget_tokens(self) -> None:
-        self.release_spent()
+        self.end_spent()
         self.drop_tokens()
         self.drop_captured_tokens()
         self.last_user.clear()
@@ -492,7 +516,7 @@ class Scheduler:
         To be released by it once it is read if `exclusive`; otherwise it is shared.
         """
         of = self._of(group)
-        of.release_spent()
+        of.end_spent()
         key = self._tokens_key(x, dim, group)
         if group.size == 1 or not self.share_tokens or key is None or user.is_inference():
             return self._take_alone(x, dim, group)
@@ -512,17 +536,21 @@ class Scheduler:
         of.shared, of.let_go = shared, None
         if of.last_user.get(asks):
             of.shared, of.let_go = None, (key, asks)
-            of.spent.append(pending)
+            if pending.leased:
+                of.spent.append(pending)
         return pending
 
     def called_with(self, x: Tensor | None, dim: int, group: Group) -> TokenUse | None:
         """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held.
 
-        The layer's backward sets `x` of the result to None, so that nobody starts the gather after it. Held here until
-        the group's next call: a weak reference could be alive on one rank and dead on another.
+        The layer's backward sets `x` of the result to None, so that nobody starts the gather after it.
         """
-        use = self._of(group).called = None if x is None else TokenUse(x, dim, group)
-        return use
+        of = self._of(group)
+        if x is None or x.is_inference():
+            of.called = None
+        else:
+            of.called = TokenUse(of.reference(x), _like(x), dim, group)
+        return of.called
 
     def tokens_before(self, group: Group) -> TokenUse | None:
         """For a row-parallel layer in forward: whose backward comes after its own, as far as the calls tell."""
@@ -532,16 +560,16 @@ class Scheduler:
         """Starts the gather that the `take_tokens` of the backward of that call will ask for."""
         if use is None or use.x is None:
             return
-        x, dim, group = use.x, use.dim, use.group
+        x, dim, group = _alive_or_like(use.x, use.like), use.dim, use.group
         of = self._of(group)
-        of.release_spent()
+        of.end_spent()
         if is_capturing():
-            if self.ahead_in_graphs and self.share_tokens and not x.is_inference():
+            if self.ahead_in_graphs and self.share_tokens:
                 of.drop_captured_tokens()
-                of.captured_tokens = _name(x, dim, group), start_gather_dim(x, dim, group)
+                of.captured_tokens = (use.x, dim, x._version), start_gather_dim(x, dim, group)
             return
-        key = self._tokens_key(x, dim, group)
-        if self.share_tokens and key is not None and (of.shared is None or of.shared.key != key):
+        key = use.x, dim, _stream(x), x._version
+        if self.share_tokens and (of.shared is None or of.shared.key[:-1] != key[:-1]):
             of.drop_tokens()
             of.shared = _SharedTokens(key, start_gather_dim(x, dim, group))
 
@@ -554,8 +582,9 @@ class Scheduler:
         of = self._of(group)
         if not is_capturing():
             of.drop_tokens()
-        if of.captured_tokens is not None and is_capturing() and of.captured_tokens[0] == _name(x, dim, group):
-            pending, of.captured_tokens = of.captured_tokens[1], None
+        captured = of.captured_tokens
+        if captured is not None and is_capturing() and captured[0] == (of.reference(x), dim, x._version):
+            pending, of.captured_tokens = captured[1], None
         else:
             of.drop_captured_tokens()
             pending = start_gather_dim(x, dim, group)
@@ -566,8 +595,7 @@ class Scheduler:
         # a captured CUDA graph gathers by itself: what it reads must change when x does
         if x.is_inference() or _capturing(x):
             return None
-        stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
-        return WeakIdRef(x, self._of(group).forget), x._version, dim, group, stream
+        return self._of(group).reference(x), dim, _stream(x), x._version
 
     # --- both -------------------------------------------------------------------------------------------------------
 
