@@ -430,6 +430,49 @@ def test_what_a_row_parallel_layer_starts(starts):
     assert len(starts) == 1
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_frozen_layer_takes_the_place_of_the_call_before(starts, shared):
+    """Its backward gathers no tokens. The call before is still the next one if it has the same input (q and k)."""
+    gathers, (x, other) = Scheduler(), (torch.randn(2, 3), torch.randn(2, 3))
+    use = gathers.called_with(x, 0, TWO)
+    assert gathers.called_with(x if shared else other, 0, TWO, gathers=False) is None
+    assert gathers.tokens_before(TWO) is (use if shared else None)
+    gathers.start_tokens(gathers.tokens_before(TWO))
+    assert len(starts) == shared
+    gathers.called_with(None, 0, TWO, gathers=False)
+    assert gathers.tokens_before(TWO) is None
+
+
+def frozen_block_last(tp_group):
+    """A backward of two blocks: where row-parallel layers may start a gather, and the features of what is gathered."""
+    seen, gather, start = [], scheduling.start_gather_dim, scheduler.start_tokens
+
+    def start_gather_dim(x, dim, group):
+        seen.append(x.shape[-1])
+        return gather(x, dim, group)
+
+    def start_tokens(use):
+        seen.append("row")
+        start(use)
+
+    options = dict(bias=False, tp_group=tp_group, sequence_parallel=True)
+    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
+        patch.setattr(scheduling, "start_gather_dim", start_gather_dim)
+        patch.setattr(scheduler, "start_tokens", start_tokens)
+        sizes = [(16, 32, "column"), (32, 8, "row"), (8, 32, "column"), (32, 16, "row")]
+        layers = [tpi.Linear(k, n, parallel_mode=mode, **options) for k, n, mode in sizes]
+        layers[2].requires_grad_(False)
+        y = torch.nn.Sequential(*layers)(torch.randn(2, 16, requires_grad=True))
+        seen.clear()
+        y.sum().backward()
+    return seen
+
+
+def test_the_tokens_of_a_block_before_a_frozen_one_are_gathered_beside_its_own_layers():
+    for seen in run_ranks(frozen_block_last, 2):
+        assert seen == ["row", "row", 16]
+
+
 def test_one_started_early_is_taken(starts):
     gathers, (q, k) = Scheduler(), users(2)
     x = torch.randn(2, 3)

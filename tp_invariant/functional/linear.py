@@ -175,10 +175,11 @@ class ColumnLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
-        if call.sequence_parallel and call.grad and ctx.needs_input_grad[1]:
+        if call.sequence_parallel and call.grad:
             # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            ctx.tokens = scheduler.called_with(None if hooked else x, call.sequence_dim, call.group)
+            x_held, gathers = None if hooked else x, ctx.needs_input_grad[1]
+            ctx.tokens = scheduler.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
         gathered = call.start_gather_tokens(x, weight)
         try:
             return _local(call, gathered.wait(), weight.t(), bias)

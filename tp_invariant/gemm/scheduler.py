@@ -40,12 +40,11 @@ That is a matter of speed alone, and safe:
               next one does: at a place of the program that ranks share, which the death of a tensor need not be. What
               is not lent is freed with the last reference. Nothing here holds an activation, or a weight of which
               there is no gather; the one exception are fully_shard's, whose memory is empty between uses.
-    graphs    While a CUDA graph is captured nothing that is under way outside it is used: weights and tokens are
-              gathered inside the graph, or weights are kept ones; nor is anything from outside waited for or released,
-              also where a tensor dies in that time. A kept one stays alive as long as the process, for
-              replays read it; when its weight changes, capture again. Inside it a gather starts early only with
-              `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use is captured too
-              only the caller knows.
+    graphs    While a CUDA graph is captured nothing that is under way outside it is used, waited for or released:
+              weights and tokens are gathered inside the graph, or weights are kept ones. A kept one stays alive as long
+              as the process, for replays read it; when its weight changes, capture again. Inside it a gather starts
+              early only with `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use
+              is captured too only the caller knows.
 """
 
 from __future__ import annotations
@@ -540,12 +539,20 @@ class Scheduler:
                 of.spent.append(pending)
         return pending
 
-    def called_with(self, x: Tensor | None, dim: int, group: Group) -> TokenUse | None:
+    def called_with(self, x: Tensor | None, dim: int, group: Group, *, gathers: bool = True) -> TokenUse | None:
         """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held.
+
+        gathers: False for a frozen layer, whose backward gathers no tokens. Then a layer that was called before with
+            the same x is still the one whose gather comes next, and else there is none.
 
         The layer's backward sets `x` of the result to None, so that nobody starts the gather after it.
         """
         of = self._of(group)
+        if not gathers:
+            before = of.called
+            if before is not None and (x is None or before.x is not of.reference(x)):
+                of.called = None
+            return None
         if x is None or x.is_inference():
             of.called = None
         else:
