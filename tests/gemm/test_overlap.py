@@ -565,6 +565,20 @@ def test_what_a_row_parallel_layer_starts_does_not_depend_on_when_an_input_dies(
     assert shapes[0] == shapes[1] == [(2, 3), (4, 5), (2, 3)]
 
 
+def test_an_input_whose_memory_was_away_is_gathered_again(starts):
+    """As where a tool frees an activation after forward and fills it again before its layer's backward."""
+    gathers, (q, k) = Scheduler(), users(2)
+    x = torch.randn(2, 3)
+    use, values, memory = gathers.called_with(x, 0, TWO), x.clone().untyped_storage(), x.untyped_storage()
+    memory.resize_(0)
+    gathers.start_tokens(use)
+    memory.resize_(values.nbytes())
+    memory.copy_(values)
+    take(gathers, x, q)
+    take(gathers, x, k)
+    assert len(starts) == 2
+
+
 @pytest.mark.parametrize("leased", [False, True])
 @pytest.mark.parametrize("taken", [False, True])
 def test_an_input_that_dies_in_a_capture_waits_for_nothing_there(monkeypatch, leased, taken):

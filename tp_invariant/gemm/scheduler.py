@@ -31,8 +31,9 @@ That is a matter of speed alone, and safe:
               versions, which ranks of one program share. Groups have nothing in common: the calls of two groups that
               two threads use are interleaved in another way on every rank. A gather is started where all ranks pass in
               the same order. When a tensor dies ranks need not share, where it waits for the garbage collector: so its
-              death frees memory and changes nothing that decides. Whose turn it would be is stood in for by any bytes
-              (`_alive_or_like`), and what has been gathered holds its weight, so that no other gets its id or address.
+              death frees memory and decides nothing. Where a gather of it would start, one of any bytes starts
+              (`_alive_or_like`). A gathered weight, and its memory, are held as long as the gather is, so that no
+              other gets their id or address.
     memory    A result is allocated on the stream that starts its gather and is used on the stream that waits for it;
               the collective itself starts after what that first stream has queued. What is dropped is waited for first,
               so its memory is not given away while bytes still arrive. A shared gather may lie in a lent buffer
@@ -568,14 +569,15 @@ class Scheduler:
         if use is None or use.x is None:
             return
         x, dim, group = _alive_or_like(use.x, use.like), use.dim, use.group
+        version = x._version if x is use.x() else -1  # nobody is given what stands in for an input
         of = self._of(group)
         of.end_spent()
         if is_capturing():
             if self.ahead_in_graphs and self.share_tokens:
                 of.drop_captured_tokens()
-                of.captured_tokens = (use.x, dim, x._version), start_gather_dim(x, dim, group)
+                of.captured_tokens = (use.x, dim, version), start_gather_dim(x, dim, group)
             return
-        key = use.x, dim, _stream(x), x._version
+        key = use.x, dim, _stream(x), version
         if self.share_tokens and (of.shared is None or of.shared.key[:-1] != key[:-1]):
             of.drop_tokens()
             of.shared = _SharedTokens(key, start_gather_dim(x, dim, group))
