@@ -14,10 +14,11 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm import wire
 from tp_invariant.comm.collectives import Group, Pending, resolve_group
+from tp_invariant.functional import linear
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.gemm import gemm
 from tp_invariant.gemm import scheduler as scheduling
-from tp_invariant.gemm.scheduler import Scheduler, TokenUse, scheduler
+from tp_invariant.gemm.scheduler import Scheduler, scheduler
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -160,9 +161,9 @@ def count_gathers(tp_group, sp, checkpointed, on):
         return gather(*args, **options)
 
     def counted_start_next(of):
-        before = scheduler._early.get((of, False))
+        before = scheduler._of(of).early.get(False)
         start_next(of)
-        counts["ahead"] += scheduler._early.get((of, False)) is not before
+        counts["ahead"] += scheduler._of(of).early.get(False) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
         patch.setattr(scheduling, "start_gather_dim", start_gather_dim)
@@ -173,7 +174,7 @@ def count_gathers(tp_group, sp, checkpointed, on):
             x = torch.randn(8 // group.size, 32).requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
             y.sum().backward()
-        held = scheduler._shared
+        held = scheduler._of(group).shared
         return counts["tokens"], counts["ahead"], held is None or held.pending is None
 
 
@@ -221,6 +222,22 @@ def test_weights_are_foreseen_under_checkpointing():
         assert tokens <= 2 + 2 + 5
 
 
+def test_which_weight_backward_asks_for_does_not_depend_on_what_is_garbage(monkeypatch):
+    """A frozen layer is let go before its backward, where hooks on saved tensors return others with their memory."""
+    asked = []
+    monkeypatch.setattr(linear, "start_product", lambda a, weight, **_: asked.append(weight.local) or (lambda: a))
+    for alive in (True, False):
+        with tpi.set_tp_invariant_mode(True):
+            layer = tpi.Linear(4, 4, bias=False, parallel_mode="column").requires_grad_(False)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+                y = layer(torch.randn(2, 4, requires_grad=True))
+        weight, garbage = torch.utils.weak.TensorWeakRef(layer.weight), layer if alive else None
+        del layer
+        y.sum().backward()
+        assert asked[-1] is weight()
+        del garbage
+
+
 # --- the gather that layers share -----------------------------------------------------------------------------------
 
 TWO = Group(None, 0, 2)
@@ -255,7 +272,7 @@ def test_layers_share_a_gather_and_the_last_lets_it_go(starts):
         x, other = torch.randn(2, 3), torch.randn(2, 3)
         for user in (q, k, v):
             take(gathers, x, user)
-        assert (gathers._shared is None) == (step > 0), "from the second time on it is known that v is the last"
+        assert (gathers._of(TWO).shared is None) == (step > 0), "from the second time on it is known that v is the last"
         take(gathers, other, up)
         assert len(starts) == 2 * (step + 1)
     x = torch.randn(2, 3)
@@ -299,7 +316,7 @@ def test_what_is_learnt_does_not_depend_on_when_an_input_dies(starts):
             take(gathers, x, user)
         keep = x if alive else None
         del x
-        assert (gathers._shared.pending is not None) == alive, "the control"
+        assert (gathers._of(TWO).shared.pending is not None) == alive, "the control"
         for _ in range(3):
             x = torch.randn(2, 3)
             for user in (k, q):
@@ -337,12 +354,12 @@ def test_what_is_never_shared(starts):
         x = torch.randn(2, 3)
         for user in (q, k):
             take(gathers, x, user)
-    assert (len(starts), gathers._shared) == (2, None)
+    assert (len(starts), gathers._of(TWO).shared) == (2, None)
     gathers.share_tokens = False
     x = torch.randn(2, 3)
     for user in (q, k):
         take(gathers, x, user)
-    assert (len(starts), gathers._shared) == (4, None)
+    assert (len(starts), gathers._of(TWO).shared) == (4, None)
 
 
 def test_one_gather_is_held_and_none_of_a_dead_input(starts):
@@ -354,10 +371,10 @@ def test_one_gather_is_held_and_none_of_a_dead_input(starts):
         assert sum(ref() is not None for ref in held) <= 1
     gathers, x = Scheduler(), torch.randn(2, 3)
     take(gathers, x, q)
-    assert gathers._shared.pending is not None, "the control"
+    assert gathers._of(TWO).shared.pending is not None, "the control"
     del x
     gc.collect()
-    assert gathers._shared.pending is None
+    assert gathers._of(TWO).shared.pending is None
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -365,6 +382,7 @@ def test_what_is_not_shared_ends_what_is_held(monkeypatch, starts, reuse):
     """A buffer goes back at the same place on a rank whose x is dead and on one where garbage keeps it alive."""
     released = []
     monkeypatch.setattr(Pending, "release", lambda self: released.append(self))
+    monkeypatch.setattr(Pending, "leased", True)
     for alive in (True, False):
         gathers, (q, k) = Scheduler(), users(2)
         x = torch.randn(2, 3)
@@ -372,13 +390,26 @@ def test_what_is_not_shared_ends_what_is_held(monkeypatch, starts, reuse):
         keep = x if alive else None
         del x
         gc.collect()
-        assert (gathers._shared.pending is not None, released) == (alive, []), "the control"
+        assert (gathers._of(TWO).shared.pending is not None, released) == (alive, []), "the control"
         gathers.share_tokens = reuse
         with torch.inference_mode(reuse):
             take(gathers, torch.randn(2, 3), k)
-        assert (gathers._shared, len(released), list(gathers._last_user.values())) == (None, 1, [True])
+        assert (gathers._of(TWO).shared, len(released), list(gathers._of(TWO).last_user.values())) == (None, 1, [True])
         released.clear()
         del keep
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_groups_hold_what_they_gathered_apart(starts, between):
+    """Two groups may be used by two threads, whose calls fall together in another way on every rank."""
+    gathers, (q, k, other) = Scheduler(), users(3)
+    for step in range(3):
+        x = torch.randn(2, 3)
+        take(gathers, x, q)
+        if between:
+            gathers.take_tokens(torch.randn(2, 3), 0, Group(None, 1, 2), other).wait()
+        take(gathers, x, k)
+        assert len(starts) == (step + 1) * (1 + between)
 
 
 def test_what_a_row_parallel_layer_starts(starts):
@@ -397,6 +428,49 @@ def test_what_a_row_parallel_layer_starts(starts):
     gathers.enter("a graph")
     gathers.start_tokens(gathers.tokens_before(TWO))
     assert len(starts) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_frozen_layer_takes_the_place_of_the_call_before(starts, shared):
+    """Its backward gathers no tokens. The call before is still the next one if it has the same input (q and k)."""
+    gathers, (x, other) = Scheduler(), (torch.randn(2, 3), torch.randn(2, 3))
+    use = gathers.called_with(x, 0, TWO)
+    assert gathers.called_with(x if shared else other, 0, TWO, gathers=False) is None
+    assert gathers.tokens_before(TWO) is (use if shared else None)
+    gathers.start_tokens(gathers.tokens_before(TWO))
+    assert len(starts) == shared
+    gathers.called_with(None, 0, TWO, gathers=False)
+    assert gathers.tokens_before(TWO) is None
+
+
+def frozen_block_last(tp_group):
+    """A backward of two blocks: where row-parallel layers may start a gather, and the features of what is gathered."""
+    seen, gather, start = [], scheduling.start_gather_dim, scheduler.start_tokens
+
+    def start_gather_dim(x, dim, group):
+        seen.append(x.shape[-1])
+        return gather(x, dim, group)
+
+    def start_tokens(use):
+        seen.append("row")
+        start(use)
+
+    options = dict(bias=False, tp_group=tp_group, sequence_parallel=True)
+    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
+        patch.setattr(scheduling, "start_gather_dim", start_gather_dim)
+        patch.setattr(scheduler, "start_tokens", start_tokens)
+        sizes = [(16, 32, "column"), (32, 8, "row"), (8, 32, "column"), (32, 16, "row")]
+        layers = [tpi.Linear(k, n, parallel_mode=mode, **options) for k, n, mode in sizes]
+        layers[2].requires_grad_(False)
+        y = torch.nn.Sequential(*layers)(torch.randn(2, 16, requires_grad=True))
+        seen.clear()
+        y.sum().backward()
+    return seen
+
+
+def test_the_tokens_of_a_block_before_a_frozen_one_are_gathered_beside_its_own_layers():
+    for seen in run_ranks(frozen_block_last, 2):
+        assert seen == ["row", "row", 16]
 
 
 def test_one_started_early_is_taken(starts):
@@ -433,7 +507,7 @@ def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
     gathers, (user,) = Scheduler(), users(1)
     monkeypatch.setattr(gathers, "_tokens_key", lambda x, dim, group: None)  # as in a capture
     x, other = torch.randn(2, 3), torch.randn(2, 3)
-    use, of_other = TokenUse(x, 0, TWO), TokenUse(other, 0, TWO)
+    use, of_other = gathers.called_with(x, 0, TWO), gathers.called_with(other, 0, TWO)
     gathers.start_tokens(use)
     assert not started
     gathers.ahead_in_graphs = True
@@ -448,6 +522,83 @@ def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
     monkeypatch.setattr(scheduling, "is_capturing", lambda: False)  # that capture is over, or has failed
     assert gathers.take_tokens(other, 0, TWO, user) is started[5]
     assert (started[4].waits, started[4].releases) == (0, 0)
+
+
+def test_what_the_last_user_was_given_is_freed_when_it_is_through(starts):
+    """At once, where no leased buffer has to go back."""
+    gathers, (q, k) = Scheduler(), users(2)
+    for step in range(2):
+        x = torch.randn(2, 3)
+        take(gathers, x, q)
+        result = torch.utils.weak.TensorWeakRef(take(gathers, x, k))
+        assert (result() is None) == (step == 1), "the control: from the second time on k is known to be the last"
+
+
+def test_a_call_without_a_backward_does_not_hold_its_input():
+    """Which holds the graph that made it, and what that has saved."""
+    gathers, x = Scheduler(), torch.ones(3, requires_grad=True) * 2
+    use, alias = gathers.called_with(x, 0, TWO), torch.utils.weak.TensorWeakRef(x)
+    assert use is gathers.tokens_before(TWO)
+    del x
+    assert alias() is None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_row_parallel_layer_starts_does_not_depend_on_when_an_input_dies(starts, before):
+    """`before`: the input's gather is the last one that was started."""
+    shapes = []
+    for alive in (True, False):
+        gathers, (q, k) = Scheduler(), users(2)
+        x, other = torch.randn(2, 3), torch.randn(4, 5)
+        use = gathers.called_with(x, 0, TWO)
+        if before:
+            take(gathers, x, q)
+        keep = x if alive else None
+        del x
+        for _ in range(2):
+            gathers.start_tokens(use)
+        take(gathers, other, k)
+        gathers.start_tokens(use)
+        shapes.append([x.shape for x in starts])
+        starts.clear()
+        del keep
+    assert shapes[0] == shapes[1] == [(2, 3), (4, 5), (2, 3)]
+
+
+def test_an_input_whose_memory_was_away_is_gathered_again(starts):
+    """As where a tool frees an activation after forward and fills it again before its layer's backward."""
+    gathers, (q, k) = Scheduler(), users(2)
+    x = torch.randn(2, 3)
+    use, values, memory = gathers.called_with(x, 0, TWO), x.clone().untyped_storage(), x.untyped_storage()
+    memory.resize_(0)
+    gathers.start_tokens(use)
+    memory.resize_(values.nbytes())
+    memory.copy_(values)
+    take(gathers, x, q)
+    take(gathers, x, k)
+    assert len(starts) == 2
+
+
+@pytest.mark.parametrize("leased", [False, True])
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_input_that_dies_in_a_capture_waits_for_nothing_there(monkeypatch, leased, taken):
+    """Nor does a leased buffer go back there: both come when the group asks next, outside of the graph."""
+    monkeypatch.setattr(scheduling, "start_gather_dim", lambda x, dim, group: Counted(torch.cat([x, x]), None))
+    monkeypatch.setattr(Counted, "leased", leased)
+    gathers, (user,) = Scheduler(), users(1)
+    x = torch.randn(2, 3)
+    gathers.start_tokens(gathers.called_with(x, 0, TWO))
+    pending = gathers._of(TWO).shared.pending
+    if taken:
+        gathers.take_tokens(x, 0, TWO, user).wait()
+    monkeypatch.setattr(scheduling, "is_capturing", lambda: True)
+    del x
+    gc.collect()
+    gathers.take_tokens(torch.randn(2, 3), 0, TWO, user)
+    assert (pending.waits, pending.releases) == (taken, 0)
+    monkeypatch.setattr(scheduling, "is_capturing", lambda: False)
+    gathers.take_tokens(torch.randn(2, 3), 0, TWO, user)
+    assert (pending.waits, pending.releases) == (1, leased or not taken)
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The scheduler of gathered weights: what it may serve, what it starts ahead, and what it holds; on one process."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -189,11 +190,11 @@ def test_inference_tensors_are_never_kept():
 
 
 def test_another_tensor_at_the_same_id_is_not_confused():
-    scheduler, layout = Scheduler(keep=8), Layout()
+    scheduler, layout = Scheduler(), Layout()
     storage = torch.ones(2, 3)
     weight = storage.detach()
     take(scheduler, weight, layout)
-    address = id(weight)
+    address, use = id(weight), scheduler._of(GROUP).use(weight, layout)
     layout.started.clear()
     del weight
     gc.collect()
@@ -205,9 +206,7 @@ def test_another_tensor_at_the_same_id_is_not_confused():
         others.append(again)
     else:
         pytest.fail("no tensor came to the same id")
-    assert not scheduler.holds_weight(again, layout)
-    take(scheduler, again, layout)
-    assert layout.count(again) == 1
+    assert scheduler._of(GROUP).use(again, layout) is not use
 
 
 # --- what is started ahead ------------------------------------------------------------------------------------------
@@ -263,7 +262,7 @@ def test_all_but_the_first_are_started_ahead(recompute, through_data):
             assert (needed, ahead) == (1, uses - 1)
         else:
             assert uses <= needed + ahead <= uses + 1
-        assert not model.scheduler._early, "nothing is on its way when a step is over"
+        assert not model.scheduler._of(GROUP).early, "nothing is on its way when a step is over"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -273,7 +272,7 @@ def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
     model.step()
     monkeypatch.setattr(scheduling, "_capturing", lambda weight: True)
     assert [model.step() for _ in range(2)] == [(1, 5) if ahead else (6, 0)] * 2
-    assert not model.scheduler._early, "all that was started in the graph has been taken in it"
+    assert not model.scheduler._of(GROUP).early, "all that was started in the graph has been taken in it"
     monkeypatch.undo()
     assert model.step() == (1, 5)
 
@@ -288,13 +287,15 @@ def test_a_gather_does_not_pass_the_border_of_a_graph(monkeypatch, inside):
     monkeypatch.setattr(scheduling, "_capturing", lambda weight: inside)
     take(scheduler, first, layout)
     assert layout.count(second, early=True) and layout.count(second) == started + 1
-    (early,) = scheduler._early.values()
+    (early,) = scheduler._of(GROUP).early.values()
     monkeypatch.setattr(scheduling, "_capturing", lambda weight: not inside)
     assert not scheduler.holds_weight(second, layout)
     assert_bitwise_equal(take(scheduler, second, layout), second.detach())
     assert layout.count(second) == started + 2
     scheduler.clear()
-    assert early.pending.waited != inside and not scheduler._early, "of a failed capture there is nothing to wait for"
+    assert early.pending.waited != inside and not scheduler._of(GROUP).early, (
+        "of a failed capture there is nothing to wait for"
+    )
 
 
 def test_ahead_off_starts_nothing():
@@ -382,3 +383,158 @@ def test_at_most_two_gathered_weights_are_alive(ahead, most):
     for _ in range(3):
         model.step()
     assert counted.most == most
+
+
+# --- whether a weight is alive changes nothing -----------------------------------------------------------------------
+
+
+class Shapes(Layout):
+    """Holds no weight, and counts which of its gathers were waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.pending = []
+
+    def start(self, weight, *, early):
+        self.started.append((tuple(weight.shape), weight.dtype, early))
+        self.pending.append(Pending(weight.detach().clone(), None))
+        return self.pending[-1]
+
+
+def alive_and_dead(program):
+    """What program(scheduler, layout, weight, let_go) gives where `let_go(weight)` frees it and where garbage holds it.
+
+    Garbage in reference cycles lives longer on one rank than on another, and a rank that gathers alone waits for ever.
+    """
+    results = []
+    for alive in (True, False):
+        garbage, scheduler, layout = [], Scheduler(), Shapes()
+        weight = torch.nn.Parameter(torch.zeros(4, 5))
+        reference = torch.utils.weak.TensorWeakRef(weight)
+        if alive:
+            garbage.append(weight)
+        run = program(scheduler, layout, weight)
+        next(run)
+        del weight
+        gc.collect()
+        results.append((next(run), layout.started, [pending.waited for pending in layout.pending]))
+        assert alive or reference() is None, "nor does the scheduler hold a weight that its model has let go"
+    return results
+
+
+def used_before_another_model(scheduler, layout, weight):
+    shared, other = weight_of(0), weight_of(1)
+    take(scheduler, shared, layout)
+    take(scheduler, weight, layout)
+    del weight
+    yield
+    take(scheduler, shared, layout)
+    early = layout.started[-1]
+    for _ in range(3):
+        for used in (other, shared):
+            assert_bitwise_equal(take(scheduler, used, layout), used.detach())
+    yield early
+
+
+def changed_before_another_model(scheduler, layout, weight):
+    """It was used in float32 and is bfloat16 when it is let go."""
+    used = used_before_another_model(scheduler, layout, weight)
+    next(used)
+    weight.data = weight.data.bfloat16()
+    del weight
+    yield
+    yield next(used)
+
+
+@pytest.mark.parametrize("program", [used_before_another_model, changed_before_another_model])
+def test_what_is_started_does_not_depend_on_when_a_weight_dies(program):
+    alive, dead = alive_and_dead(program)
+    assert alive == dead
+    assert alive[0] == ((4, 5), torch.float32, True), "the control: it was foreseen"
+
+
+def prefetched_and_never_used(scheduler, layout, weight):
+    other = weight_of(1)
+    scheduler.prefetch_weight(weight, layout)
+    del weight
+    yield
+    waited = []
+    for _ in range(4):
+        scheduler.prefetch_weight(other, layout)
+        take(scheduler, other, layout)
+        waited.append(layout.pending[0].waited)
+    yield waited
+
+
+def test_when_a_prefetched_weight_goes_does_not_depend_on_when_it_dies():
+    """It is for the two passes that come next, and gone after them."""
+    alive, dead = alive_and_dead(prefetched_and_never_used)
+    assert alive == dead
+    assert alive[0] == [False, False, False, True]
+
+
+def test_a_prefetched_weight_does_not_end_inside_a_graph(monkeypatch):
+    scheduler, layout, other = Scheduler(ahead_in_graphs=True), Shapes(), weight_of(1)
+    scheduler.prefetch_weight(weight_of(0), layout)
+    for capturing in (True, False):
+        monkeypatch.setattr(scheduling, "_capturing", lambda weight, capturing=capturing: capturing)
+        for _ in range(5):
+            take(scheduler, other, layout)
+        assert layout.pending[0].waited != capturing
+
+
+def test_memory_at_an_address_that_was_another_weights():
+    """Weights replaced through `.data` twice may come back to the address of what was gathered."""
+    scheduler, weight, layout = Scheduler(keep=1), weight_of(1), Layout()
+    weight.data = first = torch.full((64, 64), 1.0)
+    take(scheduler, weight, layout)
+    address = weight.data_ptr()
+    weight.data = torch.full((64, 64), 2.0)
+    del first
+    others = [torch.full((64, 64), 3.0) for _ in range(1000)]
+    weight.data = next((t for t in others if t.data_ptr() == address), others[0])
+    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
+
+
+def test_a_weight_that_a_program_computes_is_not_foreseen():
+    """A cast or a product is another tensor at every pass: to foresee the last one would be a gather for nothing."""
+    scheduler, layout, first, second = Scheduler(), Shapes(), weight_of(1), weight_of(2)
+    for _ in range(3):
+        take(scheduler, first, layout)
+        take(scheduler, second * 2, layout)
+    assert [early for *_, early in layout.started] == [False] * 6
+
+
+# --- groups have nothing in common ----------------------------------------------------------------------------------
+
+OTHERS = Group(None, 1, 2)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_group_keeps_its_weights_whatever_another_one_does(between):
+    """Two groups may be used by two threads, whose calls fall together in another way on every rank."""
+    scheduler, mine, other = Scheduler(keep=1), Layout(), Layout(OTHERS)
+    weight = weight_of(1)
+    for value in range(3):
+        take(scheduler, weight, mine)
+        if between:
+            take(scheduler, weight_of(value), other)
+    assert mine.count(weight) == 1
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_an_optimizer_of_another_thread_drops_nothing(elsewhere):
+    scheduler, layout, a, b = Scheduler(), Layout(), weight_of(1), weight_of(2)
+    for used in (a, b, a):
+        take(scheduler, used, layout)
+
+    def step():
+        torch.optim.SGD([weight_of(3)], lr=1.0).step()
+
+    if elsewhere:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    else:
+        step()
+    assert scheduler.holds_weight(b, layout) == elsewhere, "the control: one of its own thread does"

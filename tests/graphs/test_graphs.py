@@ -51,7 +51,7 @@ class Captured:
 
         with mock.patch.object(scheduling, "start_weight", noting):
             yield
-        cls.left_over += len(scheduler._early)
+        cls.left_over += sum(len(of.early) for of in scheduler._groups.values())
 
 
 def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False):

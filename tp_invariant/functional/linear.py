@@ -16,7 +16,6 @@ Communication is started ahead of its use, in the same order on every rank:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,19 +137,27 @@ def _release_if_exclusive(gathered: Pending | None) -> None:
         gathered.release()
 
 
+def _unless_computed(weight: Tensor) -> Tensor | None:
+    """A parameter, which lives as long as its model; not a cast, which hooks on saved tensors may mean to be freed.
+
+    A weak reference could be dead on one rank and alive on another, and what is gathered goes by the object.
+    """
+    return weight if weight.grad_fn is None else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        ctx.weight, ctx.tokens = weakref.ref(weight), None
+        ctx.weight, ctx.tokens = _unless_computed(weight), None
 
     @staticmethod
     def saved_tensors_of(ctx: Any) -> tuple[Tensor, Tensor]:
         """x and weight. Hooks on saved tensors (checkpointing) may return another tensor object with the weight's
         memory. Then this returns the weight itself, which is the key in the weight cache."""
         x, weight = ctx.saved_tensors
-        original = ctx.weight()
+        original = ctx.weight
         if original is None or original is weight:
             return x, weight
         state = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in (original, weight)]
@@ -168,10 +175,11 @@ class ColumnLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
-        if call.sequence_parallel and call.grad and ctx.needs_input_grad[1]:
+        if call.sequence_parallel and call.grad:
             # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            ctx.tokens = scheduler.called_with(None if hooked else x, call.sequence_dim, call.group)
+            x_held, gathers = None if hooked else x, ctx.needs_input_grad[1]
+            ctx.tokens = scheduler.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
         gathered = call.start_gather_tokens(x, weight)
         try:
             return _local(call, gathered.wait(), weight.t(), bias)
@@ -284,7 +292,7 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
 
     def restore(ctx: Any, dtypes: Sequence[torch.dtype | None], call: LinearCall) -> None:
         ctx.call, ctx.bias_dtype = call, dtypes[2]
-        ctx.weight, ctx.tokens = weakref.ref(ctx.saved_tensors[1]), None
+        ctx.weight, ctx.tokens = _unless_computed(ctx.saved_tensors[1]), None
 
     return as_custom_op(
         function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore

@@ -5,7 +5,7 @@ be needed it knows from the calls before.
 
     weights   A step uses the same weights in the same order again and again. The scheduler writes that order down, and
               while one weight is used the gather of the next one runs, beside the GEMM of the first. At most two
-              gathered weights are alive then: the one in use and the one on its way.
+              gathered weights of a group are alive then: the one in use and the one on its way.
     tokens    Under sequence parallelism a column-parallel layer gathers its input's tokens, and again in backward for
               its weight's gradient, rather than keep them. Layers that read one activation (q, k and v; gate and up)
               share its gather. The last activation that was gathered is held until another one is, it dies, or the
@@ -21,21 +21,31 @@ That is a matter of speed alone, and safe:
               again, the tensor may be a buffer that holds another step's values, written by something that raises no
               version (a receive, a kernel of the user's). Inference tensors have no version: they are neither held nor
               gathered early.
-    hangs     Whether a gather starts is a function of the calls before it, which all ranks of a group share, and of
-              versions, which ranks of one program share. It is started where all ranks pass in the same order. When an
-              activation dies ranks need not share, where it waits for the garbage collector: so its death frees memory
-              and changes nothing that decides, and a layer's input that a later backward may gather is held by a strong
-              reference.
+    fsdp      fully_shard (FSDP2) frees the memory of a block's weights after the block's forward, and fills it again
+              for backward, at no other version and perhaps at another address, on one rank alone. So a weight of its is
+              gathered ahead only while its memory is there and never over the end of a forward, and it is neither kept
+              nor prefetched. core/fsdp.py asks fully_shard about the weight itself, when it is used for the first time.
+              A weight that the program computes (a cast, FullyShardedDataParallel's views) is another tensor at every
+              pass, so it is not gathered ahead.
+    hangs     Whether a gather starts is a function of the group's calls before it, which all its ranks share, and of
+              versions, which ranks of one program share. Groups have nothing in common: the calls of two groups that
+              two threads use are interleaved in another way on every rank. A gather is started where all ranks pass in
+              the same order. When a tensor dies ranks need not share, where it waits for the garbage collector: so its
+              death frees memory and decides nothing. Where a gather of it would start, one of any bytes starts
+              (`_alive_or_like`). A gathered weight, and its memory, are held as long as the gather is, so that no
+              other gets their id or address.
     memory    A result is allocated on the stream that starts its gather and is used on the stream that waits for it;
               the collective itself starts after what that first stream has queued. What is dropped is waited for first,
               so its memory is not given away while bytes still arrive. A shared gather may lie in a lent buffer
               (comm/peer_copies.py). A layer launches all that reads it before another asks, so it is released when the
-              next one does: at a place of the program that ranks share, which the death of a tensor need not be.
-    graphs    While a CUDA graph is captured nothing that is under way outside it is used: weights and tokens are
-              gathered inside the graph, or weights are kept ones. A kept one stays alive as long as the process, for
-              replays read it; when its weight changes, capture again. Inside it a gather starts early only with
-              `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use is captured too
-              only the caller knows.
+              next one does: at a place of the program that ranks share, which the death of a tensor need not be. What
+              is not lent is freed with the last reference. Nothing here holds an activation, or a weight of which
+              there is no gather; the one exception are fully_shard's, whose memory is empty between uses.
+    graphs    While a CUDA graph is captured nothing that is under way outside it is used, waited for or released:
+              weights and tokens are gathered inside the graph, or weights are kept ones. A kept one stays alive as long
+              as the process, for replays read it; when its weight changes, capture again. Inside it a gather starts
+              early only with `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use
+              is captured too only the caller knows.
 """
 
 from __future__ import annotations
@@ -44,6 +54,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +64,7 @@ from torch.utils.weak import WeakIdRef
 
 from ..comm.collectives import Group, Pending, is_capturing
 from ..comm.moves import start_exchange_rows, start_gather_dim, start_gather_major
+from ..core.fsdp import is_resharded
 from ..core.layout import split_sizes
 
 # --- the order of uses ----------------------------------------------------------------------------------------------
@@ -85,6 +97,7 @@ class Schedule:
     def __init__(self) -> None:
         self._forget()
         self._round: set[Hashable] = set()
+        self.rounds = 0  # stretches in which no use comes twice: a forward, a backward
         self._phase: tuple[Phase, int] | None = None
 
     def _forget(self) -> None:
@@ -96,6 +109,7 @@ class Schedule:
         """`use` happens now; `task` tells one backward from another."""
         if (phase, task) != self._phase or use in self._round:
             self._round.clear()
+            self.rounds += 1
         self._phase = phase, task
         self._round.add(use)
         if len(self._seen) >= LIMIT:
@@ -108,8 +122,10 @@ class Schedule:
         self._seen.append((use, phase))
         self._next_place[pair] = self._next_place[(use,)] = len(self._seen)
 
-    def expected(self) -> Hashable | None:
+    def expected(self, into_backward: bool = True) -> Hashable | None:
         """What is used next, None where that is unknown or must not be read yet.
+
+        into_backward: whether a forward may foresee the first use of its backward.
 
         Optimizers and weight loading may write weights between one pass over a model and the next, through `.data`
         too, which raises no version. So what is expected must belong to the same pass: not after the end of a backward,
@@ -120,8 +136,9 @@ class Schedule:
             return None
         use, phase = self._seen[self._place]
         now = self._phase[0]
-        same_pass = use not in self._round if phase == now else (now, phase) == (Phase.FORWARD, Phase.BACKWARD)
-        return use if same_pass else None
+        if phase == now:
+            return None if use in self._round else use
+        return use if into_backward and (now, phase) == (Phase.FORWARD, Phase.BACKWARD) else None
 
 
 # Which backward this thread is inside of, -1 outside.
@@ -157,28 +174,44 @@ def start_weight(weight: Tensor, layout: WeightLayout, *, early: bool, lend: boo
 class _Use:
     """One layout of one weight: the same object as long as the weight lives, so that it is compared at no cost."""
 
-    __slots__ = ("layout", "weight")
+    __slots__ = ("computed", "layout", "like", "resharded", "weight")
 
     def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
-        self.weight, self.layout = WeakIdRef(weight), layout
+        self.weight, self.layout, self.like = WeakIdRef(weight), layout, _like(weight)
+        self.computed = weight.grad_fn is not None  # by the program: another tensor at every pass
+        # The weight where fully_shard manages its memory, which is empty between uses: whether it is decides.
+        self.resharded = weight if not self.computed and is_resharded(weight) else None
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A gathered weight, or one on its way."""
+    """A gathered weight, or one on its way. While there is an entry its weight is alive, on every rank."""
 
     use: _Use
-    state: tuple
-    task: int
+    weight: Tensor
     pending: Pending
+    task: int = -1
     captured: bool = False  # started inside a CUDA graph that was being captured, to be used there
+    round: int = 0  # of the schedule, where it was prefetched
+    thread: int = field(default_factory=get_ident)
+    state: tuple = ()
+    source: Tensor | None = None  # the memory that was gathered: no other memory gets its address
+
+    def __post_init__(self) -> None:
+        self.state, self.source = _state(self.weight), self.weight.detach()
+        if self.use.computed:  # and not foreseen; the tensor itself would hold the graph that made it
+            self.weight = self.source
 
 
 @dataclass(slots=True)
 class TokenUse:
-    """The input of one call of a column-parallel layer whose backward will gather x's tokens: None once it has."""
+    """The input of one call of a column-parallel layer whose backward will gather x's tokens: None once it has.
 
-    x: Tensor | None
+    It does not hold x, which holds the graph that made it: without a backward nobody would let go of them.
+    """
+
+    x: WeakIdRef | None
+    like: tuple
     dim: int
     group: Group
 
@@ -196,8 +229,29 @@ def _state(weight: Tensor) -> tuple:
     return weight._version, weight.data_ptr(), weight.shape, weight.dtype
 
 
-def _name(x: Tensor, dim: int, group: Group) -> tuple:
-    return WeakIdRef(x), x._version, dim, group
+def _like(x: Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _is_empty(x: Tensor) -> bool:
+    return x.numel() > 0 and x.untyped_storage().nbytes() == 0
+
+
+def _alive_or_like(reference: WeakIdRef, like: tuple) -> Tensor:
+    """The tensor; where it is gone, or its memory is, or it is not `like` by now, one that is, with any bytes.
+
+    A program that has let a tensor go cannot ask for what is gathered of it. But one rank may have freed it while on
+    another it waits for the garbage collector, so all take part in a gather whose result nobody will read.
+    """
+    x = reference()
+    if x is not None and _like(x) == like and not _is_empty(x):
+        return x
+    shape, stride, dtype, device = like
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _stream(x: Tensor) -> int | None:
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
 
 
 def _capturing(x: Tensor) -> bool:
@@ -210,6 +264,112 @@ def _end(pending: Pending) -> None:
     pending.release()
 
 
+@dataclass(slots=True, eq=False)
+class _OfGroup:
+    """What is known of one group: two groups of a process, perhaps used by two threads, have nothing in common."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    uses: dict[tuple[int, WeightLayout], _Use] = field(default_factory=dict)  # by the weight's id
+    # kept ones, and those that were prefetched
+    entries: OrderedDict[_Use, _Entry] = field(default_factory=OrderedDict)
+    # what was started without being asked for, by whether a CUDA graph is being captured
+    early: dict[bool, _Entry] = field(default_factory=dict)
+    # tokens
+    references: dict[int, WeakIdRef] = field(default_factory=dict)  # one of each activation, by its id
+    shared: _SharedTokens | None = None
+    let_go: tuple | None = None  # key and user of what its last user let go
+    # whether a user is the last to ask: never again if once followed
+    last_user: dict[tuple, bool] = field(default_factory=dict)
+    spent: list[Pending] = field(default_factory=list)  # let go, and to be waited for or released
+    captured_tokens: tuple[tuple, Pending] | None = None  # started in a capture, for the next to take
+    called: TokenUse | None = None  # the last column-parallel call that may have a backward
+
+    def use(self, weight: Tensor, layout: WeightLayout) -> _Use:
+        key = id(weight), layout
+        use = self.uses.get(key)
+        if use is not None and use.weight() is weight:
+            use.like = _like(weight)
+        else:  # a weight that is gone may have had this id
+            if len(self.uses) >= LIMIT:
+                self.uses = {key: use for key, use in self.uses.items() if use.weight() is not None}
+            use = self.uses[key] = _Use(weight, layout)
+        return use
+
+    def drop_unused(self, keep: int) -> None:
+        """Drops weights that were prefetched and not used for two passes. Where weights are kept they go by `keep`."""
+        if self.entries and not keep:
+            for use in [use for use, entry in self.entries.items() if entry.round + 2 < self.schedule.rounds]:
+                self.drop(use)
+
+    def drop(self, use: _Use, unless: _Entry | None = None) -> None:
+        entry = self.entries.pop(use, None)
+        if entry is not None and entry is not unless:
+            _end(entry.pending)
+
+    def drop_early(self, capturing: bool) -> None:
+        entry = self.early.pop(capturing, None)
+        if entry is not None:
+            _end(entry.pending)
+
+    def drop_all_early(self) -> None:
+        """All that can be waited for here; what was left over in a capture that failed is nothing to wait for."""
+        self.drop_early(is_capturing())
+        if not is_capturing():
+            self.early.clear()
+
+    def reference(self, x: Tensor) -> WeakIdRef:
+        """The same object as long as x lives, so that who compares two of them need not know whether x still does."""
+        reference = self.references.get(id(x))
+        if reference is None or reference() is not x:
+            reference = self.references[id(x)] = WeakIdRef(x, self.forget)
+        return reference
+
+    def drop_tokens(self) -> None:
+        shared, self.shared = self.shared, None
+        if shared is None:
+            return
+        if shared.pending is not None:
+            _end(shared.pending)
+        if shared.users and self.last_user.setdefault(shared.users[-1], True):
+            self.last_user = {user: last for user, last in self.last_user.items() if user[0]() is not None}
+
+    def drop_captured_tokens(self) -> None:
+        """What nobody took ends within its graph, whose replays would wait for its buffer; of a dead one, nothing."""
+        captured, self.captured_tokens = self.captured_tokens, None
+        if captured is not None and is_capturing():
+            _end(captured[1])
+
+    def end_spent(self) -> None:
+        if not self.spent or is_capturing():
+            return  # neither to wait nor to release is part of the graph
+        spent, self.spent = self.spent, []
+        for pending in spent:
+            if not pending.waited:
+                pending.wait()
+            pending.release()
+
+    def forget(self, dead: Any) -> None:
+        """An activation has died, and its gather goes too: at once, unless something is left to do for it.
+
+        A tensor dies anywhere, also while a CUDA graph is captured, and at another place on every rank. So nothing is
+        waited for here, and no buffer goes back, before the group asks next.
+        """
+        if self.references.get(hash(dead)) is dead:
+            del self.references[hash(dead)]
+        shared = self.shared
+        if shared is not None and shared.key[0] is dead and shared.pending is not None:
+            pending, shared.pending = shared.pending, None
+            if pending.leased or not pending.waited:
+                self.spent.append(pending)
+
+    def forget_tokens(self) -> None:
+        self.end_spent()
+        self.drop_tokens()
+        self.drop_captured_tokens()
+        self.last_user.clear()
+        self.let_go = self.called = None
+
+
 class Scheduler:
     """See the module. Its public name is `tp_invariant.owners.weight_cache`.
 
@@ -218,7 +378,7 @@ class Scheduler:
     weights are kept, or where they come between two layers of one pass over a model. All ranks must agree on what is
     kept, which they do when they run the same program.
 
-        keep    how many gathered weights stay after use; the least recently used goes first
+        keep    how many gathered weights of each group stay after use; the least recently used goes first
         ahead   whether the next weight's gather starts by itself while one is used
         ahead_in_graphs     so too while a CUDA graph is captured. For graphs that hold whole passes over a model: a
                 forward, or a forward and its backward. In one that ends between two layers a gather would be left
@@ -230,24 +390,16 @@ class Scheduler:
         self, keep: int = 0, ahead: bool = True, ahead_in_graphs: bool = False, share_tokens: bool = True
     ) -> None:
         self.keep, self.ahead, self.ahead_in_graphs, self.share_tokens = keep, ahead, ahead_in_graphs, share_tokens
-        # weights
-        self._uses: dict[tuple[int, WeightLayout], _Use] = {}  # by the weight's id
-        self._entries: OrderedDict[_Use, _Entry] = OrderedDict()  # kept ones, and those that were prefetched
-        # what was started without being asked for: one for a group, and for whether a CUDA graph is being captured
-        self._early: dict[tuple[Group, bool], _Entry] = {}
-        self._schedules: dict[Group, Schedule] = {}
+        self._groups: dict[Group, _OfGroup] = {}
         self._captured: list[Tensor] = []
         self._watching = False
-        # tokens
-        self._shared: _SharedTokens | None = None
-        self._let_go: tuple | None = None  # key and user of what its last user let go
-        self._last_user: dict[tuple, bool] = {}  # whether a user is the last to ask: never again if once followed
-        self._spent: list[Pending] = []  # let go and not yet released
-        self._captured_tokens: tuple[tuple, Pending] | None = None  # started in a capture, for the next to take
-        self._called: dict[Group, TokenUse | None] = {}  # the last column-parallel call that may have a backward
 
     def __reduce__(self) -> str:  # the process's only one, by name: a function sent to another process finds that one's
         return "scheduler"
+
+    def _of(self, group: Group) -> _OfGroup:
+        of = self._groups.get(group)
+        return self._groups.setdefault(group, _OfGroup()) if of is None else of
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -255,18 +407,20 @@ class Scheduler:
         """Whether `layout` of `weight` as it is now is here or on its way."""
         if weight.is_inference():  # has no version to go by
             return False
-        use, early = self._use(weight, layout), self._early.get((layout.group, _capturing(weight)))
-        return self._serves(early, use, weight) or self._serves(self._entries.get(use), use, weight)
+        of = self._of(layout.group)
+        return self._is_here(of, of.use(weight, layout), weight)
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
-        for use in [use for use in self._entries if use.weight() is None]:  # of weights that are gone
-            self._drop(use)
-        if weight.is_inference() or self.holds_weight(weight, layout) or _capturing(weight):
+        if weight.is_inference() or _capturing(weight):
             return
-        use = self._use(weight, layout)
-        self._drop(use)
-        self._entries[use] = _Entry(use, _state(weight), -1, self._start(weight, layout, early=True))
+        of = self._of(layout.group)
+        of.drop_unused(self.keep)
+        use = of.use(weight, layout)
+        if use.resharded is not None or self._is_here(of, use, weight):
+            return
+        of.drop(use)
+        of.entries[use] = _Entry(use, weight, self._start(weight, layout, early=True), round=of.schedule.rounds)
 
     def take_weight(self, weight: Tensor, layout: WeightLayout, *, grad: bool = False) -> Pending:
         """`layout` of `weight`: the gather that is kept or on its way where it is current; else one starts now.
@@ -275,8 +429,12 @@ class Scheduler:
         """
         if weight.is_inference():
             return self._start(weight, layout, early=False)
-        use = self._use(weight, layout)
-        kept, capturing = self._entries.get(use), _capturing(weight)
+        of = self._of(layout.group)
+        use = of.use(weight, layout)
+        capturing = _capturing(weight)
+        if not capturing:
+            of.drop_unused(self.keep)
+        kept = of.entries.get(use)
         if capturing:
             if kept is not None and self._serves(kept, use, weight):
                 self._captured.append(kept.pending.result)
@@ -284,64 +442,62 @@ class Scheduler:
             if not self.ahead_in_graphs:
                 return self._start(weight, layout, early=False)
         task = _backward_task()
-        schedule = self._schedules.get(layout.group)
-        if schedule is None:
-            schedule = self._schedules[layout.group] = Schedule()
-        schedule.note(use, _phase_of(task, grad), task)
-        entry = self._early.get((layout.group, capturing))
+        of.schedule.note(use, _phase_of(task, grad), task)
+        entry = of.early.get(capturing)
         if self._serves(entry, use, weight):
-            del self._early[layout.group, capturing]
+            del of.early[capturing]
         else:
-            self._drop_early(layout.group, capturing)
+            of.drop_early(capturing)
             entry = None
         if capturing:
             return self._start(weight, layout, early=False) if entry is None else entry.pending
         if entry is None and self._serves(kept, use, weight):
             entry = kept
         if entry is not kept or not self.keep:
-            self._drop(use, unless=entry)
+            of.drop(use, unless=entry)
         if entry is None:
-            entry = _Entry(use, _state(weight), -1, self._start(weight, layout, early=False))
-        if self.keep:
+            entry = _Entry(use, weight, self._start(weight, layout, early=False))
+        if self.keep and use.resharded is None:
             entry.task, entry.pending.for_all_streams = -1, True
-            self._entries[use] = entry
-            self._entries.move_to_end(use)
-            while len(self._entries) > self.keep:
-                self._drop(next(iter(self._entries)))
+            of.entries[use] = entry
+            of.entries.move_to_end(use)
+            while len(of.entries) > self.keep:
+                of.drop(next(iter(of.entries)))
         return entry.pending
 
     def start_next_weight(self, group: Group) -> None:
         """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
-        schedule = self._schedules.get(group)
-        use: Any = schedule.expected() if schedule is not None and self.ahead else None
-        if not isinstance(use, _Use):  # unknown, or where a graph begins
+        of = self._of(group)
+        use: Any = of.schedule.expected() if self.ahead else None
+        if not isinstance(use, _Use) or use.computed:  # unknown, or where a graph begins
             return
-        weight, layout = use.weight(), use.layout
-        # FSDP frees the storage of what is not in use
-        if weight is None or weight.untyped_storage().nbytes() == 0:
+        if use.resharded is not None and (_is_empty(use.resharded) or of.schedule.expected(False) is None):
             return
+        weight, layout = _alive_or_like(use.weight, use.like), use.layout
         capturing = _capturing(weight)
-        if (capturing and not self.ahead_in_graphs) or self.holds_weight(weight, layout):
+        if (capturing and not self.ahead_in_graphs) or self._is_here(of, use, weight):
             return
         if not self._watching:  # optimizers of others write through .data
             self._watching = True
-            register_optimizer_step_pre_hook(lambda *_: self._drop_all_early())
-        self._drop_early(group, capturing)
+            register_optimizer_step_pre_hook(lambda *_: self._before_step())
+        of.drop_early(capturing)
         pending = self._start(weight, layout, early=True)
-        self._early[group, capturing] = _Entry(use, _state(weight), _backward_task(), pending, capturing)
+        of.early[capturing] = _Entry(use, weight, pending, _backward_task(), capturing)
+
+    def _before_step(self) -> None:
+        """An optimizer's step drops what its thread has started. When another thread would lose what it has started
+        depends on how the calls of the two fall together, which is another way on every rank."""
+        for of in list(self._groups.values()):
+            if any(entry.thread == get_ident() for entry in of.early.values()):
+                of.drop_all_early()
 
     def _start(self, weight: Tensor, layout: WeightLayout, *, early: bool) -> Pending:
         # a kept weight would hold a lent buffer for good
         return start_weight(weight, layout, early=early, lend=not self.keep, for_graphs=self.ahead_in_graphs)
 
-    def _use(self, weight: Tensor, layout: WeightLayout) -> _Use:
-        key = id(weight), layout
-        use = self._uses.get(key)
-        if use is None or use.weight() is not weight:  # a weight that is gone may have had this id
-            if len(self._uses) >= LIMIT:
-                self._uses = {key: use for key, use in self._uses.items() if use.weight() is not None}
-            use = self._uses[key] = _Use(weight, layout)
-        return use
+    def _is_here(self, of: _OfGroup, use: _Use, weight: Tensor) -> bool:
+        early = of.early.get(_capturing(weight))
+        return self._serves(early, use, weight) or self._serves(of.entries.get(use), use, weight)
 
     def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
         if entry is None or entry.use is not use or entry.state != _state(weight):
@@ -352,25 +508,6 @@ class Scheduler:
             return False
         return entry.pending.waited or entry.captured == _capturing(weight)
 
-    def _drop(self, use: _Use, unless: _Entry | None = None) -> None:
-        entry = self._entries.pop(use, None)
-        if entry is not None and entry is not unless:
-            _end(entry.pending)
-
-    def _drop_early(self, group: Group, capturing: bool) -> None:
-        entry = self._early.pop((group, capturing), None)
-        if entry is not None:
-            _end(entry.pending)
-
-    def _drop_all_early(self) -> None:
-        """All that can be waited for here; what was left over in a capture that failed is nothing to wait for."""
-        capturing = is_capturing()
-        for group, inside in list(self._early):
-            if inside == capturing:
-                self._drop_early(group, inside)
-            elif inside:
-                del self._early[group, inside]
-
     # --- tokens -----------------------------------------------------------------------------------------------------
 
     def take_tokens(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
@@ -378,74 +515,87 @@ class Scheduler:
 
         To be released by it once it is read if `exclusive`; otherwise it is shared.
         """
-        self._release_spent()
+        of = self._of(group)
+        of.end_spent()
         key = self._tokens_key(x, dim, group)
         if group.size == 1 or not self.share_tokens or key is None or user.is_inference():
             return self._take_alone(x, dim, group)
-        shared, asks = self._shared, (WeakIdRef(user), _backward_task() != -1)
+        shared, asks = of.shared, (WeakIdRef(user), _backward_task() != -1)
         if shared is None or shared.pending is None or shared.key != key or asks in shared.users:
-            self._drop_tokens()
+            of.drop_tokens()
             pending = start_gather_dim(x, dim, group)
             shared = _SharedTokens(key, pending)
         else:
             pending = shared.pending
         before = shared.users[-1] if shared.users else None
-        if self._let_go is not None and self._let_go[0] == key:
-            before = self._let_go[1]
+        if of.let_go is not None and of.let_go[0] == key:
+            before = of.let_go[1]
         if before not in (None, asks):
-            self._last_user[before] = False
+            of.last_user[before] = False
         shared.users.append(asks)
-        self._shared, self._let_go = shared, None
-        if self._last_user.get(asks):
-            self._shared, self._let_go = None, (key, asks)
-            self._spent.append(pending)
+        of.shared, of.let_go = shared, None
+        if of.last_user.get(asks):
+            of.shared, of.let_go = None, (key, asks)
+            if pending.leased:
+                of.spent.append(pending)
         return pending
 
-    def called_with(self, x: Tensor | None, dim: int, group: Group) -> TokenUse | None:
+    def called_with(self, x: Tensor | None, dim: int, group: Group, *, gathers: bool = True) -> TokenUse | None:
         """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held.
 
-        The layer's backward sets `x` of the result to None, so that nobody starts the gather after it. Held here until
-        the group's next call: a weak reference could be alive on one rank and dead on another.
+        gathers: False for a frozen layer, whose backward gathers no tokens. Then a layer that was called before with
+            the same x is still the one whose gather comes next, and else there is none.
+
+        The layer's backward sets `x` of the result to None, so that nobody starts the gather after it.
         """
-        use = self._called[group] = None if x is None else TokenUse(x, dim, group)
-        return use
+        of = self._of(group)
+        if not gathers:
+            before = of.called
+            if before is not None and (x is None or before.x is not of.reference(x)):
+                of.called = None
+            return None
+        if x is None or x.is_inference():
+            of.called = None
+        else:
+            of.called = TokenUse(of.reference(x), _like(x), dim, group)
+        return of.called
 
     def tokens_before(self, group: Group) -> TokenUse | None:
         """For a row-parallel layer in forward: whose backward comes after its own, as far as the calls tell."""
-        return self._called.get(group)
+        return self._of(group).called
 
     def start_tokens(self, use: TokenUse | None) -> None:
         """Starts the gather that the `take_tokens` of the backward of that call will ask for."""
         if use is None or use.x is None:
             return
-        x, dim, group = use.x, use.dim, use.group
-        self._release_spent()
+        x, dim, group = _alive_or_like(use.x, use.like), use.dim, use.group
+        version = x._version if x is use.x() else -1  # nobody is given what stands in for an input
+        of = self._of(group)
+        of.end_spent()
         if is_capturing():
-            if self.ahead_in_graphs and self.share_tokens and not x.is_inference():
-                self._drop_captured_tokens()
-                self._captured_tokens = _name(x, dim, group), start_gather_dim(x, dim, group)
+            if self.ahead_in_graphs and self.share_tokens:
+                of.drop_captured_tokens()
+                of.captured_tokens = (use.x, dim, version), start_gather_dim(x, dim, group)
             return
-        key = self._tokens_key(x, dim, group)
-        if self.share_tokens and key is not None and (self._shared is None or self._shared.key != key):
-            self._drop_tokens()
-            self._shared = _SharedTokens(key, start_gather_dim(x, dim, group))
+        key = use.x, dim, _stream(x), version
+        if self.share_tokens and (of.shared is None or of.shared.key[:-1] != key[:-1]):
+            of.drop_tokens()
+            of.shared = _SharedTokens(key, start_gather_dim(x, dim, group))
 
     def forget_tokens(self) -> None:
         """Drops what is shared, and forgets which layers asked for it."""
-        self._release_spent()
-        self._drop_tokens()
-        self._drop_captured_tokens()
-        self._last_user.clear()
-        self._let_go = None
-        self._called.clear()
+        for of in list(self._groups.values()):
+            of.forget_tokens()
 
     def _take_alone(self, x: Tensor, dim: int, group: Group) -> Pending:
+        of = self._of(group)
         if not is_capturing():
-            self._drop_tokens()
-        if self._captured_tokens is not None and is_capturing() and self._captured_tokens[0] == _name(x, dim, group):
-            pending, self._captured_tokens = self._captured_tokens[1], None
+            of.drop_tokens()
+        captured = of.captured_tokens
+        if captured is not None and is_capturing() and captured[0] == (of.reference(x), dim, x._version):
+            pending, of.captured_tokens = captured[1], None
         else:
-            self._drop_captured_tokens()
+            of.drop_captured_tokens()
             pending = start_gather_dim(x, dim, group)
         pending.exclusive = True
         return pending
@@ -454,37 +604,7 @@ class Scheduler:
         # a captured CUDA graph gathers by itself: what it reads must change when x does
         if x.is_inference() or _capturing(x):
             return None
-        stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
-        return WeakIdRef(x, self._forget), x._version, dim, group, stream
-
-    def _forget(self, dead: Any) -> None:
-        shared = self._shared
-        if shared is not None and shared.key[0] is dead and shared.pending is not None:
-            shared.pending.wait()
-            self._spent.append(shared.pending)
-            shared.pending = None
-
-    def _drop_tokens(self) -> None:
-        shared, self._shared = self._shared, None
-        if shared is None:
-            return
-        if shared.pending is not None:
-            _end(shared.pending)
-        if shared.users and self._last_user.setdefault(shared.users[-1], True):
-            self._last_user = {user: last for user, last in self._last_user.items() if user[0]() is not None}
-
-    def _drop_captured_tokens(self) -> None:
-        """What nobody took ends within its graph, whose replays would wait for its buffer; of a dead one, nothing."""
-        captured, self._captured_tokens = self._captured_tokens, None
-        if captured is not None and is_capturing():
-            _end(captured[1])
-
-    def _release_spent(self) -> None:
-        if self._spent and is_capturing():
-            return  # a release is no part of the graph
-        for pending in self._spent:
-            pending.release()
-        self._spent.clear()
+        return self._of(group).reference(x), dim, _stream(x), x._version
 
     # --- both -------------------------------------------------------------------------------------------------------
 
@@ -495,19 +615,19 @@ class Scheduler:
         it the time before starts now.
         """
         task = _backward_task()
-        for group, schedule in self._schedules.items():
-            schedule.note(place, _phase_of(task, torch.is_grad_enabled()), task)
+        for group, of in list(self._groups.items()):
+            of.schedule.note(place, _phase_of(task, torch.is_grad_enabled()), task)
             self.start_next_weight(group)
-        self._called.clear()
+            of.called = None
 
     def clear(self) -> None:
         """Forgets everything, also what was learnt of the order of calls."""
-        self._drop_all_early()
-        for use in list(self._entries):
-            self._drop(use)
-        self._schedules.clear()
-        self._uses.clear()
-        self.forget_tokens()
+        for of in list(self._groups.values()):
+            of.drop_all_early()
+            for use in list(of.entries):
+                of.drop(use)
+            of.forget_tokens()
+        self._groups.clear()
 
 
 def _there(result: Tensor) -> Pending:

@@ -1,0 +1,172 @@
+"""fully_shard over data parallel ranks: what is gathered ahead, or kept, is never what it has freed since."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+import tp_invariant as tpi
+from tp_invariant.comm.collectives import Pending
+from tp_invariant.core.dtensors import local_of
+from tp_invariant.core.fsdp import is_resharded
+from tp_invariant.gemm import scheduler as scheduling
+from tp_invariant.gemm.scheduler import WeightLayout, scheduler
+from tp_invariant.testing import assert_bitwise_equal, run_ranks
+
+STEPS = 3
+
+
+class Block(torch.nn.Module):
+    """Its row-parallel layer is the last of the forward, its column-parallel one the first of the backward."""
+
+    def __init__(self, tp=None):
+        super().__init__()
+        self.up = tpi.Linear(8, 16, bias=False, parallel_mode="column", tp_group=tp)
+        self.down = tpi.Linear(16, 8, bias=False, parallel_mode="row", tp_group=tp)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(x)))
+
+
+def train(model):
+    """Outputs and input gradients of three steps, which all the weights and their gradients have a part in."""
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 8, generator=generator).to(next(model.parameters()).dtype).requires_grad_()
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [y.detach(), x.grad]
+    return results
+
+
+def unsharded():
+    torch.manual_seed(0)
+    with tpi.set_tp_invariant_mode(True):
+        model = torch.nn.Sequential(Block(), Block())
+        float64 = torch.nn.Sequential(Block(), Block()).double()
+        float64.load_state_dict(model.state_dict())
+        results = train(model)
+    with tpi.set_tp_invariant_mode(False):
+        for got, want in zip(results, train(float64), strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    return results
+
+
+class Late(Pending):
+    """A gather that reads its operand when it is waited for, or when fully_shard frees memory: as late as may be."""
+
+    under_way: ClassVar[list[Late]] = []
+
+    def __init__(self, start):
+        super().__init__(torch.empty(0), None)
+        self._start = start
+        self.under_way.append(self)
+
+    def wait(self):
+        if not self.waited:
+            self.under_way.remove(self)
+            self._result = self._start().wait()
+        return super().wait()
+
+
+@contextlib.contextmanager
+def garbage_in_freed_memory():
+    """fully_shard's memory holds garbage when it is freed, and comes back at the address that it had."""
+    start, free = scheduling.start_weight, FSDPParam.free_unsharded_param
+
+    def start_weight(weight, layout, *, early, **options):
+        def now():
+            return start(weight, layout, early=early, **options)
+
+        return Late(now) if early else now()
+
+    def free_unsharded_param(self):
+        for memory in (output.untyped_storage() for output in self.all_gather_outputs):
+            if memory.nbytes():
+                memory.fill_(0x7F)
+        for late in list(Late.under_way):
+            late.wait()
+        free(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduling, "start_weight", start_weight)
+        patch.setattr(scheduling, "_state", lambda weight: (weight._version, weight.shape, weight.dtype))
+        patch.setattr(FSDPParam, "free_unsharded_param", free_unsharded_param)
+        yield
+
+
+def sharded(tp_group, kind, keep, simulated, rule):
+    """`train` with fully_shard of every block over two data parallel ranks with the same data."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"] if kind == "mesh" else mesh["tp"].get_group()
+    scheduler.keep = keep
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tpi.set_tp_invariant_mode(True))
+        model = torch.nn.Sequential(Block(tp), Block(tp))
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        if simulated:
+            stack.enter_context(garbage_in_freed_memory())
+        if not rule:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(scheduling, "is_resharded", lambda weight: False)
+        results = train(model)
+        model[0].unshard()
+        weight, layout = local_of(model[0].up.weight), WeightLayout("whole", 0, model[0].up.group)
+        scheduler.prefetch_weight(weight, layout)
+        assert scheduler.holds_weight(weight, layout) != rule, "it would be of memory that is freed"
+        assert is_resharded(weight) and not is_resharded(torch.zeros(2)), "of the weight alone"
+        scheduler.clear()
+        model[0].reshard()
+    return results
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+@pytest.mark.parametrize("simulated", [False, True])
+def test_same_bits_under_fully_shard_of_every_block(kind, simulated):
+    want = unsharded()
+    for keep in (0, 100):
+        for rank, got in enumerate(run_ranks(sharded, 4, kind, keep, simulated, True, device="cpu")):
+            assert_bitwise_equal(got, want, f"rank {rank}, keep={keep}")
+
+
+def flat(tp_group, keep):
+    """The same with FSDP's first form, FullyShardedDataParallel."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    scheduler.keep = keep
+    wrap = functools.partial(
+        FullyShardedDataParallel,
+        process_group=mesh["dp"].get_group(),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    with tpi.set_tp_invariant_mode(True):
+        return train(wrap(torch.nn.Sequential(*(wrap(Block(mesh["tp"].get_group())) for _ in range(2)))))
+
+
+def test_same_bits_under_fully_sharded_data_parallel():
+    """Its weights are views that each forward makes anew, so none is foreseen, nor found where weights are kept."""
+    for keep in (0, 100):
+        for rank, got in enumerate(run_ranks(flat, 4, keep, device="cpu")):
+            assert_bitwise_equal(got, unsharded(), f"rank {rank}, keep={keep}")
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_without_the_rule_bits_differ(keep):
+    """The control: a gather of freed memory, and a weight that was kept over an optimizer's step."""
+    for got in run_ranks(sharded, 4, "group", keep, True, False, device="cpu"):
+        with pytest.raises(AssertionError, match="differ"):
+            assert_bitwise_equal(got, unsharded())
