@@ -133,18 +133,8 @@ def torchs_state(tp_group, kind, folder):
         states = get_state_dict(*make(tp), options=options)  # which shares memory with those
         set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
         results.append(everything(other, other_optimizer))
-    states = get_state_dict(model, optimizer)
-    text = ""
-    try:
-        dcp.save({"model": states[0]}, checkpoint_id=f"{folder}/refused", process_group=tp_group)
-    except dcp.CheckpointException as error:
-        text = str(error)
-    assert (tp_group.size() == 1) != bool(text)
-    dcp.save(
-        tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
-        checkpoint_id=f"{folder}/dcp",
-        process_group=tp_group,
-    )
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=f"{folder}/dcp", process_group=tp_group)
     path = f"{folder}/{tp_group.rank()}.pt"
     torch.save((model.state_dict(), optimizer.state_dict()), path)
     for assign in (False, True):
@@ -172,18 +162,17 @@ def torchs_state(tp_group, kind, folder):
     return first
 
 
-def from_dcp(tp_group, kind, folder):
+def from_dcp(tp_group, kind, folder, asked):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model, optimizer = make(mesh_or_group(tp_group, kind), seed=1, steps=1)
     states = get_state_dict(model, optimizer)
-    dcp.load(
-        tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
-        checkpoint_id=f"{folder}/dcp",
-        process_group=tp_group,
-    )
-    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    states = {"model": states[0], "optimizer": states[1]}
+    if asked:
+        states = tpi.checkpoint.as_boxes(states)
+    dcp.load(states, checkpoint_id=f"{folder}/dcp", process_group=tp_group)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     return everything(model, optimizer)
 
 
@@ -196,8 +185,44 @@ def test_torchs_state_dicts_and_checkpoints(tmp_path):
             expected = expected or result
             testing.assert_bitwise_equal(result, expected)
         for other in {1, 2, 4} - {size}:
-            for result in run_ranks(from_dcp, other, "mesh", str(folder)):
+            for result in run_ranks(from_dcp, other, "mesh", str(folder), size == 4):
                 testing.assert_bitwise_equal(result, expected)
+
+
+def from_rank_0(tp_group, sizes):
+    """Two models of other values, one of them without any: with broadcast_from_rank0, only rank 0 has states."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    first = get_state_dict(*make(mesh["tp"]), options=StateDictOptions(full_state_dict=True))
+    expected = [value.clone() for value in first[0].values()]
+    states = first if tp_group.rank() == 0 else ({}, {})
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model, optimizer = make(mesh["tp"], seed=1, steps=1)
+    set_model_state_dict(model, dict(states[0]), options=options)  # torch puts DTensors into it
+    set_optimizer_state_dict(model, optimizer, states[1], options=options)
+    results = everything(model, optimizer)
+    late = Model(mesh["tp"], 1, bias=False).to("meta")
+    fully_shard(late, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+    without = {name: value for name, value in states[0].items() if name != "fc1.bias"}
+    set_model_state_dict(late, without, options=StateDictOptions(**vars(options) | {"strict": False}))
+    found = late.state_dict()
+    for name, value in zip(first[0], expected, strict=True):
+        if name in found:
+            testing.assert_bitwise_equal(getattr(found[name], "full_tensor", lambda: found["count"])(), value)
+    return results
+
+
+def test_states_that_only_rank_0_has():
+    expected = run_ranks(lambda tp_group: everything(*make(tp_group)), 1)[0]
+    for result in run_ranks(from_rank_0, 8, (4, 2)):
+        testing.assert_bitwise_equal(result, expected)
 
 
 OPTIMIZERS = {
@@ -229,6 +254,26 @@ def test_optimizers():
     for size in (1, 2):
         plain = run_ranks(optimized, size, "group")
         testing.assert_bitwise_equal(run_ranks(optimized, size, "mesh"), plain)
+
+
+def torch_refuses(tp_group):
+    """On plain shards both go on, and are wrong."""
+    model = Model(mesh_or_group(tp_group, "mesh"), 0)
+    model(torch.arange(12)).square().sum().backward()
+    texts = [
+        refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step),
+        refused(RuntimeError, lambda: nn.parallel.DistributedDataParallel(model, process_group=tp_group)),
+    ]
+    plain = Model(tp_group, 0)
+    plain(torch.arange(12)).square().sum().backward()
+    torch.optim.Adafactor(plain.parameters()).step()
+    nn.parallel.DistributedDataParallel(plain, process_group=tp_group)
+    return texts
+
+
+def test_what_torch_refuses():
+    for adafactor, ddp in run_ranks(torch_refuses, 2):
+        assert "placement" in adafactor and "mixed torch.Tensor and DTensor" in ddp
 
 
 # --- fully_shard over data parallel ranks -----------------------------------------------------------------------------
@@ -290,7 +335,7 @@ def fully_sharded(tp_group, sizes, folder):
         if full is not None:
             testing.assert_bitwise_equal(tensor[: len(full)], full)
     states = get_state_dict(model, optimizer)
-    dcp.save(tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}), checkpoint_id=folder)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
     return results
 
 
@@ -315,11 +360,7 @@ def alone(tp_group, folder):
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
         step(other, other_optimizer, 5)
         states = get_state_dict(other, other_optimizer)
-        dcp.load(
-            tpi.checkpoint.as_boxes({"model": states[0], "optimizer": states[1]}),
-            checkpoint_id=folder,
-            process_group=tp_group,
-        )
+        dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder, process_group=tp_group)
         set_state_dict(other, other_optimizer, model_state_dict=states[0], optim_state_dict=states[1])
         testing.assert_bitwise_equal(everything(other, other_optimizer), everything(model, optimizer))
     return results

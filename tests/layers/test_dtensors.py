@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -182,6 +185,11 @@ def placed(tp_group):
     assert row.weight.placements == (Shard(1),) and row.weight.shape == (64, 32) and row.weight.partition_dim == 1
     text = refused(ValueError, lambda: setattr(row, "weight", table.weight))
     assert "weight of Linear is a DTensor placed as (Shard(dim=0),) on rank" in text
+    other = DeviceMesh("cpu", [dist.get_rank()], _init_backend=False)
+    foreign_mesh = DTensor.from_local(torch.zeros(64, 32), other, [Replicate()], run_check=False)
+    if tp_group.size() > 1:
+        text = refused(ValueError, lambda: setattr(row, "weight", nn.Parameter(foreign_mesh)))
+        assert "which does not have the ranks of" in text and "it must be placed as (Shard(dim=1),)" in text
     row.weight.partition_stride = 2
     text = refused(ValueError, lambda: row(torch.ones(2, 32 // tp_group.size())))
     assert "weight.partition_stride=2 was set on rank" in text and "give it to the constructor" in text
@@ -209,7 +217,7 @@ def written_to(tp_group):
     with torch.no_grad():
         layer.weight.mul_(2)
     text = refused(RuntimeError, lambda: y.sum().backward())
-    assert "a DTensor of shape (32, 32), has been written to between forward and backward" in text
+    assert "has been modified by an inplace operation" in text
     seen = []
     for keep in (0, 4):
         weight_cache.clear()
@@ -326,6 +334,203 @@ def test_other_modules_see_local_tensors():
     with tpi.set_tp_invariant_mode(True):
         plain = run_ranks(foreign, 2, "group")
         testing.assert_bitwise_equal(run_ranks(foreign, 2, "mesh"), plain)
+
+
+class OnlyReads(nn.Module):
+    """Has no parameters of its own, and reads those of the modules in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.listed = nn.ParameterList([nn.Parameter(torch.rand(32)) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.rand(32))})
+
+    def forward(self, x):
+        for scale in self.listed:
+            x = x * scale
+        x = F.linear(x, self.one.weight, self.two.bias) + self.named["shift"]
+        return torch.utils.checkpoint.checkpoint(lambda x: x + self.two.weight[0], x, use_reentrant=False)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+class HasStates(nn.Linear):
+    """What it pickles and copies is not its __dict__."""
+
+    def __getstate__(self):
+        return {**self.__dict__, "pickled": True}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.restored = True
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        twin = CopiesItself(self.in_features, self.out_features)
+        twin._parameters = copy.deepcopy(self._parameters, memo)
+        twin.copied = True
+        return twin
+
+
+def parametrized() -> nn.Module:
+    linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    torch.nn.utils.parametrize.register_parametrization(linear, "bias", Halved())
+    return linear
+
+
+FOREIGN = {
+    "only reads": OnlyReads,
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2
+    ),
+    "MultiheadAttention": Attention,
+    "LSTM": Recurrent,
+    "weight_norm by a hook": lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(32, 32))),
+    "parametrizations": lambda: nn.Sequential(parametrized()),
+    "a parametrization alone": parametrized,
+    "__getstate__": lambda: HasStates(32, 32),
+    "__deepcopy__": lambda: CopiesItself(32, 32),
+}
+
+
+def kinds_of_foreign(tp_group, kind):
+    """Forward, backward and a step of each: trained, then evaluated, a copy, and one that was pickled."""
+    results = {}
+    for name, build in FOREIGN.items():
+        torch.manual_seed(0)
+        model = build()
+        if kind == "mesh":
+            tpi.replicate_(model, on_mesh(tp_group))
+            assert {type(p) for p in model.parameters()} == {DTensor}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.randn(2, 4, 32)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        assert kind == "group" or {type(p.grad) for p in model.parameters()} <= {DTensor, type(None)}, name
+        copies = []
+        if name != "weight_norm by a hook":  # its computed weight is no leaf, which torch cannot copy
+            copies.append(copy.deepcopy(model))
+        if copies and "parametrization" not in name:  # torch refuses to pickle those
+            copies.append(pickle.loads(cloudpickle.dumps(model)))
+        with torch.no_grad():
+            found = [model.eval()(x), full_grads(model)]
+            for p in model.parameters():
+                p.zero_()  # of which the copies know nothing
+            for twin in copies:
+                assert type(twin) is type(model)
+                assert getattr(twin, "restored", False) == (name == "__getstate__")
+                for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                    assert type(q) is type(p) and getattr(q, "tp_group", None) == getattr(p, "tp_group", None)
+                found.append(twin.eval()(x))
+            assert not copies or getattr(copies[0], "copied", False) == (name == "__deepcopy__")
+        results[name] = found
+    return results
+
+
+def test_modules_that_read_copy_and_pickle_in_ways_of_their_own():
+    with tpi.set_tp_invariant_mode(True):
+        plain = run_ranks(kinds_of_foreign, 2, "group")
+        testing.assert_bitwise_equal(run_ranks(kinds_of_foreign, 2, "mesh"), plain)
+
+
+def another_thread(tp_group):
+    """One thread is inside a forward while another reads, and both train at once."""
+    tp = on_mesh(tp_group)
+    inside, read = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            if not inside.is_set():
+                inside.set()
+                assert read.wait(60)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = tpi.replicate_(nn.Sequential(Waits(8, 8)), tp)
+    x, seen = torch.randn(4, 8), []
+    other = threading.Thread(target=lambda: seen.append(model(x).detach()))
+    other.start()
+    assert inside.wait(60)
+    kind = type(model[0].weight)
+    read.set()
+    other.join()
+    assert kind is DTensor
+    testing.assert_bitwise_equal(seen[0], model(x).detach())
+
+
+def test_forwards_are_counted_for_each_thread():
+    run_ranks(another_thread, 2)
+
+
+def written_between(tp_group, kind):
+    """What backward says when something was written after forward."""
+    tp = on_mesh(tp_group) if kind == "mesh" else tp_group
+    said = {}
+    for name in ("weight", "bias", "layer_norm_weight", "scale", "shift"):
+        for by in ("optimizer", "copy_"):
+            torch.manual_seed(0)
+            layer = tpi.LayerNormLinear(16, 16, parallel_mode="column", gather_output=True, tp_group=tp)
+            model = nn.Sequential(layer, Affine())
+            if kind == "mesh":
+                tpi.replicate_(model, tp)
+            p = dict(layer.named_parameters()).get(name, getattr(model[1], name, None))
+            y = model(torch.randn(4, 16, requires_grad=True))
+            if by == "optimizer":
+                p.grad = torch.zeros_like(p)
+                torch.optim.SGD([p], lr=0.1).step()
+            else:
+                with torch.no_grad():
+                    p.copy_(p * 2)
+            p.grad = None
+            try:
+                y.square().sum().backward()
+                said[name, by] = "right"
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error) or "modified inplace" in str(error)
+                said[name, by] = "refused"
+    return said
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+def test_what_is_written_between_forward_and_backward():
+    """Refused where backward needs the former values, as with plain tensors, and only there."""
+    with tpi.set_tp_invariant_mode(True):
+        plain = run_ranks(written_between, 2, "group")
+        assert set(plain[0].values()) == {"right", "refused"}
+        assert run_ranks(written_between, 2, "mesh") == plain
 
 
 def not_replicated(tp_group):

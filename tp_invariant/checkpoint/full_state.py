@@ -23,8 +23,7 @@ from ..comm.collectives import Group, ranks_of
 from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
-from ..consistency.same_weights import tensor_hash
-from ..core.bits import raw_bytes
+from ..core.bits import raw_bytes, tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs

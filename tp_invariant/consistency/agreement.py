@@ -1,6 +1,6 @@
 """Checks that all ranks are about to make the same call; if they are not, collectives would hang or mix up data.
 
-There are two checks, each by a gather of eight bytes over the group: once for each group, that its ranks run the same
+There are two checks, each by a gather of sixteen bytes over the group: once for each group, that its ranks run the same
 software on the same kind of device with the same settings (environment.py); and at the first call of each kind, that
 all ranks make this call. With TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. So a
 first call begins with the same collective on every rank, whatever differs between the ranks. A difference raises an
@@ -33,10 +33,12 @@ from ..comm.collectives import Group, gather_major
 from ..comm.watch import watch_group
 from ..comm.wire import gather_objects
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
+from ..core.dtensors import local_of
 from ..core.layout import fresh_view
 from ..core.mode import is_call_check_enabled
 from .differences import differences, format_values, mark
 from .environment import environment_facts
+from .equal_shards import check_shards, shard_hash
 
 _MAX_AGREED = 4096  # how many different calls are remembered as agreed on
 _MAX_RESOLVED = 512
@@ -111,19 +113,28 @@ def agreed_in(group: Group) -> set[Hashable]:
     return set() if group.process_group is None else _agreed.setdefault(group.process_group, set())
 
 
-def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device, agreed: set[Hashable]) -> None:
+def check_agreement(
+    facts: Mapping[str, Any],
+    group: Group,
+    device: torch.device,
+    agreed: set[Hashable],
+    sharded_weight: Tensor | None = None,
+) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
-    The first call with given facts costs an all-gather of eight bytes and a wait for it, a group's very first call two
-    more gathers; later calls cost nothing. This detects ranks that differ in their first call, or that change at the
-    same time, but not a single rank that differs later. For that, TP_INVARIANT_CHECK=1 compares at every call
+    The first call with given facts costs an all-gather of sixteen bytes and a wait for it, a group's very first call
+    two more gathers; later calls cost nothing. This detects ranks that differ in their first call, or that change at
+    the same time, but not a single rank that differs later. For that, TP_INVARIANT_CHECK=1 compares at every call
     (core/mode.py states its cost).
 
     Args:
         device: the device of this call's tensors; its kind is one of the facts.
+        sharded_weight: a parameter of which each rank holds another part. At a layer's first call it is checked that
+            these differ (equal_shards.py); not in compiled code.
 
     Raises:
-        RuntimeError: the same on every rank; names what differs and which ranks have which value.
+        RuntimeError: the same on every rank; names what differs and which ranks have which value, or the ranks whose
+            parts of the weight are equal.
     """
     if torch.compiler.is_compiling():
         shapes = [name for name in facts if name.startswith("the shape of ")]
@@ -144,7 +155,10 @@ def check_agreement(facts: Mapping[str, Any], group: Group, device: torch.device
     if isinstance(agreed, AgreedCalls):
         facts[_NUMBER] = agreed.number
         agreed.name = facts.get("the layer", agreed.name)
-    _compare(facts, group, device, agreed)
+    shard = 0
+    if sharded_weight is not None and not agreed:
+        shard = shard_hash(local_of(sharded_weight), getattr(sharded_weight, "shards_may_be_equal", False))
+    _compare(facts, group, device, agreed, shard)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
     agreed.add(known)
@@ -285,15 +299,20 @@ def group_device(group: Group, device: torch.device) -> torch.device:
 
 
 def _compare(
-    facts: Mapping[str, Any], group: Group, device: torch.device, agreed: Collection[Hashable] = frozenset()
+    facts: Mapping[str, Any],
+    group: Group,
+    device: torch.device,
+    agreed: Collection[Hashable] = frozenset(),
+    shard: int = 0,
 ) -> None:
-    own = torch.tensor([mark(sorted(facts.items()))], dtype=torch.int64, device=group_device(group, device))
+    own = torch.tensor([mark(sorted(facts.items())), shard], dtype=torch.int64, device=group_device(group, device))
     call_context.comparing = partial(_describe_new_call, facts, agreed)
     try:
-        everyones = gather_major(own, group).view(-1).tolist()
+        marks, shards = gather_major(own, group).view(-1, 2).t().tolist()
     finally:
         call_context.comparing = None
-    if len(set(everyones)) == 1:
+    if len(set(marks)) == 1:
+        check_shards(shards, facts.get("the layer", ""))
         return
     assert group.process_group is not None
     report = {name: repr(value) for name, value in facts.items()}, _layer_counts.get(group.process_group, 0)

@@ -15,20 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Group, gather_major
-from ..core.bits import slice_hashes
+from ..core.bits import tensor_hash
 from .agreement import check_agreement, group_device
 from .differences import format_unnamed, ranks_by_value
 
 _SHOWN = 5
-
-
-def tensor_hash(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of the tensor's bytes, never 0: int64, 0-dim, on its device. 0 for a tensor without values."""
-    if tensor.is_meta:
-        return torch.zeros((), dtype=torch.int64)
-    tensor = tensor.resolve_conj().resolve_neg()  # such a view's bytes are those of another value
-    rows = slice_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
-    return slice_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)
 
 
 def check_same_model(

@@ -12,7 +12,6 @@ optimizer's step, `copy_`. What goes by the version of a weight (gemm/scheduler.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -43,6 +42,10 @@ def _is_of_dtensors(kind: type) -> bool:
     found = issubclass(kind, DTensor)
     if not torch.compiler.is_compiling():
         _is_known[kind] = found
+        if found:
+            from .pieces import mend_torch  # it imports this module
+
+            mend_torch()
     return found
 
 
@@ -158,7 +161,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         for place, x in enumerate(args):
             if is_dtensor(x):
                 plain[place] = local_of(x)
-                dtensors.append((place, x, 0 if x.is_inference() else x._version))
+                dtensors.append((place, x))
         ctx.dtensors = dtensors
         return function.forward(ctx, *plain)
 
@@ -166,15 +169,10 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         return (twice if torch.is_grad_enabled() else once)(ctx, *grads)  # for create_graph=True, else off
 
     def once(ctx: Any, *grads: Tensor) -> tuple:
-        for place, x, version in ctx.dtensors:
-            if not x.is_inference() and x._version != version:
-                raise RuntimeError(
-                    f"argument {place} of {function.__name__}, a DTensor of shape {tuple(x.shape)}, has been written "
-                    f"to between forward and backward (version {x._version} is not {version}): its gradient would be "
-                    "wrong. Step the optimizer after the backward"
-                )
+        for _, x in ctx.dtensors:
+            local_of(x)  # so that autograd notices what was written to what is saved, as of plain tensors
         found = list(local_backward(ctx, *grads))
-        for place, x, _ in ctx.dtensors:
+        for place, x in ctx.dtensors:
             grad, found[place] = found[place], None
             if grad is None:
                 continue
@@ -220,7 +218,7 @@ def check_placements(x: DTensor) -> None:
             fully_shard does unless it is told otherwise. The placements then say another order than the parts have, and
             `full_tensor()` and all that goes by placements give other values, silently.
     """
-    if x.device_mesh.ndim > 1 and not _are_clear(x.placements, tuple(x.device_mesh.shape)):
+    if x.device_mesh.ndim > 1 and not _are_clear(x.placements, x.device_mesh.shape):
         raise ValueError(
             f"a parameter of shape {tuple(x.shape)} is placed as {x.placements} on {x.device_mesh}: each rank has "
             "several pieces of a dim (partition_stride) that fully_shard has cut again, so that torch would put it "
@@ -229,13 +227,14 @@ def check_placements(x: DTensor) -> None:
         )
 
 
-@functools.lru_cache(maxsize=1024)
 def _are_clear(placements: tuple[Any, ...], sizes: tuple[int, ...]) -> bool:
     for axis, placement in enumerate(placements):
         stride = getattr(placement, "split_factor", 1)
+        if stride == 1:
+            continue
         same = [i for i, other in enumerate(placements) if getattr(other, "dim", None) == getattr(placement, "dim", -1)]
         # FSDP2's own stride counts the parts that later mesh dims have made
-        if stride > 1 and len(same) > 1 and stride != math.prod(sizes[i] for i in same if i > axis):
+        if len(same) > 1 and stride != math.prod(sizes[i] for i in same if i > axis):
             return False
     return True
 

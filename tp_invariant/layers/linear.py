@@ -369,7 +369,9 @@ class Linear(ShardedModule, nn.Linear):
         )
         if self._moves_bytes:
             told = self._signature(invariant, x, weight, bias, stride) if signature is None else signature
-            check_agreement(facts_to_compare(told, self._name), self.group, x.device, self._agreed)
+            facts = facts_to_compare(told, self._name)
+            part = None if self.parallel_mode is None else self.weight
+            check_agreement(facts, self.group, x.device, self._agreed, part)
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:

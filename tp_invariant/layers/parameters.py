@@ -28,9 +28,11 @@ from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
-_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group")
+_ATTRIBUTES = (
+    "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal"
+)  # fmt: skip
 
 
 def mark_sharded(
@@ -48,6 +50,8 @@ def mark_sharded(
         partition_sizes         the full sizes of its pieces where they differ, else None; Megatron-LM has no such word
         tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
                                 rank has anything of it, or, with tensor_model_parallel=True, nobody has said
+
+    A user may set another, `shards_may_be_equal`: then equal parts on several ranks are no error (equal_shards.py).
 
     Args:
         partition_dim: None for a parameter that every rank holds whole.
@@ -69,6 +73,17 @@ def _is_placed_over(parameter: DTensor, group: Group) -> bool:
     """Whether the ranks of the group are on the DTensor's mesh, so that placements speak of them."""
     mesh = parameter.device_mesh
     return mesh is group.mesh or set(ranks_of(group)) <= set(mesh.mesh.flatten().tolist())
+
+
+def _placement_over(parameter: DTensor, group: Group) -> Placement | None:
+    """How a DTensor is placed over the group's ranks; None if no dim of its mesh has them.
+
+    fully_shard's meshes have more dims than the one of the layer, which comes last.
+    """
+    mesh, ranks = parameter.device_mesh, ranks_of(group)
+    lines = [mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist() for dim in range(mesh.ndim)]
+    dims = [dim for dim in range(mesh.ndim) if list(ranks) in lines[dim]]
+    return parameter.placements[dims[-1]] if dims else None
 
 
 _in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
@@ -152,9 +167,13 @@ class KeepsAttributes(nn.Module):
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        for name, parameter in self.named_parameters(recurse=False):
-            _set_attributes(twin.get_parameter(name), _attributes(parameter))
+        self._copy_attributes(twin)
         return twin
+
+    def _copy_attributes(self, twin: nn.Module) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            if twin._parameters.get(name) is not None:
+                _set_attributes(twin._parameters[name], _attributes(parameter))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -212,7 +231,7 @@ class ShardSpec:
             return local
         self.check_placed()
         from torch.distributed.tensor import DTensor, Replicate, Shard
-        from torch.distributed.tensor.placement_types import Placement, _StridedShard
+        from torch.distributed.tensor.placement_types import _StridedShard
 
         placement: Placement = Replicate()
         if self.dim is not None:
@@ -255,11 +274,13 @@ class ShardedModule(KeepsAttributes):
     def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
         spec = self.shard_spec(name)
         if is_dtensor(param):
-            given, wanted = param.placements, spec.placed(local_of(param)).placements  # type: ignore[attr-defined]
-            if param.device_mesh == spec.group.mesh and given != wanted:  # fully_shard's meshes have more dims
+            (wanted,) = spec.placed(local_of(param)).placements  # type: ignore[attr-defined]
+            given = _placement_over(param, spec.group)
+            if given != wanted:
+                where = f"on {param.device_mesh}, which does not have the ranks of" if given is None else "over"
                 raise ValueError(
-                    f"{name} of {type(self).__name__} is a DTensor placed as {given} on rank {spec.group.rank}: it "
-                    f"must be placed as {wanted}"
+                    f"{name} of {type(self).__name__} is a DTensor placed as {param.placements} on rank "
+                    f"{spec.group.rank} {where} {spec.group.mesh}: it must be placed as ({wanted!r},) over this mesh"
                 )
             return cast(nn.Parameter, param)
         placed = nn.Parameter(spec.placed(param), param.requires_grad)

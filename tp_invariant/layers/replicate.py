@@ -3,23 +3,27 @@
 torch's clipping and its optimizers refuse plain parameters and DTensors side by side, so in a model over a DeviceMesh
 each parameter must be a DTensor. A module that is not ours computes with plain tensors. So its class becomes one of the
 same name, in which reading a parameter during a forward gives the local tensor, whose gradient arrives at the DTensor.
-Whoever reads it at other times (fully_shard does), or goes by `named_parameters()`, sees the DTensor.
+So does the class of each module around it, whose forward may read a parameter of a module inside (as
+nn.TransformerEncoderLayer does). Whoever reads a parameter at other times, or goes by `named_parameters()`, sees the
+DTensor; and so does fully_shard, also during a forward, since between its uses a parameter is not whole.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import resolve_group
 from ..consistency.same_weights import check_same_model
-from ..core.dtensors import as_local, is_dtensor
+from ..core.dtensors import as_local, is_dtensor, local_of
 from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded, mark_sharded
-
-_VIEWS: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
 def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -31,8 +35,8 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     `parallelize` does so by itself. For other models over a DeviceMesh: call it on every rank, before the optimizer is
     made, as the parameters become other objects. Ties stay. A collective, which compares the ranks' values first. While
     the forward of a module that is not this library's runs, its parameters and those of such modules in it read as
-    local tensors, whose gradients arrive at the DTensors. The class of such a module becomes one derived from it, of
-    the same name.
+    local tensors, whose gradients arrive at the DTensors. The class of such a module, and of those around it, becomes
+    one derived from it, of the same name. Call it again when modules have been added, or given parametrizations.
 
     Args:
         mesh: a 1-D DeviceMesh, the one that the model's layers were given as tp_group.
@@ -89,31 +93,56 @@ def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     placed: dict[int, nn.Parameter] = {}
     kept = []  # so that no id is used twice
     for child in module.modules():
-        names = [name for name, p in child._parameters.items() if p is not None and not is_dtensor(p)]
-        for name in names:
-            old = child._parameters[name]
-            assert old is not None
+        for name, old in child._parameters.items():
+            if old is None or is_dtensor(old):
+                continue
             if id(old) not in placed:
                 kept.append(old)
                 new = placed[id(old)] = nn.Parameter(spec.placed(old), old.requires_grad)
                 new.__dict__.update(old.__dict__)
                 mark_sharded(new, None, 1, spec.group)
             child._parameters[name] = placed[id(old)]
-        if names and not isinstance(child, ShardedModule):
-            child.__class__ = _class_of_views(type(child), tuple(names))
+    _show_local(module, set())
 
 
-class _Forwards:
-    """How many forwards of classes with views this process is inside of."""
+def _show_local(module: nn.Module, seen: set[int]) -> bool:
+    """Changes the classes of the modules that are not this library's; whether `module` has any of their parameters."""
+    if id(module) in seen:
+        return isinstance(module, _Views)
+    seen.add(id(module))
+    below = [_show_local(child, seen) for child in module.children()]
+    if isinstance(module, ShardedModule):
+        return any(below)
+    names = frozenset(name for name, p in module._parameters.items() if p is not None)
+    if not names and not any(below):
+        return False
+    if not isinstance(module, _Views) or not names <= module._views[1]:
+        kind: Any = type(module)
+        module.__class__ = _class_of_views(kind, names)
+    return True
+
+
+class _Forwards(threading.local):
+    """How many forwards of classes with views this thread is inside of, and the DTensors whose local tensors were read.
+
+    What is written to a DTensor does not count as written to its local tensor (core/dtensors.py), and backward may need
+    the values that were read. So the count is passed on when backward comes to an output of the outermost forward.
+    """
 
     running = 0
+    read: dict[int, Tensor]
 
 
 _forwards = _Forwards()
 
 
+def _computes() -> bool:
+    """Inside of a forward, also one that backward runs again (torch.utils.checkpoint, from where it was called)."""
+    return _forwards.running > 0 or torch._C._current_graph_task_id() != -1
+
+
 class _View:
-    """In a class, under a parameter's name: inside a forward the local tensor, else the parameter.
+    """In a class, under a parameter's name: inside a forward the local tensor of one that is whole, else the parameter.
 
     What is in an instance's __dict__ comes first.
     """
@@ -124,39 +153,85 @@ class _View:
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self
-        if self.name not in module._parameters:
+        parameter = module._parameters.get(self.name)
+        if parameter is None:
             raise AttributeError(self.name)  # then nn.Module's own __getattr__ is asked
-        parameter = module._parameters[self.name]
-        return as_local(parameter) if _forwards.running else parameter
+        shown = torch.compiler.is_compiling() or _computes()
+        if not shown or not _is_whole(parameter):
+            return parameter
+        if _forwards.running and parameter.requires_grad:
+            _forwards.read[id(parameter)] = parameter
+        return as_local(parameter)
 
 
-def _class_of_views(base: Any, names: tuple[str, ...]) -> type:
-    if (base, names) not in _VIEWS:
-
-        def reduce(self: Any, protocol: Any) -> tuple:
-            """As of `base`, which can be found by its name."""
-            return _new, (base, names), *base.__reduce_ex__(self, protocol)[2:]
-
-        @functools.wraps(base.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _forwards.running += 1
-            try:
-                return base.forward(self, *args, **kwargs)
-            finally:
-                _forwards.running -= 1
-
-        parts: dict[str, Any] = {name: _View(name) for name in names}
-        attributes = {
-            "forward": forward,
-            "__reduce_ex__": reduce,
-            "__module__": base.__module__,
-            "__doc__": base.__doc__,
-        }
-        attributes |= parts
-        _VIEWS[base, names] = type(base.__name__, (KeepsAttributes, base), attributes)
-    return _VIEWS[base, names]
+def _is_whole(parameter: Tensor) -> bool:
+    return is_dtensor(parameter) and all(placement.is_replicate() for placement in parameter.placements)
 
 
-def _new(base: type, names: tuple[str, ...]) -> Any:
-    cls: Any = _class_of_views(base, names)
-    return cls.__new__(cls)
+class _Views(KeepsAttributes):
+    """What the classes of modules that are not ours have in common."""
+
+    _views: tuple[type, frozenset[str]]  # the class that the module had, and the names that a class has _View for
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As the former class does, which can be found by its name."""
+        base, names = type(self)._views
+        reduced: Any = super(KeepsAttributes, self).__reduce_ex__(protocol)
+        make, args, *state = reduced
+        args = tuple(base if arg is type(self) else arg for arg in args)
+        return _made, (make, args, names), *state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own: Any = getattr(type(self)._views[0], "__deepcopy__", None)
+        if own in (None, _Views.__deepcopy__):
+            make, args, *state = self.__reduce_ex__(4)
+            twin = memo[id(self)] = make(*copy.deepcopy(args, memo))
+            if state and state[0] is not None:
+                twin.__setstate__(copy.deepcopy(state[0], memo))
+        else:
+            twin = own(self, memo)
+        twin.__class__ = type(self)
+        self._copy_attributes(twin)
+        return twin
+
+
+def _made(make: Any, args: tuple, names: frozenset[str]) -> Any:
+    module = make(*args)
+    kind: Any = type(module)
+    module.__class__ = _class_of_views(kind, names)
+    return module
+
+
+def _count_writes(parameters: list[Tensor], grad: Tensor) -> None:
+    for parameter in parameters:
+        local_of(parameter)
+
+
+@functools.cache
+def _class_of_views(base: Any, names: frozenset[str]) -> Any:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is compiled is a forward, and a thread's count is nothing to guard
+            return base.forward(self, *args, **kwargs)
+        if not _forwards.running:
+            _forwards.read = {}
+        read = _forwards.read
+        _forwards.running += 1
+        try:
+            result = base.forward(self, *args, **kwargs)
+        finally:
+            _forwards.running -= 1
+        if not _forwards.running and read:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(functools.partial(_count_writes, list(read.values())))
+        return result
+
+    attributes = {
+        "forward": forward,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "_views": (base, names),
+        **{name: _View(name) for name in names},
+    }
+    return type(base.__name__, (base,) if issubclass(base, _Views) else (_Views, base), attributes)
