@@ -171,8 +171,18 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
   cuts what has more than 32768 elements once more, between its threads.
 - `ATEN_CPU_CAPABILITY=default` in the environment of every rank makes torch round each operation by itself everywhere:
   for-loop and foreach then hold at every cut in 16 bits too, more slowly. It is another reference, with other bits.
-- Optimizers that need whole matrices (Muon, Adafactor) or sums over all parameters (LBFGS) take a shard for a whole
-  parameter: these do not hold anywhere.
+- **Optimizers that need whole parameters are refused on plain shards**, by name, before they change anything: Muon,
+  Adafactor, LBFGS, Shampoo, SOAP, LAMB and LARS. On DTensors torch's Muon and LBFGS have right values, and bits that
+  depend on the degree; torch's Adafactor and the fused form of SGD raise.
+- **`tp_invariant.optim.Muon`** computes from whole matrices, on DTensors and on plain shards, with the same bits at
+  every degree. Each matrix is sent whole to one rank, which returns the parts. A weight that says that it is stacked
+  (`partition_stride`, `partition_sizes`) is taken as its pieces, unless `split_stacked=False`.
+- **`tp_invariant.optim.GradScaler`** is torch's, and its ranks agree on whether a step is skipped. torch's own is right
+  on DTensors, and refused on plain shards.
+- **torch's clip_grad_norm_** is right on DTensors, with bits that depend on the degree. On plain shards it scales by
+  another norm on each rank: the first step of each optimizer compares the gradients of replicated parameters between
+  the ranks, and raises. Clipping that begins to scale later is seen with `TP_INVARIANT_CHECK=1` alone. Use
+  `tp_invariant.clip_grad_norm_`, which has the same bits at every degree on both.
 
 On a GPU (an H200, torch 2.11) every entry holds at every cut but one: Adam with weight decay and `fused=True`, in
 float32, where 21 of 48 cuts differed; AdamW's fused form holds. At multiples of {aligned} elements all hold.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, data_parallel, determinism, graphs, hugging_face, testing
+from . import checkpoint, data_parallel, determinism, graphs, hugging_face, optim, testing
 from . import old_paths as old_paths
 from . import owners as owners
 from . import parameters as parameters
@@ -57,6 +57,7 @@ __all__ = [
     "is_tp_invariant_mode_enabled",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "optim",
     "parallelize",
     "replicate_",
     "set_default_gemm_fn",

@@ -326,6 +326,19 @@ def exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Tensor:
     return start_exchange_rows(x, send_sizes, group).wait()
 
 
+def exchange_flat(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, alike: Sequence[int]
+) -> Tensor:
+    """An all-to-all of 1-D x: its block q, of sent[q] elements, goes to rank q; rank q's comes, of received[q].
+
+    alike: numbers, the same on every rank, that decide all sizes.
+    """
+    out = x.new_empty(sum(received))
+    if group.size == 1 or not any(alike):
+        return out.copy_(x)
+    return Pending(out, wire.start_all_to_all(out, x, received, sent, group, alike=alike), x, group).wait()
+
+
 def exchange_cols_for_rows(x: Tensor, row_sizes: Sequence[int], col_sizes: Sequence[int], group: Group) -> Tensor:
     """From columns split over ranks to rows split over ranks: x [T, col_sizes[rank]] -> [row_sizes[rank], N]."""
     if group.size == 1:

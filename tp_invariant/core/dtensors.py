@@ -12,6 +12,7 @@ optimizer's step, `copy_`. What goes by the version of a weight (gemm/scheduler.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard

@@ -17,13 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, gather_major, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, group_device, share_error
 from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
 from .grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, norm_of, partial_sums_of, partition_dim_of, scale
@@ -38,8 +37,9 @@ _USUAL_CAUSES = (
     "The parameter counts as replicated, so its gradient must be the same on every rank. Usual causes: a plain norm "
     "(nn.LayerNorm, a model's own) on sharded tokens, where each rank sums over its own tokens (use ParallelNorm or "
     "LayerNormLinear with sequence_parallel=True); different inputs on each rank; dropout on whole activations with a "
-    "different mask on each rank; a parameter that each rank uses for its own heads or features only; or a sharded "
-    "parameter that has lost its attributes (tp_invariant.parameters.mark_sharded sets them)"
+    "different mask on each rank; a parameter that each rank uses for its own heads or features only; torch's "
+    "clip_grad_norm_ on plain shards, whose norm is another one on each rank (use tp_invariant.clip_grad_norm_); or a "
+    "sharded parameter that has lost its attributes (tp_invariant.parameters.mark_sharded sets them)"
 )
 _ACROSS_GROUPS_CAUSES = (
     "Layers that are sharded over smaller groups must hold the same values and get the same inputs in each of these "
@@ -421,23 +421,3 @@ def _largest(params: list[Tensor], over: list[Group]) -> Tensor:
     for group in dict.fromkeys(groups):
         largest = gather_major(largest, group).max()
     return largest
-
-
-# --- with TP_INVARIANT_CHECK=1, also without clipping ----------------------------------------------------------------
-
-
-def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of any optimizer, compares the gradients of its replicated parameters as clip_grad_norm_ does.
-
-    An optimizer may step parameters that clip_grad_norm_ refuses (sparse or complex gradients, DTensors whose
-    placements are not enough, parameters that are sharded over unknown ranks): these are left out.
-    """
-    if torch.compiler.is_compiling() or not is_call_check_enabled():
-        return
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    call = _ClipCall(everything, None, leave_out=True)
-    if call.maximal_groups:
-        call.agree(f"{type(optimizer).__name__}.step", {})
-
-
-register_optimizer_step_pre_hook(_check_before_step)

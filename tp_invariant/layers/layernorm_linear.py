@@ -137,6 +137,9 @@ class LayerNormLinear(Linear):
             self.zero_centered_gamma,
         )
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        for name, p in (("layer_norm_weight", gamma), ("layer_norm_bias", beta)):
+            if p is not None and getattr(p, "partition_stride", None) is None:  # of torch.func.functional_call
+                self._mark_replacement(name, p, self.shard_spec(name))
         if invariant:
             normed = invariant_norm(x, gamma, beta, call)
         else:

@@ -172,8 +172,10 @@ class KeepsAttributes(nn.Module):
 
     def _copy_attributes(self, twin: nn.Module) -> None:
         for name, parameter in self.named_parameters(recurse=False):
-            if twin._parameters.get(name) is not None:
-                _set_attributes(twin._parameters[name], _attributes(parameter))  # type: ignore[arg-type]
+            copied = twin._parameters.get(name)
+            if copied is not None and copied is not parameter:  # a copy may share it
+                _set_attributes(copied, _attributes(parameter))
+                copied.grad = None  # nn.Parameter's own way; a DTensor would copy it
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,7 @@ class ShardedModule(KeepsAttributes):
         mark_sharded(tensor, spec.dim, spec.stride, spec.group)
         if name in self._parameters:
             return
+        self._check_parametrizations(name, tensor, spec)
         own = [p for key, p in self._parameters.items() if p is not None and key.startswith(f"{name}_")]
         parametrizations: Any = self._modules.get("parametrizations") or {}
         for p in [*own, *(parametrizations[name].parameters() if name in parametrizations else ())]:
@@ -313,6 +316,31 @@ class ShardedModule(KeepsAttributes):
                 continue
             if p.shape[spec.dim] == tensor.shape[spec.dim]:
                 mark_sharded(p, spec.dim, spec.stride, spec.group)
+
+    def _check_parametrizations(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
+        """Whether this rank's part can be computed from its part of what the parametrizations hold.
+
+        Raises:
+            ValueError: a norm over what several ranks hold parts of; or weight_norm of DTensors, whose backward torch
+                does not have.
+        """
+        listed: Any = self._modules.get("parametrizations") or {}
+        hooks = [h for h in self._forward_pre_hooks.values() if getattr(h, "name", None) == name]
+        for found in [*(listed[name] if name in listed else ()), *hooks]:  # noqa: SIM401  # a ModuleDict has no get
+            kind, dim = type(found).__name__.strip("_"), getattr(found, "dim", None)
+            if kind not in ("WeightNorm", "SpectralNorm", "Orthogonal"):
+                continue
+            if kind == "WeightNorm":
+                dim = None if dim in (None, -1) else dim % tensor.dim()
+                kind = f"weight_norm with dim={dim}"
+                if self.group.mesh is None and dim is not None and dim == spec.dim:
+                    continue
+            if self.group.mesh is not None or (spec.dim is not None and self.group.size > 1):
+                way = "with tp_group as a ProcessGroup, and for it " if self.group.mesh is not None else ""
+                raise ValueError(
+                    f"{kind} of {name} of a {type(self).__name__} on rank {self.group.rank}: each rank would take its "
+                    f"part for the whole. Supported is, {way}weight_norm with dim={spec.dim}, the dim that is sharded"
+                )
 
 
 def named_shard_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:

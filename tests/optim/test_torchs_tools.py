@@ -1,0 +1,409 @@
+"""torch's own tools on sharded parameters: right on DTensors; on plain shards right, or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import parametrizations
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.core.dtensors import local_of
+from tp_invariant.testing import run_ranks
+
+KINDS = ("group", "mesh")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+@pytest.fixture(autouse=True)
+def on():
+    with tpi.set_tp_invariant_mode(True):
+        yield
+
+
+def mesh_or_group(tp_group, kind):
+    return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
+
+
+class Block(nn.Module):
+    def __init__(self, tp) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gated = tpi.LayerNormLinear(32, 128, parallel_mode="column", partition_stride=2, tp_group=tp)
+        self.down = tpi.Linear(64, 32, parallel_mode="row", tp_group=tp)
+
+    def forward(self, x):
+        gate, up = self.gated(x).chunk(2, -1)
+        return x + self.down(gate.relu() * up)
+
+
+def with_grads(tp_group, kind):
+    model = Block(mesh_or_group(tp_group, kind))
+    torch.manual_seed(1)
+    x = torch.randn(16, 32)
+    model(x).square().sum().backward()
+    return model, x
+
+
+def refused(kind, call) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- clipping -------------------------------------------------------------------------------------------------------
+
+
+def clipped_by_torch(tp_group, foreach):
+    model, _ = with_grads(tp_group, "mesh")
+    before = testing.full_grads(model)
+    exact = sum(g.double().square().sum() for g in before.values()).sqrt()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach).full_tensor()
+    assert (norm - exact).abs() < 1e-6 * exact
+    for name, grad in testing.full_grads(model).items():
+        torch.testing.assert_close(grad.double(), before[name].double() * 0.5 / exact, rtol=1e-5, atol=0)
+    torch.optim.AdamW(model.parameters()).step()
+    return testing.digest(norm)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torchs_clipping_is_right_on_dtensors(foreach):
+    assert len(set(run_ranks(clipped_by_torch, 2, foreach))) == 1
+
+
+def clipped_plain_shards(tp_group):
+    model, _ = with_grads(tp_group, "group")
+    before = testing.full_parameters(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = refused(RuntimeError, optimizer.step)
+    assert "AdamW.step: the gradient of parameter" in text and "use tp_invariant.clip_grad_norm_" in text
+    testing.assert_bitwise_equal(testing.full_parameters(model), before)
+
+    model, x = with_grads(tp_group, "group")
+    optimizer = torch.optim.AdamW(model.parameters())
+    tpi.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    for max_norm in (1e9, 0.5):  # what does not scale is harmless; after the first step TP_INVARIANT_CHECK=1 sees it
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if max_norm > 1:
+            optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        assert "AdamW.step: the gradient of parameter" in refused(RuntimeError, optimizer.step)
+
+
+def test_torchs_clipping_of_plain_shards_is_noticed_at_the_first_step():
+    run_ranks(clipped_plain_shards, 2)
+
+
+# --- gradient scaling -----------------------------------------------------------------------------------------------
+
+FORMS = ({"foreach": False}, {"foreach": True}, {"fused": True})
+
+
+def scaled(tp_group, kind, scaler, form, steps=3):
+    """Three steps; in the second one element of the last rank's shard overflows."""
+    model, _ = with_grads(tp_group, kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
+    grads = {name: local_of(p.grad).clone() for name, p in model.named_parameters()}
+    made, changed = scaler("cpu", init_scale=4.0), []
+    for step in range(steps):
+        scale = made.scale(torch.ones(()))
+        for name, p in model.named_parameters():
+            local_of(p.grad).copy_(grads[name] * scale)
+        if step == 1 and tp_group.rank() == tp_group.size() - 1:
+            local_of(model.down.weight.grad)[-1, -1] = float("inf")
+        before = testing.full_parameters(model)
+        made.step(optimizer)
+        made.update()
+        after = testing.full_parameters(model)
+        changed.append(any(not torch.equal(before[name], p) for name, p in after.items()))
+    assert changed == [True, False, True], changed
+    return testing.full_parameters(model), made.get_scale()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_ranks_skip_the_same_steps(form):
+    expected = run_ranks(scaled, 1, "group", torch.amp.GradScaler, form)[0]
+    assert expected[1] == 2.0
+    for kind, scaler in (
+        ("group", tpi.optim.GradScaler),
+        ("mesh", tpi.optim.GradScaler),
+        ("mesh", torch.amp.GradScaler),
+    ):
+        for size in (2, 4):
+            for result in run_ranks(scaled, size, kind, scaler, form):
+                testing.assert_bitwise_equal(result, expected)
+
+
+def unscaled_over_several_groups(tp_group):
+    """Two layers over groups of two ranks that overlap nowhere, and pipeline stages across them."""
+    mesh = init_device_mesh("cpu", (tp_group.size() // 2, 2), mesh_dim_names=("pp", "tp"))
+    layer = tpi.Linear(16, 16, parallel_mode="column", tp_group=mesh["tp"].get_group())
+    found = []
+    for pp_group in (None, mesh["pp"]):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        layer.weight.grad = torch.full_like(layer.weight, float("inf") if tp_group.rank() == 0 else 1.0)
+        scaler = tpi.optim.GradScaler("cpu", pp_group=pp_group)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        found.append([float(v) for v in scaler._found_inf_per_device(optimizer).values()])
+    return found
+
+
+def test_pipeline_stages_agree():
+    results = run_ranks(unscaled_over_several_groups, 4)
+    assert [r[0] for r in results] == [[1.0], [1.0], [0.0], [0.0]]
+    assert [r[1] for r in results] == [[1.0]] * 4
+
+
+def scaled_by_torch(tp_group):
+    said = []
+    for form in FORMS:
+        model, _ = with_grads(tp_group, "group")
+        before = testing.full_parameters(model)
+        optimizer = torch.optim.AdamW(model.parameters(), **form)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        said.append(refused(TypeError, lambda scaler=scaler, optimizer=optimizer: scaler.step(optimizer)))
+        testing.assert_bitwise_equal(testing.full_parameters(model), before)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    return said
+
+
+def test_torchs_scaler_over_plain_shards_is_refused():
+    for rank, said in enumerate(run_ranks(scaled_by_torch, 2)):
+        for text in said:
+            assert text.startswith("torch.amp.grad_scaler.GradScaler steps a parameter of shape")
+            assert f"on rank {rank} of 2" in text and "Use tp_invariant.optim.GradScaler" in text
+    with pytest.raises(testing.RankError, match="Use tp_invariant"):
+        run_ranks(scaled, 2, "group", torch.amp.GradScaler, FORMS[0], 1)
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+MAKE = {
+    "AdamW, for-loop": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    "AdamW, foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "SGD, for-loop": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, foreach=False),
+    "SGD, foreach": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, foreach=True),
+}
+
+
+def optimized(tp_group, kind, name):
+    model, x = with_grads(tp_group, kind)
+    optimizer = MAKE[name](model.parameters())
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+    return testing.full_parameters(model)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_elementwise_optimizers_have_the_bits_of_one_rank(name):
+    """Every shard is a multiple of 64 elements, so that fused ones hold, too."""
+    expected = run_ranks(optimized, 1, "group", name)[0]
+    for kind in KINDS:
+        for result in run_ranks(optimized, 2, kind, name):
+            testing.assert_bitwise_equal(result, expected)
+
+
+def refused_optimizers(tp_group):
+    model, _ = with_grads(tp_group, "group")
+    before = testing.full_parameters(model)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+
+    class Lamb(torch.optim.SGD):
+        pass
+
+    for optimizer, words in {
+        torch.optim.Muon(matrices): "Muon makes whole matrices orthogonal: use tp_invariant.optim.Muon",
+        torch.optim.Adafactor(matrices): "Adafactor keeps means over the rows and columns of whole matrices",
+        torch.optim.LBFGS(matrices): "LBFGS takes products of whole gradients",
+        Lamb(matrices): "Lamb scales by the norms of whole parameters",
+    }.items():
+        text = refused(TypeError, lambda optimizer=optimizer: optimizer.step(lambda: 0.0))
+        assert f"{words}" in text and f"on rank {tp_group.rank()} of 2" in text
+    testing.assert_bitwise_equal(testing.full_parameters(model), before)
+    model, _ = with_grads(tp_group, "mesh")
+    refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step)  # torch's own
+    refused(NotImplementedError, torch.optim.SGD(model.parameters(), fused=True).step)  # torch's own
+    testing.assert_bitwise_equal(testing.full_parameters(model), before)
+
+
+def test_optimizers_that_need_whole_parameters_are_refused_on_plain_shards():
+    run_ranks(refused_optimizers, 2)
+    alone = [nn.Parameter(torch.ones(4, 4))]
+    alone[0].grad = torch.eye(4)
+    torch.optim.Adafactor(alone).step()  # whole parameters are anyone's
+
+
+def torchs_muon_and_lbfgs(tp_group, kind):
+    model, x = with_grads(tp_group, kind)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    torch.manual_seed(5)
+    for p, name in zip(matrices, ("gated", "down"), strict=True):
+        full = torch.randn(p.shape)
+        local_of(p.grad).copy_(getattr(model, name).shard_spec("weight").local(full))
+    before = testing.full_parameters(model)
+    torch.optim.Muon(matrices, lr=0.1).step()
+    after = testing.full_parameters(model)
+    changes = [before[name] - p for name, p in after.items() if p.dim() == 2]
+    model, x = with_grads(tp_group, kind)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    return changes, [float(optimizer.step(closure).detach()) for _ in range(2)]
+
+
+def test_torchs_muon_and_lbfgs_are_right_on_dtensors():
+    """In value: bfloat16 products of DTensors are added on the wire."""
+    (expected, losses), (found, others) = (run_ranks(torchs_muon_and_lbfgs, size, "mesh")[0] for size in (1, 2))
+    for own, other in zip(found, expected, strict=True):
+        assert (own - other).norm() < 0.08 * other.norm()
+    assert others == pytest.approx(losses, rel=1e-6)
+
+
+# --- copies, averages, other parameters -----------------------------------------------------------------------------
+
+
+def averaged(tp_group, kind, multi):
+    from torch.optim import swa_utils
+
+    model, x = with_grads(tp_group, kind)
+    average = swa_utils.get_ema_multi_avg_fn(0.5) if multi else None
+    ema = swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=multi)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(3):
+        optimizer.step()
+        ema.update_parameters(model)
+        seen.append(testing.full_parameters(model))
+    found = testing.full_parameters(ema.module)
+    for name, p in found.items():
+        old, middle, new = (s[name].double() for s in seen)
+        want = ((old + middle) / 2 + new) / 2 if multi else (old + middle + new) / 3
+        torch.testing.assert_close(p.double(), want, rtol=1e-5, atol=1e-6)
+    ema(x).square().sum().backward()
+    return found, testing.full_grads(ema.module), tpi.clip_grad_norm_(ema.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_averaged_models(multi):
+    expected = run_ranks(averaged, 1, "group", multi)[0]
+    for kind in KINDS:
+        for result in run_ranks(averaged, 2, kind, multi):
+            testing.assert_bitwise_equal(result, expected)
+
+
+def copied(tp_group, kind):
+    model, x = with_grads(tp_group, kind)
+    results = []
+    for other in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert type(p) is type(q) and p.partition_dim == q.partition_dim
+            assert q.grad is None  # as torch's copies of parameters
+        other(x).square().sum().backward()
+        results.append((testing.full_grads(other), tpi.clip_grad_norm_(other.parameters(), 1.0)))
+    new = {name: (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, new, (x,)).square().sum().backward()
+    full = {name: _whole(model, name, p.grad) for name, p in new.items()}
+    norm = tpi.clip_grad_norm_(new.values(), 1.0)
+    exact = sum(g.double().square().sum() for g in full.values()).sqrt()
+    assert (norm - exact).abs() < 1e-6 * exact
+    return results, full, norm
+
+
+def _whole(model, name, grad):
+    layer, _, key = name.partition(".")
+    return model.get_submodule(layer).shard_spec(key).full(grad)
+
+
+def test_copies_and_functional_calls():
+    expected = run_ranks(copied, 1, "group")[0]
+    for kind in KINDS:
+        for result in run_ranks(copied, 2, kind):
+            testing.assert_bitwise_equal(result, expected)
+
+
+# --- parametrizations -----------------------------------------------------------------------------------------------
+
+
+def weight_normed(tp_group, layer, dim, old):
+    model, x = with_grads(tp_group, "group")
+    apply = nn.utils.weight_norm if old else parametrizations.weight_norm
+    before = model(x).detach()
+    apply(model.get_submodule(layer), "weight", dim)
+    model.zero_grad()
+    y = model(x)
+    torch.testing.assert_close(y.detach(), before, rtol=1e-5, atol=1e-5)
+    y.square().sum().backward()
+    return y.detach(), tpi.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("layer, dim", [("gated", 0), ("down", 1)])
+def test_weight_norm_of_slices_that_a_rank_holds_whole(layer, dim, old):
+    one, two = (run_ranks(weight_normed, size, layer, dim, old)[0] for size in (1, 2))
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
+
+
+def refused_parametrizations(tp_group):
+    ways = {
+        "weight_norm with dim=0": lambda layer: parametrizations.weight_norm(layer, dim=0),
+        "weight_norm with dim=None": lambda layer: parametrizations.weight_norm(layer, dim=None),
+        "SpectralNorm": parametrizations.spectral_norm,
+        "Orthogonal": parametrizations.orthogonal,
+        "weight_norm with dim=0, old": lambda layer: nn.utils.weight_norm(layer, dim=0),
+    }
+    for kind in KINDS:
+        for name, apply in ways.items():
+            if kind == "mesh" and name not in ("weight_norm with dim=0", "weight_norm with dim=None"):
+                continue  # torch itself refuses most of these
+            model, x = with_grads(tp_group, kind)
+            apply(model.down)
+            text = refused(ValueError, lambda model=model, x=x: model(x))
+            assert f"{name.partition(',')[0]} of weight of a " in text and f"on rank {tp_group.rank()}: " in text
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_parametrizations_over_what_is_sharded_are_refused():
+    run_ranks(refused_parametrizations, 2)
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def exported(tp_group, kind):
+    model, x = with_grads(tp_group, kind)
+    program = torch.export.export(model, (x,))
+    y = program.module()(x)
+    testing.assert_bitwise_equal(y.detach(), model(x).detach())
+    return y.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exported_programs(kind):
+    expected = run_ranks(exported, 1, "group")[0]
+    for result in run_ranks(exported, 2, kind):
+        testing.assert_bitwise_equal(result, expected)
