@@ -110,7 +110,7 @@ def clip_grad_norm_(
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
-    call = _ClipCall(parameters, None if tp_group is None else resolve_group(tp_group))
+    call = ClipCall(parameters, None if tp_group is None else resolve_group(tp_group))
     stages = SINGLE_RANK if pp_group is None else resolve_group(pp_group)
     options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     invariant = is_tp_invariant_mode_enabled()
@@ -175,7 +175,7 @@ class _ClippedParameter(NamedTuple):
         return f"the gradient of parameter {self.number} with shape {tuple(self.parameter.shape)} on rank {rank}"
 
 
-class _ClipCall:
+class ClipCall:
     """The parameters of one call on this rank. An error is stored in `error` and raised once all ranks know of it.
 
     leave_out: whether a parameter that clip_grad_norm_ refuses is left out instead.
@@ -345,7 +345,7 @@ def _check_grad(held: _ClippedParameter, given: Group | None, rank: int) -> None
         _check_dtensor(held, grad, given, rank)
 
 
-def _check_stages(call: _ClipCall, stages: Group) -> None:
+def _check_stages(call: ClipCall, stages: Group) -> None:
     if stages.size == 1:
         return
     if is_capturing():

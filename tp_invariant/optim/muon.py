@@ -33,7 +33,7 @@ from ..core.layout import Stride, piece_sizes, shard, unshard
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..gemm import GemmFn, check_callable, gemm, gemm_fn_name
 from ..kernels.select import select
-from ..layers.grad_norm import _ClipCall
+from ..layers.grad_norm import ClipCall
 from ..layers.grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, partition_dim_of
 from ..layers.parameters import stride_of
 
@@ -84,7 +84,7 @@ class Muon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         owner_of = [(p, options) for options in self.param_groups for p in options["params"]]
-        call = _ClipCall([p for p, _ in owner_of], None)
+        call = ClipCall([p for p, _ in owner_of], None)
         named = {f"the {key} of each group": tuple(o[key] for o in self.param_groups) for key in _COMPARED}
         call.agree("Muon.step", named | {"the gemm_fn": gemm_fn_name(self.gemm_fn, call.device)})
         matrices = [self._matrix(held.parameter, held.over, owner_of[held.number][1]) for held in call.with_grad]

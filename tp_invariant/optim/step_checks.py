@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..core.mode import is_call_check_enabled
-from ..layers.grad_norm import _ClipCall
+from ..layers.grad_norm import ClipCall
 from ..layers.parameters import is_sharded
 
 # by the name of the class or of one that it derives from: other libraries have optimizers of these names, too
@@ -71,7 +71,7 @@ def _compare_gradients(optimizer: Optimizer) -> None:
     placements are not enough, parameters that are sharded over unknown ranks): these are left out.
     """
     everything = [p for group in optimizer.param_groups for p in group["params"]]
-    call = _ClipCall(everything, None, leave_out=True)
+    call = ClipCall(everything, None, leave_out=True)
     if call.maximal_groups:
         call.agree(f"{type(optimizer).__name__}.step", {})
 
