@@ -680,3 +680,44 @@ def test_replicate_refuses_what_a_new_parameter_would_not_have():
     for rank, said in enumerate(run_ranks(on_rank, 2)):
         hooks, grad = ((f"bias on rank {rank} has {what}", False) for what in ("hooks", "a gradient"))
         assert said == [hooks, hooks, grad]
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def stepped_on_gpus(tp_group, kind: str, mode: bool = True):
+    """Parameters after three steps of Muon (matrices) and of fused AdamW (the rest), in bfloat16."""
+    mesh = DeviceMesh.from_group(tp_group, "cuda", mesh_dim_names=("tp",))
+    options = dict(tp_group=mesh if kind == "mesh" else tp_group, device="cuda", dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with tpi.set_tp_invariant_mode(mode):
+        model = nn.Sequential(
+            tpi.LayerNormLinear(512, 1024, parallel_mode="column", sequence_parallel=True, **options),
+            nn.GELU(),
+            tpi.Linear(1024, 512, parallel_mode="row", sequence_parallel=True, **options),
+        )
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        optimizers = tpi.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, fused=True)
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16).chunk(tp_group.size())[tp_group.rank()]
+            model.zero_grad()
+            model(x).float().square().sum().backward()
+            norm = tpi.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+        return norm.cpu(), {name: p.cpu() for name, p in full_parameters(model).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_gpus(size):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    expected = run_ranks(stepped_on_gpus, 1, "group", device="cuda")[0]
+    for kind in ("group", "mesh"):
+        for result in run_ranks(stepped_on_gpus, size, kind, device="cuda"):
+            testing.assert_bitwise_equal(result, expected)
+    off = run_ranks(stepped_on_gpus, size, "mesh", False, device="cuda")[0]
+    assert testing.digest(off) != testing.digest(expected), "the control"
