@@ -82,7 +82,8 @@ def test_equal_shards_are_refused(tool, mode, tmp_path):
     assert said[0] == said[1]
     assert said[0].startswith(
         "the weight of VocabParallelEmbedding(16, 32) is the same on rank 0, 1 of tp_group, which must hold different "
-        "parts of it: one rank's part has been copied to the others. DistributedDataParallel, fully_shard and trainers"
+        "parts of it: one rank's part has been copied to the others, or code of yours has drawn the same values on "
+        "each. "
     )
     assert "shards_may_be_equal = True" in said[0]
 
@@ -108,7 +109,7 @@ def equal_by_right(tp_group, mesh):
     """What may be equal: constants, weights that are whole, and what says so; then the values are right."""
     tp = DeviceMesh.from_group(tp_group, "cpu") if mesh else tp_group
     ids = torch.arange(8)
-    for init in (nn.init.zeros_, nn.init.ones_):
+    for init in (nn.init.zeros_, nn.init.ones_, lambda weight: nn.init.constant_(weight, torch.nan)):
         Model(tp, init_method=init)(ids)
     torch.manual_seed(0)
     layer = tpi.Linear(8, 16, parallel_mode="column", gather_output=True, bias=False, tp_group=tp)
@@ -116,7 +117,10 @@ def equal_by_right(tp_group, mesh):
     layer.weight = nn.Parameter(part.clone())
     if tp_group.size() > 1:
         assert "is the same on rank 0, 1" in message(layer, torch.eye(8))
-    layer.weight.shards_may_be_equal = True
+    layer.shards_may_be_equal = True
+    layer(torch.eye(8))
+    layer = copy.deepcopy(layer)
+    layer.shards_may_be_equal, layer.weight.shards_may_be_equal = False, True
     for again in (layer, copy.deepcopy(layer)):
         y = again(torch.eye(8))
         testing.assert_bitwise_equal(y.detach(), torch.cat([part] * tp_group.size()).t().contiguous())

@@ -458,6 +458,21 @@ def test_modules_that_read_copy_and_pickle_in_ways_of_their_own():
         testing.assert_bitwise_equal(run_ranks(kinds_of_foreign, 2, "mesh"), plain)
 
 
+def parametrized_later(tp_group):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    tpi.replicate_(module, on_mesh(tp_group))
+    nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Tanh())
+    twin = copy.deepcopy(module)
+    old, new = (m[0].parametrizations.weight.original for m in (module, twin))
+    assert type(new) is DTensor and local_of(new).data_ptr() != local_of(old).data_ptr()
+    testing.assert_bitwise_equal(new.full_tensor(), old.full_tensor())
+
+
+def test_a_module_that_is_parametrized_later_can_be_copied():
+    run_ranks(parametrized_later, 2)
+
+
 def another_thread(tp_group):
     """One thread is inside a forward while another reads, and both train at once."""
     tp = on_mesh(tp_group)

@@ -119,6 +119,7 @@ def check_agreement(
     device: torch.device,
     agreed: set[Hashable],
     sharded_weight: Tensor | None = None,
+    shards_may_be_equal: bool = False,
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
@@ -131,6 +132,7 @@ def check_agreement(
         device: the device of this call's tensors; its kind is one of the facts.
         sharded_weight: a parameter of which each rank holds another part. At a layer's first call it is checked that
             these differ (equal_shards.py); not in compiled code.
+        shards_may_be_equal: what the layer says; the parameter may say it, too.
 
     Raises:
         RuntimeError: the same on every rank; names what differs and which ranks have which value, or the ranks whose
@@ -157,7 +159,8 @@ def check_agreement(
         agreed.name = facts.get("the layer", agreed.name)
     shard = 0
     if sharded_weight is not None and not agreed:
-        shard = shard_hash(local_of(sharded_weight), getattr(sharded_weight, "shards_may_be_equal", False))
+        allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
+        shard = shard_hash(local_of(sharded_weight), allowed)
     _compare(facts, group, device, agreed, shard)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls

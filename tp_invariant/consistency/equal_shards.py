@@ -30,7 +30,9 @@ def shard_hash(weight: Tensor, allowed: bool) -> int:
     if allowed or type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or not weight.numel():
         return 0
     with torch.no_grad():
-        constant = bool((weight == weight.reshape(-1)[0]).all())
+        first = weight.reshape(-1)[0]
+        # NaN equals nothing: it is what to_empty() leaves under torch.use_deterministic_algorithms
+        constant = bool((weight != weight).all() if first != first else (weight == first).all())
         return 0 if constant else int(tensor_hash(weight.detach()))
 
 
@@ -45,8 +47,10 @@ def check_shards(hashes: Sequence[int], layer: str) -> None:
         ranks = "; and on ".join(map(format_ranks, equal))
         raise RuntimeError(
             f"the weight of {layer} is the same on {ranks} of tp_group, which must hold "
-            "different parts of it: one rank's part has been copied to the others. DistributedDataParallel, "
-            "fully_shard and trainers must be given the data parallel ranks alone, without those of tp_group; load "
-            "weights by tp_invariant.load_full_state_dict or tp_invariant.checkpoint.load. Do so, and load the weights "
-            "again. If the parts are equal on purpose, set weight.shards_may_be_equal = True on every rank"
+            "different parts of it: one rank's part has been copied to the others, or code of yours has drawn the same "
+            "values on each. DistributedDataParallel, fully_shard and trainers must be given the data parallel ranks "
+            "alone, without those of tp_group; initialise by init_method; load weights by "
+            "tp_invariant.load_full_state_dict or tp_invariant.checkpoint.load. Do so, and load the weights again. If "
+            "the parts are equal on purpose, set shards_may_be_equal = True, of the weight or of the layer, on every "
+            "rank"
         )

@@ -85,13 +85,16 @@ def as_boxes_of(tensor: DTensor) -> DTensor:
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     local: Any = tensor._local_tensor.detach()
-    boxes: dict[Size, Tensor] = dict(_pieces(tensor, local))
+    # views of another alias: a view holds its base, and of `local`, which will hold them, that would be a cycle in C++
+    boxes: dict[Size, Tensor] = dict(_pieces(tensor, tensor._local_tensor.detach()))
+
+    shape = tensor.shape
 
     def write_items(fqn: str, _: Any) -> list[WriteItem]:
         items = []
         for offsets, view in boxes.items():
             chunk = ChunkStorageMetadata(offsets, view.shape)
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), tensor.shape)
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), shape)
             items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 

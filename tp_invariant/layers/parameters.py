@@ -141,8 +141,11 @@ class KeepsAttributes(nn.Module):
     """A module that copies a parameter's attributes to the parameter that replaces it.
 
     Parameters are replaced by `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)` and
-    `module.weight = nn.Parameter(..)`, also after `del module.weight`.
+    `module.weight = nn.Parameter(..)`, also after `del module.weight`. fully_shard replaces them without a copy: so
+    what a user may say of a parameter (`shards_may_be_equal`) the module may say, too.
     """
+
+    shards_may_be_equal = False
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         old = self._parameters.get(name)

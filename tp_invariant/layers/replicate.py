@@ -183,6 +183,8 @@ class _Views(KeepsAttributes):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own: Any = getattr(type(self)._views[0], "__deepcopy__", None)
+        if own in (None, _Views.__deepcopy__) and not _pickles_by_itself(type(self)._views[0]):
+            return super().__deepcopy__(memo)  # parametrizations refuse to be pickled
         if own in (None, _Views.__deepcopy__):
             make, args, *state = self.__reduce_ex__(4)
             twin = memo[id(self)] = make(*copy.deepcopy(args, memo))
@@ -193,6 +195,11 @@ class _Views(KeepsAttributes):
         twin.__class__ = type(self)
         self._copy_attributes(twin)
         return twin
+
+
+def _pickles_by_itself(base: type) -> bool:
+    names = "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"
+    return any(getattr(base, name, None) is not getattr(nn.Module, name, None) for name in names)
 
 
 def _made(make: Any, args: tuple, names: frozenset[str]) -> Any:

@@ -203,7 +203,9 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                 "the dtype of the weight": str(weight.dtype),
                 "whether the weight needs a gradient": torch.is_grad_enabled() and weight.requires_grad,
             }
-            check_agreement(facts, group, ids.device, self._agreed, weight)
+            check_agreement(
+                facts, group, ids.device, self._agreed, self._parameters.get("weight"), self.shards_may_be_equal
+            )
         if not invariant:
             stock.log_once(group)
         compiling = torch.compiler.is_compiling()
