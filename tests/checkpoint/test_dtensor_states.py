@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
+from meshes import init_device_mesh
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tp_invariant as tpi

@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import init_device_mesh
 from moved_bytes import DTYPES, check_ranks, run_ranks, special, worlds
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tp_invariant import testing
 from tp_invariant.comm import collectives, wire

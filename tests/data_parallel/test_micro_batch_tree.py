@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import init_device_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tp_invariant as tpi

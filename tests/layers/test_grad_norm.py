@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from meshes import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import tp_invariant as tpi
 from tp_invariant import testing

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import init_device_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from meshes import init_device_mesh
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tp_invariant as tpi

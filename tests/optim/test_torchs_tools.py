@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
+from meshes import init_device_mesh
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations
 
 import tp_invariant as tpi

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import pickle
@@ -55,7 +54,7 @@ def serve(descriptor: int, rank: int, size: int) -> None:
             groups[world_size] = dist.new_group(list(range(world_size)))
         if rank >= world_size:
             continue
-        outcome, kept = Outcome(), set(distributed_c10d._world.pg_map)
+        outcome = Outcome()
         try:
             message = connection.recv_bytes()
             with _case_state(message) as (fn, args):
@@ -63,18 +62,6 @@ def serve(descriptor: int, rank: int, size: int) -> None:
         except BaseException as error:
             outcome.error, outcome.trace = error, traceback.format_exc()
         connection.send_bytes(_dump_outcome(outcome))
-        if device == "cpu":
-            _end_groups(kept)
-
-
-def _end_groups(kept: set[dist.ProcessGroup]) -> None:
-    """Ends the groups that a case has made, other than `kept`: each thread of gloo's wakes a hundred times a second."""
-    made = [group for group in distributed_c10d._world.pg_map if group not in kept]
-    for group in made:
-        dist.destroy_process_group(group)
-    if made:
-        del group, made
-        gc.collect()  # models and meshes in cycles hold groups
 
 
 @contextmanager
