@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from meshes import init_device_mesh
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import tp_invariant as tpi
-from tp_invariant.comm.collectives import Pending
+from tp_invariant.comm.collectives import Group, Pending
+from tp_invariant.core import fsdp
 from tp_invariant.core.dtensors import local_of
-from tp_invariant.core.fsdp import is_resharded
+from tp_invariant.core.fsdp import resharded_whole
 from tp_invariant.gemm import scheduler as scheduling
 from tp_invariant.gemm.scheduler import WeightLayout, scheduler
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
@@ -106,6 +112,55 @@ def garbage_in_freed_memory():
         yield
 
 
+@contextlib.contextmanager
+def managed(whole):
+    """As if fully_shard had gathered `whole`; gives a list with an item for each look at what it manages."""
+    state, looks = FSDPState(), []
+    state._fsdp_param_groups = [SimpleNamespace(fsdp_params=[SimpleNamespace(_unsharded_param=whole)])]
+    parameters = fsdp._parameters
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_composable_state, "_module_state_mapping", {0: weakref.ref(state)})
+        patch.setattr(fsdp, "_parameters", lambda state: looks.append(None) or parameters(state))
+        yield looks
+
+
+def test_aliases_of_fully_shards_memory_die():
+    """A compiled block's op has another alias of the weight at every call: none is held, nor looked up anew."""
+    whole, layout = torch.nn.Parameter(torch.ones(2, 3)), WeightLayout("whole", 0, Group(None, 0, 1))
+    with managed(whole) as looks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduling, "LIMIT", 8)
+        of = scheduling._OfGroup()
+        for _ in range(50):
+            alias = whole.detach()
+            use = of.use(alias, layout)
+            of.schedule.note(use, scheduling.Phase.FORWARD)
+            assert use.resharded is not None, "the control: fully_shard's"
+            assert not scheduling._is_empty(use.resharded)
+            assert len(of.uses) <= 8
+        dead = weakref.ref(alias)
+        del alias
+        assert dead() is None
+        assert len(looks) == 1
+        whole.untyped_storage().resize_(0)
+        assert scheduling._is_empty(use.resharded), "fully_shard frees it, and the use of an alias that is gone knows"
+
+
+def test_what_is_known_of_fully_shards_memory_holds_none_and_is_checked():
+    whole = torch.nn.Parameter(torch.ones(2, 3))
+    with managed(whole) as looks:
+        other = torch.ones(2, 3)
+        assert fsdp.resharded_whole(whole.detach()) is whole and len(looks) == 1
+        assert fsdp.resharded_whole(other) is None and len(looks) == 2
+        memory = whole.untyped_storage()._cdata
+        whole.data = torch.zeros(2, 3)  # as if the address had gone to another storage
+        assert memory in fsdp._known and fsdp._of_memory(fsdp._known, memory) is None
+        assert fsdp.resharded_whole(whole.detach()) is whole and len(looks) == 3
+    dead = weakref.ref(whole)
+    del whole
+    gc.collect()
+    assert dead() is None
+
+
 def sharded(tp_group, kind, keep, simulated, rule):
     """`train` with fully_shard of every block over two data parallel ranks with the same data."""
     torch.manual_seed(0)
@@ -121,13 +176,15 @@ def sharded(tp_group, kind, keep, simulated, rule):
         if simulated:
             stack.enter_context(garbage_in_freed_memory())
         if not rule:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(scheduling, "is_resharded", lambda weight: False)
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(
+                scheduling, "resharded_whole", lambda weight: None
+            )
         results = train(model)
         model[0].unshard()
         weight, layout = local_of(model[0].up.weight), WeightLayout("whole", 0, model[0].up.group)
         scheduler.prefetch_weight(weight, layout)
         assert scheduler.holds_weight(weight, layout) != rule, "it would be of memory that is freed"
-        assert is_resharded(weight) and not is_resharded(torch.zeros(2)), "of the weight alone"
+        assert resharded_whole(weight) is weight and resharded_whole(torch.zeros(2)) is None, "of the weight alone"
         scheduler.clear()
         model[0].reshard()
     return results

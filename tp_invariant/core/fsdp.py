@@ -6,30 +6,53 @@ A tensor does not say so. fully_shard keeps the parameters that forward and back
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from .dtensors import is_dtensor
 
+# The tensors that fully_shard gathers into, by their storage, as of the last look. Weakly, and checked when read: a
+# storage that is gone may leave its address to another.
+_known: dict[int, WeakIdRef] = {}
 
-def is_resharded(weight: Tensor) -> bool:
-    """Whether fully_shard manages the memory of a weight that is used now.
+
+def resharded_whole(weight: Tensor) -> Tensor | None:
+    """fully_shard's own tensor over the memory of a weight that is used now; None where the memory is not its.
+
+    The weight may be an alias of that tensor which lives for one call alone, as inside a compiled block.
 
     The same on every rank: while a forward or a backward uses a weight of fully_shard's, its module is alive, since
     fully_shard's hooks hold it. What other modules a process has or had plays no part.
     """
+    global _known
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
-        return False
+        return None
+    memory = weight.untyped_storage()._cdata
+    whole = _of_memory(_known, memory)
+    if whole is None:
+        # another thread's look may be older than this one, so what is read is this one's
+        _known = known = {whole.untyped_storage()._cdata: WeakIdRef(whole) for whole in _wholes(fsdp.FSDPState)}
+        whole = _of_memory(known, memory)
+    return whole
+
+
+def _of_memory(known: dict[int, WeakIdRef], memory: int) -> Tensor | None:
+    reference = known.get(memory)
+    whole = None if reference is None else reference()
+    return whole if whole is not None and whole.untyped_storage()._cdata == memory else None
+
+
+def _wholes(kind: type) -> Iterator[Tensor]:
     from torch.distributed._composable_state import _module_state_mapping
 
-    memory = weight.untyped_storage()._cdata
     for state in {reference() for reference in list(_module_state_mapping.values())}:
-        for whole in map(_whole, _parameters(state)) if isinstance(state, fsdp.FSDPState) else ():
-            if type(whole) in (Tensor, nn.Parameter) and whole.untyped_storage()._cdata == memory:
-                return True
-    return False
+        for whole in map(_whole, _parameters(state)) if isinstance(state, kind) else ():
+            if type(whole) in (Tensor, nn.Parameter):
+                yield whole
 
 
 def _parameters(state: Any) -> list[Any]:

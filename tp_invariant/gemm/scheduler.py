@@ -40,7 +40,10 @@ That is a matter of speed alone, and safe:
               (comm/peer_copies.py). A layer launches all that reads it before another asks, so it is released when the
               next one does: at a place of the program that ranks share, which the death of a tensor need not be. What
               is not lent is freed with the last reference. Nothing here holds an activation, or a weight of which
-              there is no gather; the one exception are fully_shard's, whose memory is empty between uses.
+              there is no gather. The one exception is fully_shard's weights: whether their memory is empty decides, and
+              ranks would not share the answer once one of them has freed the tensor. Mostly it is empty between uses.
+              Where it stays whole (`reshard_after_forward=False`, the root module, after an evaluation), it outlives
+              its model until `clear()`.
     graphs    While a CUDA graph is captured nothing that is under way outside it is used, waited for or released:
               weights and tokens are gathered inside the graph, or weights are kept ones. A kept one stays alive as long
               as the process, for replays read it; when its weight changes, capture again. Inside it a gather starts
@@ -64,7 +67,7 @@ from torch.utils.weak import WeakIdRef
 
 from ..comm.collectives import Group, Pending, is_capturing
 from ..comm.moves import start_exchange_rows, start_gather_dim, start_gather_major
-from ..core.fsdp import is_resharded
+from ..core.fsdp import resharded_whole
 from ..core.layout import split_sizes
 
 # --- the order of uses ----------------------------------------------------------------------------------------------
@@ -179,8 +182,9 @@ class _Use:
     def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
         self.weight, self.layout, self.like = WeakIdRef(weight), layout, _like(weight)
         self.computed = weight.grad_fn is not None  # by the program: another tensor at every pass
-        # The weight where fully_shard manages its memory, which is empty between uses: whether it is decides.
-        self.resharded = weight if not self.computed and is_resharded(weight) else None
+        # fully_shard's tensor where it manages the weight's memory: whether that is empty decides. Not the weight,
+        # which may be an alias that lives for one call. It is held: ranks need not share when it would die.
+        self.resharded = None if self.computed else resharded_whole(weight)
 
 
 @dataclass(slots=True)
