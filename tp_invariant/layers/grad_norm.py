@@ -9,7 +9,7 @@ gradients. For a DTensor the groups are those of its mesh, and its placements sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -206,11 +206,17 @@ class _ClippedParameter(NamedTuple):
 class ClipCall:
     """The parameters of one call on this rank. An error is stored in `error` and raised once all ranks know of it.
 
-    leave_out: whether a parameter that clip_grad_norm_ refuses is left out instead, and a DTensor of which nothing says
-        how it is sharded besides.
+    leave_out: which parameters are left out. If it is given, those that clip_grad_norm_ refuses are left out, too, and
+        DTensors of which nothing says how they are sharded besides.
     """
 
-    def __init__(self, parameters: Iterable[Tensor] | Tensor, given: Group | None, *, leave_out: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor] | Tensor,
+        given: Group | None,
+        *,
+        leave_out: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
@@ -222,17 +228,17 @@ class ClipCall:
             if id(p) in seen:
                 continue
             seen.add(id(p))
-            if leave_out and is_dtensor(p) and not hasattr(p, "tensor_model_parallel"):
+            if leave_out is not None and (leave_out(p) or (is_dtensor(p) and not hasattr(p, "tensor_model_parallel"))):
                 continue  # _check_dtensor would look at which other parameters are alive, on each rank by itself
             over = SINGLE_RANK
             try:
                 if (carried := carried_group(p)) is not None:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
-                if leave_out:
+                if leave_out is not None:
                     _check_grad(_ClippedParameter(p, index, over), given, SINGLE_RANK.rank)
             except (TypeError, ValueError, RuntimeError) as error:
-                if leave_out:
+                if leave_out is not None:
                     continue
                 self.error = self.error or error
             self.held.append(_ClippedParameter(p, index, over))

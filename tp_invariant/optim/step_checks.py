@@ -92,10 +92,11 @@ def _compare_all(optimizer: Optimizer) -> None:
     placements are not enough, parameters that are sharded over unknown ranks): these are left out, as those are which
     say that no other rank has anything of them.
     """
-    compared = [p for p in _parameters(optimizer) if is_sharded(p) or getattr(p, "tp_group", p) is not None]
-    call = ClipCall(compared, None, leave_out=True)
+    call = ClipCall(
+        _parameters(optimizer), None, leave_out=lambda p: not is_sharded(p) and getattr(p, "tp_group", p) is None
+    )
     if call.maximal_groups and not _is_idle(optimizer):
-        _compare(optimizer, dict.fromkeys(call.maximal_groups, call))
+        _compare(optimizer, dict.fromkeys(call.maximal_groups, call), _WAY_OUT)
 
 
 def _compare_replicated(optimizer: Optimizer) -> None:
@@ -112,15 +113,15 @@ def _compare_replicated(optimizer: Optimizer) -> None:
         if group is not None and group.size > 1 and group not in done:
             held.setdefault(group, []).append(p)
     if held and not _is_idle(optimizer):
-        calls = {group: ClipCall(held[group], None, leave_out=True) for group in in_common_order(held)}
-        _compare(optimizer, calls)
+        calls = {group: ClipCall(held[group], None, leave_out=lambda p: False) for group in in_common_order(held)}
+        _compare(optimizer, calls, f"Parameters are numbered among the replicated ones of this group. {_WAY_OUT}")
         done.update(group for group, call in calls.items() if call.with_grad)
 
 
-def _compare(optimizer: Optimizer, calls: Mapping[Group, ClipCall]) -> None:
+def _compare(optimizer: Optimizer, calls: Mapping[Group, ClipCall], why: str) -> None:
     caller = f"{type(optimizer).__name__}.step"
     questions = [call.question(group, caller, {}) for group, call in calls.items()]
-    questions = [question._replace(why=f"{question.why}. {_WAY_OUT}") for question in questions]
+    questions = [question._replace(why=f"{question.why}. {why}") for question in questions]
     compare(questions, _parameters(optimizer)[0].device, caller, at_once=True)
 
 
