@@ -241,6 +241,23 @@ def test_norms_of_stages(kind):
         assert "the TP-invariant mode is" in other_mode
 
 
+def with_an_empty_stage(world):
+    """A stage without parameters gets the norm of the other."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "pp", "tp"))
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.full((4,), 2.0)
+    found = []
+    for mode, norm_type in itertools.product((True, False), (2.0, torch.inf)):
+        for parameters in ([] if mesh["pp"].get_local_rank() else [p], []):
+            with tpi.set_tp_invariant_mode(mode):
+                found.append(tpi.clip_grad_norm_(parameters, 1e9, pp_group=mesh["pp"], norm_type=norm_type))
+    return torch.stack(found).tolist()
+
+
+def test_a_stage_without_parameters():
+    assert run_ranks(with_an_empty_stage, RANKS) == [[4.0, 0.0, 2.0, 0.0] * 2] * RANKS
+
+
 def failing(world):
     """An error of one stage is an error of all."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "pp", "tp"))

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshes import init_device_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +109,67 @@ def test_torchs_clipping_of_plain_shards_is_noticed_at_the_first_step():
     run_ranks(clipped_plain_shards, 2)
 
 
+def gradients_that_differ(tp_group):
+    """Steps that are taken although gradients differ, and the one that is refused: (parameters, mode, lr)."""
+
+    def step(model, *others, mode=True, lr=0.1):
+        optimizer = torch.optim.SGD([*model.parameters(), *others], lr=lr)
+        with tpi.set_tp_invariant_mode(mode):
+            optimizer.step()
+        return optimizer
+
+    own = nn.Parameter(torch.ones(4))
+    own.grad = torch.full((4,), float(tp_group.rank()))
+    expert = tpi.Linear(4, 4, parallel_mode="column")
+    expert.weight.grad = torch.full((4, 4), float(tp_group.rank()))
+    model, _ = with_grads(tp_group, "group")
+    step(model, own, *expert.parameters())
+    model.down.bias.grad += tp_group.rank()
+    step(model, mode=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        assert "tp_group = None" in refused(RuntimeError, lambda: step(model))
+    if tp_group.rank() == 0:
+        step(model, lr=0.0)  # not a collective
+    optimizer = step(model, lr=0.0)
+    optimizer.param_groups[0]["lr"] = 0.1
+    assert "tp_group = None" in refused(RuntimeError, optimizer.step)  # the step before has compared nothing
+    model.down.bias.tp_group = None
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        optimizer.step()
+
+    model, _ = with_grads(tp_group, "group")
+    model.zero_grad()
+    optimizer = step(model)  # as step(closure): gradients come later
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(tp_group.rank()))
+    assert "SGD.step: the gradient of parameter" in refused(RuntimeError, optimizer.step)
+
+
+def test_which_gradients_steps_compare():
+    run_ranks(gradients_that_differ, 2)
+
+
+def several_groups(tp_group):
+    """Whole parameters of experts over two ranks each, beside one of all four; rank 3 is in the large group alone."""
+    everyone = tpi.Linear(4, 4, parallel_mode="row", tp_group=tp_group)
+    half = dist.new_group([0, 1])
+    parameters = [everyone.bias]
+    if tp_group.rank() < 2:
+        parameters.append(tpi.Linear(4, 4, parallel_mode="row", tp_group=half).bias)
+    for p in parameters:
+        p.grad = torch.ones(4)
+    torch.optim.SGD(parameters, lr=0.1).step()
+    everyone.bias.grad += tp_group.rank() == 3
+    refused(RuntimeError, torch.optim.SGD(parameters, lr=0.1).step)
+
+
+def test_steps_compare_each_group_for_itself():
+    run_ranks(several_groups, 4)
+
+
 # --- gradient scaling -----------------------------------------------------------------------------------------------
 
 FORMS = ({"foreach": False}, {"foreach": True}, {"fused": True})
@@ -167,6 +229,29 @@ def test_pipeline_stages_agree():
     results = run_ranks(unscaled_over_several_groups, 4)
     assert [r[0] for r in results] == [[1.0], [1.0], [0.0], [0.0]]
     assert [r[1] for r in results] == [[1.0]] * 4
+
+
+def unscaled_in_one_stage_without_a_group(tp_group):
+    """Ranks 0 and 1 have a layer over both, 2 and 3 parameters of their own; stages (0, 2) and (1, 3)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    first = tp_group.rank() < 2
+    layer = tpi.Linear(16, 16, parallel_mode="column", tp_group=mesh["tp"].get_group() if first else None)
+    found = []
+    for bad in range(4):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        layer.weight.grad = torch.full_like(layer.weight, float("inf") if tp_group.rank() == bad else 1.0)
+        scaler = tpi.optim.GradScaler("cpu", pp_group=mesh["pp"])
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        found.append([float(v) for v in scaler._found_inf_per_device(optimizer).values()])
+    return found
+
+
+def test_stages_with_and_without_a_tensor_parallel_group_agree():
+    found = run_ranks(unscaled_in_one_stage_without_a_group, 4)
+    assert found[0] == found[1] == [[1.0]] * 4
+    # the stage without a group has no way from rank 2 to rank 3
+    assert found[2][2] == found[3][3] == found[2][0] == found[3][1] == [1.0]
 
 
 def scaled_by_torch(tp_group):
@@ -231,15 +316,22 @@ def refused_optimizers(tp_group):
     class Lamb(torch.optim.SGD):
         pass
 
+    class SingleDeviceMuonWithAuxAdam(torch.optim.SGD):
+        pass
+
     for optimizer, words in {
         torch.optim.Muon(matrices): "Muon makes whole matrices orthogonal: use tp_invariant.optim.Muon",
         torch.optim.Adafactor(matrices): "Adafactor keeps means over the rows and columns of whole matrices",
         torch.optim.LBFGS(matrices): "LBFGS takes products of whole gradients",
+        SingleDeviceMuonWithAuxAdam(matrices): "WithAuxAdam makes whole matrices orthogonal",
         Lamb(matrices): "Lamb scales by the norms of whole parameters",
     }.items():
         text = refused(TypeError, lambda optimizer=optimizer: optimizer.step(lambda: 0.0))
         assert f"{words}" in text and f"on rank {tp_group.rank()} of 2" in text
     testing.assert_bitwise_equal(testing.full_parameters(model), before)
+    knowing = SingleDeviceMuonWithAuxAdam(matrices, lr=0.0)
+    knowing.takes_shards = True
+    knowing.step()
     model, _ = with_grads(tp_group, "mesh")
     refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step)  # torch's own
     refused(NotImplementedError, torch.optim.SGD(model.parameters(), fused=True).step)  # torch's own

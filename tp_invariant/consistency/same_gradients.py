@@ -18,7 +18,7 @@ When the result is read:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -57,12 +57,16 @@ def maximal_groups(groups: Sequence[Group]) -> list[Group]:
     several = {group: ranks_of(group) for group in dict.fromkeys(groups) if group.size > 1}
     if len(several) == 1:
         return list(several)
-    ordered = sorted(several, key=lambda group: (-group.size, several[group], str(_name(group))))
     found: list[Group] = []
-    for group in ordered:
+    for group in in_common_order(several):
         if not any(set(several[group]) <= set(several[other]) for other in found):
             found.append(group)
     return found
+
+
+def in_common_order(groups: Iterable[Group]) -> list[Group]:
+    """The groups in their order in one total order of all groups: the larger ones first."""
+    return sorted(groups, key=lambda group: (-group.size, ranks_of(group), str(_name(group))))
 
 
 def _name(group: Group) -> str:
@@ -90,12 +94,13 @@ class Question(NamedTuple):
     why: str
 
 
-def compare(questions: Sequence[Question], device: torch.device, caller: str) -> None:
+def compare(questions: Sequence[Question], device: torch.device, caller: str, *, at_once: bool = False) -> None:
     """Compares calls and the gradients of replicated parameters over each question's group. A collective.
 
     Args:
         device: of the gradients.
         caller: the name of the calling function, for errors.
+        at_once: wait for the result, and allow ranks of a group to be in different numbers of groups.
 
     Raises:
         RuntimeError: the same on every rank of the group, and on every rank that shares a group with these: names what
@@ -104,15 +109,15 @@ def compare(questions: Sequence[Question], device: torch.device, caller: str) ->
     if is_capturing():
         return
     late = {question.group: _look_up(question.group, caller) for question in questions}
-    _raise_together(late, device)
+    _raise_together(late, device, at_once)
     found: dict[Group, str | None] = {}
     for question in questions:
         compare_environments(question.group, device)
-        found[question.group] = _ask(question, device, caller)
-    _raise_together(found, device)
+        found[question.group] = _ask(question, device, caller, at_once)
+    _raise_together(found, device, at_once)
 
 
-def _ask(question: Question, device: torch.device, caller: str) -> str | None:
+def _ask(question: Question, device: torch.device, caller: str, at_once: bool) -> str | None:
     group, mark = question.group, _mark(question.facts)
     assert group.process_group is not None
     known = _known.setdefault(group.process_group, set())
@@ -120,7 +125,7 @@ def _ask(question: Question, device: torch.device, caller: str) -> str | None:
     digests = _digests(question.whole, place)
     own = torch.stack([torch.full((), mark, dtype=torch.int64, device=place), digests.sum()])
     everyone = gather_major(own, group)
-    if place.type == "cuda" and (caller, mark) in known and not is_call_check_enabled():
+    if place.type == "cuda" and (caller, mark) in known and not at_once and not is_call_check_enabled():
         on_host = torch.empty(everyone.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         on_host.copy_(everyone, non_blocking=True)
         event = torch.cuda.Event()
@@ -165,13 +170,16 @@ def _difference(
     return f"{caller}: {names[others[0]]}{more} between {ranks}: {alike}. {why}"
 
 
-def _raise_together(found: Mapping[Group, str | None], device: torch.device) -> None:
+def _raise_together(found: Mapping[Group, str | None], device: torch.device, always: bool) -> None:
     """Raises the errors found; if ranks are in several groups, on all ranks that share a group, directly or through
-    others."""
+    one or two others. How often a group gathers does not depend on how many groups a rank is in.
+
+    always: gather in a single group, too; without it all ranks of a group must be in several groups, or all in one.
+    """
     texts = [text for text in found.values() if text is not None]
-    if len(found) > 1:
+    if always or len(found) > 1:
         flag = int(bool(texts))
-        for _ in found:
+        for _ in range(2):
             for group in found:
                 own = torch.tensor([flag], dtype=torch.int64, device=group_device(group, device))
                 flag = int(gather_major(own, group).any())

@@ -191,11 +191,12 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     return F.linear(x, whole_weight, bias)
 
 
-def grad_norm(params: list[Tensor], over: list[Group], stages: Group) -> Tensor:
+def grad_norm(params: list[Tensor], over: list[Group], stages: Group, place: torch.device) -> Tensor:
     """The L2 norm of all gradients, fp32: squares of sharded parameters are summed over the ranks of their groups, and
     all squares over the stages; replicated parameters count once.
 
     over: for each parameter the group over which it is sharded according to its attributes; of size 1 if it is not.
+    place: the device on which stages are added, of the same kind on all of them.
     A DTensor's norm is a DTensor too, whose full_tensor sums over its mesh.
     """
     grads = [p.grad for p in params if p.grad is not None]
@@ -207,8 +208,8 @@ def grad_norm(params: list[Tensor], over: list[Group], stages: Group) -> Tensor:
     chosen: dict[Group | None, list[Tensor]] = {}
     for norm, group in zip(every, over, strict=True):
         chosen.setdefault(group if group.size > 1 else None, []).append(norm.to(every[0].device))
-    total = every[0].new_zeros(()) if every else torch.zeros(())
+    total = every[0].new_zeros(()) if every else torch.zeros((), device=place)
     for shared_by, members in chosen.items():
         squares = torch.stack(members).square().sum()
         total = total + (squares if shared_by is None else _sum(squares, shared_by))
-    return (total if stages.size == 1 else _sum(total, stages)).sqrt()
+    return (total if stages.size == 1 else _sum(total.to(place), stages)).sqrt()

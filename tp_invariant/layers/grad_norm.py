@@ -9,7 +9,7 @@ gradients. For a DTensor the groups are those of its mesh, and its placements sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, is_capturing, ranks_of, resolve_group
-from ..consistency.agreement import check_agreement, group_device, share_error
+from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
 from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_tp_invariant_mode_enabled
@@ -117,6 +117,9 @@ def clip_grad_norm_(
     with_grad = [held.parameter for held in call.with_grad]
     over = [held.over for held in call.with_grad]
     own = torch.zeros(0, device=call.device)  # what of this stage is added up
+    place = messages = call.device
+    if stages.size > 1:
+        messages = group_device(stages, call.device)
     try:
         _check_stages(call, stages)
         call.agree("clip_grad_norm_", options)
@@ -128,16 +131,18 @@ def clip_grad_norm_(
             _check_devices(call.with_grad, call.rank)
             own = partial_sums_of(with_grad, over)
     except (TypeError, ValueError, RuntimeError) as error:
-        share_error(error, stages, call.device, set())  # the other stages would wait
+        share_error(error, stages, messages, set())  # the other stages would wait
         raise
     if stages.size > 1:
-        check_agreement({"the TP-invariant mode": invariant, **options}, stages, call.device, set())
+        check_agreement({"the TP-invariant mode": invariant, **options}, stages, messages, set())
+        place = _device_of_stages(call, stages)
+        own = own.to(place)
     if norm_type == math.inf:
         total = torch.cat([own.new_zeros(1), _of_all_stages(own, stages)]).max()
     elif invariant:
         total = norm_of(_of_all_stages(own, stages))
     else:
-        total = stock.grad_norm(with_grad, over, stages)
+        total = stock.grad_norm(with_grad, over, stages, place)
     total = total.masked_fill(total.isnan(), math.nan)  # one NaN bit pattern, from whichever sum it came
     call.agree_on(total)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -149,6 +154,29 @@ def clip_grad_norm_(
         for grad in grads:
             grad.masked_fill_(grad.isnan(), math.nan)
     return total
+
+
+def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
+    """Where the stages' norms are added: on the device of this stage's parameters, or, if it has none, of the others'.
+
+    Raises:
+        RuntimeError: on every stage, if some have parameters on CPUs and others on GPUs.
+    """
+    messages = group_device(stages, call.device)
+    kind = 0 if not call.held else 2 if call.device.type == "cuda" else 1
+    kinds = gather_major(torch.tensor([kind], device=messages), stages).flatten().tolist()
+    if {1, 2} <= {*kinds}:
+        on_cpus = [stage for stage, kind in enumerate(kinds) if kind == 1]
+        raise RuntimeError(
+            f"clip_grad_norm_ with pp_group: parameters of the stages {on_cpus} of {stages.size} are on CPUs, those "
+            "of others on GPUs: all must be on the same kind of device"
+        )
+    if 2 in kinds:
+        place = call.device if call.device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    else:
+        place = call.device if 1 in kinds else messages
+    compare_environments(stages, place)
+    return place
 
 
 def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
@@ -178,10 +206,17 @@ class _ClippedParameter(NamedTuple):
 class ClipCall:
     """The parameters of one call on this rank. An error is stored in `error` and raised once all ranks know of it.
 
-    leave_out: whether a parameter that clip_grad_norm_ refuses is left out instead.
+    leave_out: which parameters are left out. If it is given, those that clip_grad_norm_ refuses are left out, too, and
+        DTensors of which nothing says how they are sharded besides.
     """
 
-    def __init__(self, parameters: Iterable[Tensor] | Tensor, given: Group | None, *, leave_out: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor] | Tensor,
+        given: Group | None,
+        *,
+        leave_out: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
@@ -193,15 +228,17 @@ class ClipCall:
             if id(p) in seen:
                 continue
             seen.add(id(p))
+            if leave_out is not None and (leave_out(p) or (is_dtensor(p) and not hasattr(p, "tensor_model_parallel"))):
+                continue  # _check_dtensor would look at which other parameters are alive, on each rank by itself
             over = SINGLE_RANK
             try:
                 if (carried := carried_group(p)) is not None:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
-                if leave_out:
+                if leave_out is not None:
                     _check_grad(_ClippedParameter(p, index, over), given, SINGLE_RANK.rank)
             except (TypeError, ValueError, RuntimeError) as error:
-                if leave_out:
+                if leave_out is not None:
                     continue
                 self.error = self.error or error
             self.held.append(_ClippedParameter(p, index, over))
@@ -218,14 +255,15 @@ class ClipCall:
         """Compares the call and the gradients of replicated parameters across ranks, then raises `error`, if any."""
         if self.maximal_groups and self.held:
             compare(
-                [self._question(compared_group, caller, options) for compared_group in self.maximal_groups],
+                [self.question(compared_group, caller, options) for compared_group in self.maximal_groups],
                 self.device,
                 caller,
             )
         if self.error is not None:
             raise self.error
 
-    def _question(self, compared_group: Group, caller: str, options: Mapping[str, Any]) -> Question:
+    def question(self, compared_group: Group, caller: str, options: Mapping[str, Any]) -> Question:
+        """What is compared over a group."""
         if self.error is not None:
             text = f"{type(self.error).__name__}: {self.error}".replace(f" on rank {self.rank}", " here")
             # equal on all ranks that have an error: then each rank raises its own

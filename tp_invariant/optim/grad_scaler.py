@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,20 +39,25 @@ class GradScaler(torch.amp.GradScaler):
         """unscale_() and fused optimizers' step() both come here, on every rank."""
         found = super()._unscale_grads_(optimizer, *args)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        groups = maximal_groups([self._pp_group, *(group for p in parameters for group in _groups_of(p))])
-        if groups:
+        groups = maximal_groups(_groups_of(parameters))
+        stages = [self._pp_group] if self._pp_group.size > 1 else []
+        if groups or stages:
             device = parameters[0].device
             largest = torch.stack([v.to(device) for v in found.values()] or [torch.zeros((), device=device)]).max()
-            for _ in groups:  # so that it arrives from group to group, whichever they have ranks in common
-                for group in groups:
-                    largest = gather_major(largest.to(group_device(group, device)), group).max()
+            # each group the same number of times on all its ranks, whichever other groups these are in
+            for group in [*groups, *stages, *groups]:
+                largest = gather_major(largest.to(group_device(group, device)), group).max()
             for value in found.values():
                 value.copy_(largest)
         return found
 
 
-def _groups_of(p: Tensor) -> list[Group]:
-    if not is_dtensor(p):
-        carried = carried_group(p)
-        return [] if carried is None else [carried]
-    return [resolve_group(p.device_mesh.get_group(axis)) for axis in range(p.device_mesh.ndim)]
+def _groups_of(parameters: Sequence[Tensor]) -> list[Group]:
+    meshes: dict[DeviceMesh, None] = {}  # few, and resolving is slow
+    groups: dict[Group, None] = {}
+    for p in parameters:
+        if is_dtensor(p):
+            meshes[p.device_mesh] = None
+        elif (carried := carried_group(p)) is not None:
+            groups[carried] = None
+    return [*groups, *(resolve_group(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim))]

@@ -4,14 +4,17 @@ A plain shard looks to torch like any other tensor. An optimizer that computes s
 that decides on each rank whether to step, give other results on each rank, without an error: they are refused by name.
 
 torch.nn.utils.clip_grad_norm_ on plain shards scales by another norm on each rank. Nothing meets it itself, but the
-gradients of replicated parameters differ between the ranks afterwards. So the ranks compare these, as
-tp_invariant.clip_grad_norm_ does, before the first step of each optimizer (with TP_INVARIANT_CHECK=1 before every
-step). What is not seen: clipping that begins to scale later, and models all of whose parameters are sharded.
+gradients of replicated parameters differ between the ranks afterwards. So with the mode on, before the first step of
+each optimizer that has gradients and a learning rate other than 0, the ranks compare these of the parameters that carry
+a `tp_group`, each over this group. What is not seen: clipping that begins to scale later, models all of whose other
+parameters are sharded, and the mode off. With TP_INVARIANT_CHECK=1 every step compares all parameters, in both modes,
+as tp_invariant.clip_grad_norm_ does, but for those whose `tp_group` is None: no other rank has anything of them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..core.mode import is_call_check_enabled
+from ..comm.collectives import Group, is_capturing
+from ..consistency.same_gradients import compare, in_common_order
+from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..layers.grad_norm import ClipCall
-from ..layers.parameters import is_sharded
+from ..layers.parameters import carried_group, is_sharded
 
 # by the name of the class or of one that it derives from: other libraries have optimizers of these names, too
 _NEED_WHOLE = {
@@ -33,7 +38,11 @@ _NEED_WHOLE = {
     "lamb": "scales by the norms of whole parameters: use AdamW",
     "lars": "scales by the norms of whole parameters: use SGD",
 }
-_COMPARED = "_tp_invariant_compared"  # of an optimizer: whether its ranks have compared their gradients
+_WAY_OUT = (
+    "Of a parameter that is meant to differ between these ranks, say so: parameter.tp_group = None and "
+    "parameter.tensor_model_parallel = False"
+)
+_COMPARED = "_tp_invariant_compared"  # of an optimizer: the groups whose ranks have compared its gradients
 _FRAMES = 8  # between a scaler's step and this hook: torch's wrappers, a schedule's, a trainer's
 
 
@@ -41,9 +50,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     _refuse(optimizer)
-    if not getattr(optimizer, _COMPARED, False) or is_call_check_enabled():
-        _compare_gradients(optimizer)
-        setattr(optimizer, _COMPARED, True)
+    if is_capturing():
+        return
+    if is_call_check_enabled():
+        _compare_all(optimizer)
+    elif is_tp_invariant_mode_enabled():
+        _compare_replicated(optimizer)
 
 
 def _refuse(optimizer: Optimizer) -> None:
@@ -53,8 +65,12 @@ def _refuse(optimizer: Optimizer) -> None:
         return
     if not getattr(optimizer, "takes_shards", False):
         for kind in type(optimizer).__mro__:
-            if (why := _NEED_WHOLE.get(kind.__name__.lower())) is not None:
-                raise TypeError(f"{type(optimizer).__name__} of {_named(shard)}: {kind.__name__} {why}")
+            name = kind.__name__.lower()
+            if (why := _NEED_WHOLE.get("muon" if "muon" in name else name)) is not None:  # MuonWithAuxAdam, ..
+                raise TypeError(
+                    f"{type(optimizer).__name__} of {_named(shard)}: {kind.__name__} {why}. An optimizer that knows of "
+                    "shards says so by an attribute, takes_shards = True"
+                )
     scaler = _calling_scaler()
     if scaler is not None and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_:
         raise TypeError(
@@ -64,16 +80,53 @@ def _refuse(optimizer: Optimizer) -> None:
         )
 
 
-def _compare_gradients(optimizer: Optimizer) -> None:
+def _is_idle(optimizer: Optimizer) -> bool:
+    """Whether every learning rate is 0: get_optimizer_state_dict steps so to make the state, perhaps on one rank."""
+    return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+
+
+def _compare_all(optimizer: Optimizer) -> None:
     """Compares the gradients of replicated parameters as clip_grad_norm_ does.
 
     An optimizer may step parameters that clip_grad_norm_ refuses (sparse or complex gradients, DTensors whose
-    placements are not enough, parameters that are sharded over unknown ranks): these are left out.
+    placements are not enough, parameters that are sharded over unknown ranks): these are left out, as those are which
+    say that no other rank has anything of them.
     """
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    call = ClipCall(everything, None, leave_out=True)
-    if call.maximal_groups:
-        call.agree(f"{type(optimizer).__name__}.step", {})
+    call = ClipCall(
+        _parameters(optimizer), None, leave_out=lambda p: not is_sharded(p) and getattr(p, "tp_group", p) is None
+    )
+    if call.maximal_groups and not _is_idle(optimizer):
+        _compare(optimizer, dict.fromkeys(call.maximal_groups, call), _WAY_OUT)
+
+
+def _compare_replicated(optimizer: Optimizer) -> None:
+    """Compares the gradients of parameters that say which ranks hold them whole, over these ranks.
+
+    Each parameter is compared over its own group alone: groups may be parts of one another, and get other inputs, as
+    experts do. A group counts as compared once there were gradients, which all its ranks know alike: were they not the
+    same parameters' on all of them, the comparison would have raised.
+    """
+    done: set[Group] = optimizer.__dict__.setdefault(_COMPARED, set())
+    held: dict[Group, list[Tensor]] = {}
+    for p in _parameters(optimizer):
+        group = carried_group(p) if p.requires_grad and not is_sharded(p) else None
+        if group is not None and group.size > 1 and group not in done:
+            held.setdefault(group, []).append(p)
+    if held and not _is_idle(optimizer):
+        calls = {group: ClipCall(held[group], None, leave_out=lambda p: False) for group in in_common_order(held)}
+        _compare(optimizer, calls, f"Parameters are numbered among the replicated ones of this group. {_WAY_OUT}")
+        done.update(group for group, call in calls.items() if call.with_grad)
+
+
+def _compare(optimizer: Optimizer, calls: Mapping[Group, ClipCall], why: str) -> None:
+    caller = f"{type(optimizer).__name__}.step"
+    questions = [call.question(group, caller, {}) for group, call in calls.items()]
+    questions = [question._replace(why=f"{question.why}. {why}") for question in questions]
+    compare(questions, _parameters(optimizer)[0].device, caller, at_once=True)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _named(shard: Tensor) -> str:
