@@ -231,12 +231,14 @@ def given_shards(tp_group, kind, folder):
 
 def given_after_fully_shard(world_group, tp, folder):
     """Whole weights are written; of a model that nothing but fully_shard has cut, too."""
-    mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+    # an order of its own: torch keeps an equal mesh of another case, whose groups have ended with that case
+    ranks = torch.arange(4).view(tp, 4 // tp).t()
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tp"))
     model = hf_models.build("qwen3")
     full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tpi.parallelize(model, mesh["tp"] if tp > 1 else None)
     parts = {name: local_of(tensor) for name, tensor in model.state_dict().items()}
-    shard_fully(model, mesh["dp"])
+    shard_fully(model, mesh["data"])
     model.save_pretrained(folder, is_main_process=dist.get_rank() == 0, state_dict=full)
     cut = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
     given = [model.state_dict(), cut, *([parts] if tp > 1 else [])]
