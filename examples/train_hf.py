@@ -293,10 +293,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--dp needs ranks: torchrun --nproc-per-node 4 examples/train_hf.py --dp 2 ..")
         run(None, options, device)
         return 0
+    world = int(os.environ["WORLD_SIZE"])
+    if options.dp and world % options.dp:
+        parser.error(f"--dp {options.dp} does not divide the number of ranks, {world}")
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         if options.dp:
-            sizes = options.dp, dist.get_world_size() // options.dp
+            sizes = options.dp, world // options.dp
             digest = train_fully_sharded(
                 init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp")), options, device
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm import meeting
+from tp_invariant.core.dtensors import local_of
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -228,6 +230,75 @@ def given_shards(tp_group, kind, folder):
     return refused(ValueError, lambda: model.save_pretrained(folder, state_dict=model.state_dict()))
 
 
+def given_after_fully_shard(world_group, tp, folder):
+    """Whole weights are written; of a model that nothing but fully_shard has cut, too."""
+    # an order of its own: torch keeps an equal mesh of another case, whose groups have ended with that case
+    ranks = torch.arange(4).view(tp, 4 // tp).t()
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tp"))
+    model = hf_models.build("qwen3")
+    full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tpi.parallelize(model, mesh["tp"] if tp > 1 else None)
+    parts = {name: local_of(tensor) for name, tensor in model.state_dict().items()}
+    shard_fully(model, mesh["data"])
+    model.save_pretrained(folder, is_main_process=dist.get_rank() == 0, state_dict=full)
+    cut = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
+    given = [model.state_dict(), cut, *([parts] if tp > 1 else [])]
+    return [refused(ValueError, lambda one=one: model.save_pretrained(f"{folder}/no", state_dict=one)) for one in given]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_whole_weights_that_are_given_after_fully_shard(tmp_path, tp):
+    import transformers
+
+    for texts in run_ranks(given_after_fully_shard, 4, tp, str(tmp_path / "given")):
+        assert all("with this rank's part alone" in text for text in texts)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "given")
+    assert_bitwise_equal(dict(loaded.state_dict()), dict(hf_models.build("qwen3").state_dict()))
+
+
+def late_and_again(world_group, folder):
+    """One rank gives up before the other comes; then both come."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+    model = tpi.parallelize(hf_models.build("qwen3"), group)
+    texts = []
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            texts.append(refused(RuntimeError, lambda: model.save_pretrained(folder)))
+        dist.barrier(world_group)
+    write = type(model).save_pretrained
+
+    def slow(*args, **options):  # for longer than the group's time-out
+        time.sleep(3)
+        write(*args, **options)
+
+    with mock.patch.object(type(model), "save_pretrained", slow):
+        model.save_pretrained(folder)
+    return texts
+
+
+def test_save_pretrained_after_a_rank_came_late_and_for_longer_than_the_time_out(tmp_path):
+    for rank, (text,) in enumerate(run_ranks(late_and_again, 2, str(tmp_path / "late"))):
+        assert f"on rank {rank} of 2 waits for rank {1 - rank}, for " in text
+    hf_models.build("qwen3").save_pretrained(tmp_path / "plain")
+    assert files_in(tmp_path / "late") == files_in(tmp_path / "plain")
+
+
+def saved_without_rank_0(world_group, folder):
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    model = tpi.parallelize(hf_models.build("qwen3"), group)
+    said: list[str] = []
+    with mock.patch.object(logging.getLogger("tp_invariant"), "warning", lambda text, *args: said.append(text % args)):
+        model.save_pretrained(f"{folder}/{dist.get_rank() // 2}")
+    return said
+
+
+def test_a_model_that_rank_0_has_not_is_not_written(tmp_path):
+    zero, one, two, three = run_ranks(saved_without_rank_0, 4, str(tmp_path))
+    assert zero == one == three == []
+    assert "writes nothing on rank 2, 3, which have this model" in two[0] and two[0].endswith("on rank 2")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
 @pytest.mark.parametrize("kind", ["group", "mesh"])
 def test_shards_that_are_given_are_refused(tmp_path, kind):
     for rank, text in enumerate(run_ranks(given_shards, 2, kind, str(tmp_path / "new"))):
@@ -242,7 +313,9 @@ def test_shards_that_are_given_are_refused(tmp_path, kind):
 
 def resized(tp_group, kind):
     model = tpi.parallelize(hf_models.build("qwen3"), mesh_or_group(tp_group, kind))
-    assert model.resize_token_embeddings() is model.model.embed_tokens
+    rows = model.config.vocab_size
+    for same in ({}, {"new_num_tokens": rows}, {"new_num_tokens": rows - 1, "pad_to_multiple_of": rows}):
+        assert model.resize_token_embeddings(**same) is model.model.embed_tokens
     texts = [refused(ValueError, lambda: model.resize_token_embeddings(100))]
     texts.append(refused(ValueError, lambda: model.resize_token_embeddings(pad_to_multiple_of=64)))
     with tpi.set_tp_invariant_mode(True):

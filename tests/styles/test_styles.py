@@ -345,6 +345,11 @@ def called_wrongly(tp_group):
         testing.assert_bitwise_equal(colwise(late).to_local(), colwise(part.full_tensor()).to_local())
     plan = {"": torch_styles.ColwiseParallel()}
     assert "import ColwiseParallel from tp_invariant in place of" in said(lambda: apply(nn.Linear(8, 8), mesh, plan))
+    derived = type("Derived", (torch_styles.RowwiseParallel,), {})
+    text = said(lambda: apply(nn.Linear(8, 8), mesh, {"": derived()}))
+    assert "is of a class that is derived from torch's" in text and "import RowwiseParallel from tp_inv" in text
+    ours = type("OursDerived", (tpi.RowwiseParallel,), {})
+    assert isinstance(apply(nn.Linear(8, 8), mesh, {"": ours()}), tpi.Linear)
     other = DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("other",))
     assert "x of Linear on rank" in said(lambda: colwise(DTensor.from_local(x, other, [Replicate()])))
     scaled = rowwise(y)[..., :1] * y  # the gradient of the first, which is whole, is a sum over the ranks' features

@@ -103,6 +103,11 @@ class CallRecords:
             if words[other] >= number and words[other + place] != mark and words[other] < number + _COMPARED:
                 self._report_divergence(number)
 
+    def take_back(self) -> None:
+        """Undoes the last `begin`, of a call that this rank has not started and will not start."""
+        self._count -= 1
+        self._words[self._own] = self._count
+
     def wait(self, work: dist.Work) -> None:
         """work.wait(), which also checks the records from time to time. Raises the errors of `work` and of begin."""
         for seconds in chain(_CHECK_INTERVALS, repeat(_CHECK_INTERVALS[-1])):

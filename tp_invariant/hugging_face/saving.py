@@ -6,20 +6,24 @@ transformers' own functions see this rank's shards. So a parallelized model has 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.full_state import full_state_dict, model_entries, model_group, run_on_all_ranks
-from ..comm.collectives import Group, resolve_group
-from ..comm.meeting import wait_for_all
-from ..core.dtensors import is_dtensor
+from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, run_on_all_ranks, tensor_specs
+from ..comm.collectives import Group, ranks_of, resolve_group
+from ..comm.meeting import wait_for_all, wait_without_limit
+from ..core.dtensors import is_dtensor, local_of
+from ..layers.parameters import ShardSpec
 
 _ADVICE = (
     "A rank has only its part of the weights, so call save_pretrained on every rank, not under `if rank == 0`: rank 0 "
     "of the job writes, the others send"
 )
+_logger = logging.getLogger("tp_invariant")
 
 
 def install_saving(model: Any) -> None:
@@ -34,7 +38,8 @@ def _save_pretrained(
     """transformers' save_pretrained, of whole weights: the files that the model would write without parallelize.
 
     A collective: call it on every rank. Rank 0 of the job writes, and the weights pass through its CPU's memory; the
-    others return when it is done. After fully_shard, too, on every rank of its mesh.
+    others return when it is done, however long it takes. After fully_shard, too, on every rank of its mesh. A warning
+    says so if rank 0 is none of the model's ranks: then these write nothing.
 
     Raises:
         RuntimeError: on every rank that has called it: other ranks have not; or they hold different whole weights.
@@ -50,6 +55,16 @@ def _save_pretrained(
         return
     for group in groups:
         wait_for_all(group, f"save_pretrained({str(save_directory)!r})", _ADVICE)
+    ranks = _ranks(model)
+    if is_main_process and 0 not in ranks and dist.get_rank() == ranks[0]:
+        _logger.warning(
+            "save_pretrained(%r) writes nothing on rank %s, which have this model, because rank 0 of the job writes. "
+            "Where rank 0 has no replica of it, call tp_invariant.full_state_dict(model) on all of them, and "
+            "save_pretrained with this as state_dict on rank %d",
+            str(save_directory),
+            ", ".join(map(str, ranks)),
+            ranks[0],
+        )
     full = full_state_dict(model, rank0_only=True, cpu_offload=True)
 
     def write() -> None:
@@ -58,8 +73,16 @@ def _save_pretrained(
 
     step: Any = write
     for group in groups:  # an error of the one that writes is raised on all
-        step = functools.partial(run_on_all_ranks, group, "save_pretrained", step)
+        step = functools.partial(run_on_all_ranks, group, "save_pretrained", functools.partial(_all_end, group, step))
     step()
+
+
+def _all_end(group: Group, step: Callable[[], None]) -> None:
+    """step(), which takes one rank long, and then a wait that has no time-out as a collective has."""
+    try:
+        step()
+    finally:
+        wait_without_limit(group)
 
 
 def _groups(model: Any) -> list[Group]:
@@ -72,15 +95,39 @@ def _groups(model: Any) -> list[Group]:
     return [group] if group.size > 1 or dtensors else []
 
 
+def _ranks(model: Any) -> list[int]:
+    """The ranks of the job that have parts of the model's weights, as this rank."""
+    for p in model.parameters():
+        if is_dtensor(p) and p.device_mesh.ndim > 1:
+            return sorted(p.device_mesh.mesh.flatten().tolist())
+    return sorted(ranks_of(model_group(model)))
+
+
 def _check_whole(model: Any, state_dict: Any) -> None:
-    for name, entry in model_entries(model, fully_sharded=True).items():
+    state = model.state_dict(keep_vars=True)
+    specs = tensor_specs(model)
+    for name, tensor in state.items():
         given = state_dict.get(name)
-        if is_dtensor(given) or (given is not None and given.shape == entry.tensor.shape != entry.full_shape):
+        if not isinstance(given, Tensor) or not isinstance(tensor, Tensor):
+            continue
+        if is_dtensor(given) or given.shape in _shapes_of_parts(tensor, specs.get(id(tensor), WHOLE)):
             raise ValueError(
-                f"{name} in the state_dict that was given to save_pretrained on rank {entry.spec.group.rank} is "
+                f"{name} in the state_dict that was given to save_pretrained on rank {dist.get_rank()} is "
                 f"a {type(given).__name__} with this rank's part alone: give none, or "
                 "tp_invariant.full_state_dict(model)"
             )
+
+
+def _shapes_of_parts(tensor: Tensor, spec: ShardSpec) -> set[tuple[int, ...]]:
+    """The shapes that a part of `tensor` may have: over the tensor-parallel ranks, fully_shard's, or both."""
+    local, whole = tuple(local_of(tensor).shape), list(tensor.shape)
+    parts = {local}
+    if spec.dim is not None and spec.group.size > 1:
+        if is_dtensor(tensor) and set(ranks_of(spec.group)) <= set(tensor.device_mesh.mesh.flatten().tolist()):
+            whole[spec.dim] //= spec.group.size  # else a plain shard, which fully_shard may have cut
+        parts.add(tuple(whole))
+        whole[spec.dim] = whole[spec.dim] * spec.group.size - spec.padding
+    return parts - {tuple(whole)}
 
 
 def _tied(model: Any, full: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -93,10 +140,20 @@ def _tied(model: Any, full: dict[str, Tensor]) -> dict[str, Tensor]:
 def _resize_token_embeddings(
     model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **options: Any
 ) -> Any:
-    if new_num_tokens is None and pad_to_multiple_of is None:  # then it only returns the embedding
-        return model.get_input_embeddings()
+    """transformers' resize_token_embeddings where it changes nothing, as in scripts that always call it.
+
+    Raises:
+        ValueError: the vocabulary would get another size.
+    """
+    embedding = model.get_input_embeddings()
+    rows = getattr(embedding, "num_embeddings", None)  # of the whole vocabulary
+    asked = rows if new_num_tokens is None else new_num_tokens
+    if asked is not None and pad_to_multiple_of:
+        asked = -(-asked // pad_to_multiple_of) * pad_to_multiple_of
+    if asked == rows:
+        return embedding
     raise ValueError(
         f"resize_token_embeddings(new_num_tokens={new_num_tokens}, pad_to_multiple_of={pad_to_multiple_of}) of a "
-        f"{type(model).__name__} that parallelize has changed: transformers would take this rank's rows for the whole "
-        "vocabulary. Call it before parallelize"
+        f"{type(model).__name__} that parallelize has changed, whose vocabulary has size {rows}: transformers would "
+        "take this rank's rows for the whole vocabulary. Call it before parallelize"
     )

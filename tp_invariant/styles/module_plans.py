@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..functional.attention_choice import SafeSdpa, callers
 from ..layers.linear import Linear
+from .parallel_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 ParallelStyle = torch_styles.ParallelStyle
-_NOT_INVARIANT = torch_styles.ColwiseParallel, torch_styles.RowwiseParallel, torch_styles.SequenceParallel
+_TORCHS = torch_styles.ColwiseParallel, torch_styles.RowwiseParallel, torch_styles.SequenceParallel
+_OURS = ColwiseParallel, RowwiseParallel, SequenceParallel  # derived from torch's
 
 
 def parallelize_module(
@@ -35,14 +37,17 @@ def parallelize_module(
         src_data_rank: as torch's, but with this library's styles all ranks must have the same weights in any case.
 
     Raises:
-        ValueError: a style of torch's that adds on the wire where this library has one. Nothing was changed.
+        ValueError: a style of torch's that adds on the wire where this library has one, or a class derived from such
+            a style. Nothing was changed.
     """
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     for name, style in plan.items():
-        if type(style) in _NOT_INVARIANT:
+        if isinstance(style, _TORCHS) and not isinstance(style, _OURS):
+            base = next(one.__name__ for one in _TORCHS if isinstance(style, one))
+            derived = "" if type(style) in _TORCHS else "of a class that is derived from "
             raise ValueError(
-                f"parallelize_plan[{name!r}]={style} is torch's, whose bits depend on the degree: import "
-                f"{type(style).__name__} from tp_invariant in place of torch.distributed.tensor.parallel"
+                f"parallelize_plan[{name!r}]={style} is {derived}torch's, whose bits depend on the degree: import "
+                f"{base} from tp_invariant in place of torch.distributed.tensor.parallel"
             )
     result = torch_styles.parallelize_module(
         module,
