@@ -180,9 +180,12 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
 - **`tp_invariant.optim.GradScaler`** is torch's, and its ranks agree on whether a step is skipped. torch's own is right
   on DTensors, and refused on plain shards.
 - **torch's clip_grad_norm_** is right on DTensors, with bits that depend on the degree. On plain shards it scales by
-  another norm on each rank: the first step of each optimizer compares the gradients of replicated parameters between
-  the ranks, and raises. Clipping that begins to scale later is seen with `TP_INVARIANT_CHECK=1` alone. Use
+  another norm on each rank: with the mode on, the first step of each optimizer compares the gradients of the layers'
+  replicated parameters between the ranks of their `tp_group`, and raises. A parameter that is meant to differ says so
+  by `parameter.tp_group = None`. Clipping that begins to scale later is seen with `TP_INVARIANT_CHECK=1` alone. Use
   `tp_invariant.clip_grad_norm_`, which has the same bits at every degree on both.
+- **An optimizer of your own** that is named like one that is refused, such as a Muon which knows of shards, is taken
+  if it has the attribute `takes_shards = True`.
 
 On a GPU (an H200, torch 2.11) every entry holds at every cut but one: Adam with weight decay and `fused=True`, in
 float32, where 21 of 48 cuts differed; AdamW's fused form holds. At multiples of {aligned} elements all hold.
