@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from meshes import init_device_mesh
+from meshes import init_device_mesh, mesh_or_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -15,10 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.testing import run_ranks
-
-
-def mesh_or_group(tp_group, kind):
-    return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
 
 
 class Model(nn.Module):

@@ -3,9 +3,15 @@
 from functools import cache
 
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @cache
 def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
     """torch's, once for each process of the pool, which all have made the same ones."""
     return device_mesh.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def mesh_or_group(tp_group, kind):
+    """What a layer takes as tp_group: a mesh over the group ("mesh", which makes DTensors), or the group ("group")."""
+    return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group

@@ -474,7 +474,7 @@ def test_a_module_that_is_parametrized_later_can_be_copied():
 
 
 def another_thread(tp_group):
-    """One thread is inside a forward while another reads, and both train at once."""
+    """One thread is inside a forward while another reads the parameters."""
     tp = on_mesh(tp_group)
     inside, read = threading.Event(), threading.Event()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshes import init_device_mesh
+from meshes import init_device_mesh, mesh_or_group
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tp_invariant as tpi
@@ -25,10 +24,6 @@ def pool():
 def on():
     with tpi.set_tp_invariant_mode(True):
         yield
-
-
-def mesh_or_group(tp_group, kind):
-    return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
 
 
 class Block(nn.Module):

@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import init_device_mesh
+from meshes import init_device_mesh, mesh_or_group
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations
 
 import tp_invariant as tpi
@@ -29,10 +28,6 @@ def pool():
 def on():
     with tpi.set_tp_invariant_mode(True):
         yield
-
-
-def mesh_or_group(tp_group, kind):
-    return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
 
 
 class Block(nn.Module):

@@ -4,8 +4,8 @@
 
 A step is one forward and backward of a few layers in a row, called from Python ("eager") and, on GPUs, with each layer
 as a CUDA graph too ("graphs"). Off is ordinary tensor parallelism: torch's products, and sums on the wire. On and off
-take turns on random data; a time is the median of the slowest rank. With the mode on, all gradients must have the bits
-of TP=1; with it off they must not, or the data could not tell.
+take turns on random data; a time is the slowest rank's, of its medians of two turns the smaller one. With the mode on,
+all gradients must have the bits of TP=1; with it off they must not, or the data could not tell.
 """
 
 from __future__ import annotations

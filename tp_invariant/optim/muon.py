@@ -45,7 +45,8 @@ class Muon(torch.optim.Muon):
 
         muon = tpi.optim.Muon([p for p in model.layers.parameters() if p.dim() == 2], lr=0.02)
 
-    As torch's, it is for the matrices of hidden layers: embeddings, heads, biases and norms belong to AdamW.
+    As torch's, it is for the matrices of hidden layers: embeddings, heads, biases and norms belong to AdamW. Parameters
+    are [rows, cols], floating point; the products are bfloat16, and the step is computed in float32 at least.
     Arguments and state (`momentum_buffer`) are torch's. The values are torch's on the whole matrix up to rounding:
     torch rounds each product to bfloat16 before it adds, this class after. With the mode off the same is computed with
     torch's matmul.
