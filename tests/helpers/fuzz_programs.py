@@ -56,7 +56,8 @@ def accepts(layer, t, unit):
         if dim >= len(t.tokens) or t.tokens[dim] % unit:
             return False
     if layer["kind"] == "norm" and layer["heads"]:
-        return t.features == layer["features"] * layer["heads"] and t.place == features_in(layer)
+        fits = t.features == layer["features"] * layer["heads"] and len(t.tokens) == layer["token_dims"]
+        return fits and t.place == features_in(layer)
     size = layer["features"] if layer["kind"] == "norm" else layer["in"]
     return t.features == size and t.place == features_in(layer)
 
@@ -251,7 +252,7 @@ class _Builder:
             "kind": "norm", "features": t.features // max(heads, 1), "normalization": self.pick("RMSNorm", "LayerNorm"),
             "bias": self.rarely(2), "zero_centered": self.rarely(3), "group": t.place[1], "heads": heads,
             "sp": t.place[0] == "tokens", "sequence_dim": t.place[2] if t.place[0] == "tokens" else 0,
-            "transposed": heads > 0 and len(t.tokens) == 2 and self.rarely(1),
+            "token_dims": len(t.tokens), "transposed": heads > 0 and len(t.tokens) == 2 and self.rarely(1),
         }  # fmt: skip
         if t.place == WHOLE and not heads:
             layer["group"] = self.group()

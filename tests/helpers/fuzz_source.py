@@ -71,7 +71,7 @@ def _layer_lines(number, layer, layers):
         if layer["sp"]:
             options |= dict(sequence_parallel=True, sequence_dim=layer["sequence_dim"])
         if layer["heads"]:
-            options |= dict(heads=layer["heads"], heads_dim=_heads_dim(layer))
+            options |= dict(heads=layer["heads"], heads_dim=1 if layer["transposed"] else layer["token_dims"])
         text = _call("", **options)[1:-1]
         lines = [
             f"{name} = tpi.ParallelNorm({layer['features']}, tp_group={_group(group)}, {text}, "
@@ -117,10 +117,6 @@ def _layer_lines(number, layer, layers):
         first = next(i for i, line in enumerate(lines) if line.startswith("r.parameter"))
         lines.insert(first, f"{name} = r.copied({name})")
     return lines
-
-
-def _heads_dim(layer):
-    return 1 if layer["transposed"] else layer["heads_dim"]
 
 
 def _op_lines(op, new, t, made, program):
@@ -203,10 +199,7 @@ def _walk(program):
 def layers_source(program):
     """`def case(r)`: builds and trains the model of this library's layers on a fuzz_runtime.Run."""
     setup, forward = [], []
-    layers = [dict(layer) for layer in program["layers"]]
-    for op, _, t, _ in _walk(program):  # where the heads stand is known from what the norm takes
-        if op["op"] == "call" and layers[op["layer"]]["kind"] == "norm":
-            layers[op["layer"]]["heads_dim"] = len(t.tokens)
+    layers = program["layers"]
     for number, layer in enumerate(layers):
         setup += _layer_lines(number, layer, layers)
     for op, new, t, made in _walk(program):
