@@ -33,9 +33,9 @@ from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import (
     MatmulConfig,
     choose_config,
-    choose_tma_config,
     fit,
     shared_memory_of,
+    tma_configs,
 )
 from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
@@ -97,7 +97,7 @@ def chosen(shape: Shape) -> tuple[MatmulConfig, bool]:
     if accepted is None:
         return fit(choose_config(*size, a.dtype), 2, shared_memory_of(a.device.index)), False
     multiprocessors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    return choose_tma_config(*size, accepted.a_transposed, accepted.b_transposed, 2, multiprocessors), True
+    return tma_configs(*size, accepted.a_transposed, accepted.b_transposed, 2, multiprocessors)[0][1], True
 
 
 def compiled_form(shape: Shape) -> tuple:
