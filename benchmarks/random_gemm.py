@@ -32,6 +32,7 @@ from torch import Tensor
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import (
     MatmulConfig,
+    Product,
     choose_config,
     fit,
     shared_memory_of,
@@ -97,7 +98,12 @@ def chosen(shape: Shape) -> tuple[MatmulConfig, bool]:
     if accepted is None:
         return fit(choose_config(*size, a.dtype), 2, shared_memory_of(a.device.index)), False
     multiprocessors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    return tma_configs(*size, accepted.a_transposed, accepted.b_transposed, 2, multiprocessors)[0][1], True
+    row_a = shape.m if accepted.a_transposed else shape.k
+    row_b = shape.k if accepted.b_transposed else shape.n
+    product = Product(
+        *size, accepted.a_transposed, accepted.b_transposed, row_a % 16 > 0, row_b % 16 > 0, 2, multiprocessors
+    )  # fmt: skip
+    return tma_configs(product)[0][1], True
 
 
 def compiled_form(shape: Shape) -> tuple:

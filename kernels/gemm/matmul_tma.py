@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
 from ..launch import Launch, cdiv
-from .matmul_configs import MatmulConfig, promoted_block_k, tma_configs
+from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
 from .output import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
@@ -255,15 +255,17 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(
     m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
+    a_split: bool, b_split: bool,
     dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, accumulate: bool,
     promote_every: int | None, index: int, config: MatmulConfig | None,
 ) -> _Plan:  # fmt: skip
     multiprocessors = multiprocessors_of(index)
     if config is None:
         promoted = bool(promote_every)
-        config = tma_configs(
-            m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors, accumulate, promoted
-        )[0][1]
+        product = Product(
+            m, n, k, a_transposed, b_transposed, a_split, b_split, out_dtype.itemsize, multiprocessors
+        )  # fmt: skip
+        config = tma_configs(product, accumulate, promoted)[0][1]
     block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
@@ -370,7 +372,7 @@ def tma_matmul(
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
     launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
-        m, n, k, ranks, piece_k, a_transposed, b_transposed,
+        m, n, k, ranks, piece_k, a_transposed, b_transposed, a.stride(0) % 16 > 0, b.stride(0) % 16 > 0,
         a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
     )  # fmt: skip
     c_position = 2 if narrow_block is None else 3
