@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, 
     return fits_registers and stages + c_tiles * config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
 
 
-def choose_tma_config(
+def tma_configs(
     m: int,
     n: int,
     k: int,
@@ -112,8 +113,10 @@ def choose_tma_config(
     multiprocessors: int,
     accumulate: bool = False,
     promoted: bool = False,
-) -> MatmulConfig:
-    """The TMA kernel's tile shape: the measured one if the table has this shape, else that of the least estimated time.
+    few: bool | None = None,
+) -> list[MatmulConfig]:
+    """The TMA kernel's configurations for a shape: the measured one, if the table has this shape, then others by
+    estimated time, those for few rows or those of the layout. few: which; None decides by m.
 
     A GPU computes one tile on each multiprocessor at a time, so the estimate is the number of such rounds times the
     time of a round in the table. No choice changes bits.
@@ -123,19 +126,23 @@ def choose_tma_config(
     def usable(config: MatmulConfig) -> bool:
         return fits_tma(config, out_itemsize, accumulate, promoted)
 
-    few = m <= FEW[-1]
-    rows = next(rows for rows in FEW if m <= rows) if few else m
+    rows = next((rows for rows in FEW if m <= rows), m)
     measured = MEASURED.get((layout, rows, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
-    if measured is not None and usable(config := MatmulConfig(*measured)):
-        return config
+    first = [config] if measured is not None and usable(config := MatmulConfig(*measured)) else []
 
     def estimate(entry: tuple[tuple, float, float]) -> float:
         config, fixed_us, us_per_k = MatmulConfig(*entry[0]), *entry[1:]
         tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
         return _cdiv(tiles, multiprocessors) * (fixed_us + k * us_per_k)
 
-    entries = ROUNDS["few rows"] if few else ROUNDS[layout]
-    return MatmulConfig(*min((entry for entry in entries if usable(MatmulConfig(*entry[0]))), key=estimate)[0])
+    entries = ROUNDS["few rows"] if few or (few is None and m <= FEW[-1]) else ROUNDS[layout]
+    by_time = [MatmulConfig(*entry[0]) for entry in sorted(entries, key=estimate)]
+    return list(dict.fromkeys([*first, *filter(usable, by_time)]))
+
+
+def choose_tma_config(*args: Any, **options: Any) -> MatmulConfig:
+    """The first of `tma_configs`, whose arguments these are."""
+    return tma_configs(*args, **options)[0]
 
 
 @functools.cache
