@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from .matmul_configs import MatmulConfig, tma_configs
-from .matmul_table import FEW
+from .matmul_configs import MatmulConfig, fits_tma, tma_configs
+from .matmul_table import FEW, MEASURED, ROUNDS
 
 VARIABLE = "TP_INVARIANT_AUTOTUNE"
 _KEY = os.environ.encodekey(VARIABLE)  # of the dict inside os.environ, which takes a tenth of the time to read
 _VALUES = {None: False, b"0": False, b"1": True}
-_MOST = 12  # configurations that are measured: each takes a second or two to compile
+_MOST = 12  # configurations that are measured, of those with an estimate: each takes a second or two to compile
 _OTHERS = 4  # of them, made for more or fewer rows
 _TURNS = 3
 _CALLS = 5  # in a turn
@@ -193,13 +193,26 @@ def _key(call: Call) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
+@functools.cache
+def _unestimated() -> list[MatmulConfig]:
+    """The configurations that were the fastest of some shape, and whose times the table does not estimate."""
+    estimated = {entry[0] for entries in ROUNDS.values() for entry in entries}
+    return [MatmulConfig(*fields) for fields in sorted(set(MEASURED.values()) - estimated)]
+
+
 def candidates(call: Call) -> list[MatmulConfig]:
     """The usual configuration first, then those with the least estimated times, of both kinds: about 128 rows the
     usual choice changes over from tiles for few rows to larger ones."""
     layout, shape = (call.a_transposed, call.b_transposed), (call.m, call.n, call.k)
     facts = *shape, *layout, call.out_dtype.itemsize, _device(call.index)[1], call.accumulate
-    others = tma_configs(*facts, few=call.m > FEW[-1])
-    return list(dict.fromkeys([*tma_configs(*facts)[: _MOST - _OTHERS], *others[:_OTHERS]]))
+    few = call.m <= FEW[-1]
+    others = tma_configs(*facts, few=not few)
+    more = [
+        config
+        for config in _unestimated()
+        if (config.block_m < FEW[-1]) == few and fits_tma(config, call.out_dtype.itemsize, call.accumulate)
+    ]
+    return list(dict.fromkeys([*tma_configs(*facts)[: _MOST - _OTHERS], *others[:_OTHERS], *more]))
 
 
 def configuration(call: Call, launch: Callable[[MatmulConfig], object]) -> tuple[MatmulConfig | None, bool]:
