@@ -103,6 +103,14 @@ def test_ranges_of_attention(modules):
     assert max(s.batch * s.tokens * s.heads * s.head_dim for s in shapes) <= 2**28
 
 
+def test_attentions_of_each_kind_are_compiled_first(modules):
+    attention = modules.random_attention
+    found = attention.jobs(attention.draw(0, 200))
+    kinds = [(shape.head_dim, shape.mask) for shape in found]
+    assert len(set(kinds[:12])) == 12 and len(found) > 150
+    assert set(found) == {attention.like(shape) for shape in attention.draw(0, 200)}
+
+
 def test_ranges_of_norms(modules):
     shapes = modules.random_norm.draw(0, 3000)
     assert logarithms_are_uniform([s.hidden for s in shapes], 128, 16384)
