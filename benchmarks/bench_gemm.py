@@ -34,11 +34,12 @@ import torch
 import triton
 from einops import rearrange
 from random_shapes import add_options, check_options
-from tune_gemm import LAYERS, large_shapes, operands
+from tune_gemm import operands
 
 from tp_invariant.kernels.gemm.matmul import matmul, matmul_rank_major
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
+LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "fc1": (4096, 24576), "fc2": (12288, 4096)}  # name: (K, N)
 BASELINE = MatmulConfig(128, 128, 64, 8, 3)
 IN_PLACE = [  # M, N, K, P, partition_stride, k_dim of B: forward of O and FC2, dgrad of QKV and gated FC1, TP=4
     (2048, 4096, 4096, 4, 1, 1),
@@ -54,6 +55,19 @@ ERRORS = [
     ("dgrad", 2048, 4096, 24576),
     ("wgrad", 4096, 4096, 8192),
 ]
+
+
+def large_shapes() -> list[tuple[str, int, int, int]]:
+    """(layout, M, N, K) of forward, dgrad and wgrad, of whole layers and of their shards at TP=4."""
+    shapes = set()
+    for name, (k, n) in LAYERS.items():
+        column = name in ("qkv", "fc1")
+        for world in (1, 4):
+            for tokens in (2048, 8192, 32768):
+                k_local, n_local = (k, n // world) if column else (k // world, n)
+                shapes |= {("fwd", tokens, n_local, k_local), ("dgrad", tokens, k_local, n_local)}
+                shapes.add(("wgrad", n_local, k_local, tokens))
+    return sorted(shapes)
 
 
 def decoding() -> list[tuple[str, int, int, int]]:

@@ -103,14 +103,17 @@ def configurations(shape: Shape) -> tuple[list[MatmulConfig], bool]:
 
 
 def jobs(shapes: list[Shape]) -> list[tuple[Shape, MatmulConfig]]:
-    """A shape and a configuration for each kernel that the shapes need."""
+    """A shape and a configuration for each kernel that the shapes may need, those of aligned copies among them."""
     found = {}
     for shape in shapes:
+        copy = replace(shape, m=-(-shape.m // 8) * 8, n=-(-shape.n // 8) * 8, k=-(-shape.k // 8) * 8)
         configs, by_tma = configurations(shape)
         for config in configs:
             sizes = [shape.m % 16, shape.n % 16, shape.k % 16, shape.k % config.block_k]
             form = () if by_tma else tuple(size == 0 for size in sizes)
             found[shape.layout, shape.dtype, config, form, shape.m == 1] = shape, config
+        if not by_tma:
+            found |= {(copy.layout, copy.dtype, c, (), False): (copy, c) for c in configurations(copy)[0]}
     return list(found.values())
 
 

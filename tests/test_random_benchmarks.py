@@ -361,10 +361,11 @@ def test_the_kernels_of_drawn_products(on_cpu, monkeypatch):
     monkeypatch.setattr(gemm.autotune, "_device", lambda index: ("NVIDIA H200", 132, 1 << 20))
     shapes = [gemm.Shape("fwd", "bfloat16", 4096, 4096, k) for k in (5000, 5008, 5001, 5003)]
     found = gemm.jobs(shapes)
-    assert len(found) == 2 and {shape.k % 8 for shape, _ in found} == {0, 3}
+    assert [by_tma for _, by_tma in map(gemm.configurations, shapes)] == [True, True, False, False]
+    assert len([shape for shape, _ in found if shape.k % 8]) == 1 and 2 <= len(found) <= 3
     with gemm.autotune.autotune():
         tried = gemm.jobs(shapes[:1])
-    assert 6 <= len(tried) <= 17 and tried[0][1] == found[0][1]
+    assert 6 <= len(tried) <= 12 and tried[0][1] == found[0][1]
 
 
 @pytest.mark.parametrize("script", ("gemm", "attention", "norm"))

@@ -35,14 +35,12 @@ import torch
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from .matmul_configs import MatmulConfig, fits_tma, tma_configs
-from .matmul_table import FEW, MEASURED, ROUNDS
+from .matmul_configs import MatmulConfig, tma_configs
 
 VARIABLE = "TP_INVARIANT_AUTOTUNE"
 _KEY = os.environ.encodekey(VARIABLE)  # of the dict inside os.environ, which takes a tenth of the time to read
 _VALUES = {None: False, b"0": False, b"1": True}
-_MOST = 12  # configurations that are measured, of those with an estimate: each takes a second or two to compile
-_OTHERS = 4  # of them, made for more or fewer rows
+_MOST = 12  # configurations that are measured: each takes a second or two to compile
 _TURNS = 3
 _CALLS = 5  # in a turn
 _GAIN = 0.98  # of the usual configuration's time, which less than that is noise
@@ -69,9 +67,10 @@ class autotune:
     shape's first product outside of a CUDA graph capture that measures; a capture takes winners that are known, else
     the usual configuration, so warm up before a capture, as graphs need anyway.
 
-    Measured are products of bfloat16 and float16 operands that TMA can address, on a Hopper GPU. Others keep the usual
-    configuration: odd sizes, operands read in place from several ranks, promotion (`bundled(promote_every=)`), and
-    float32, which a line of the log at INFO names. On a CPU it does nothing, which a line at INFO says.
+    Measured are products of bfloat16 and float16 operands that TMA can address, or copies of them, on a Hopper GPU.
+    Others keep the usual configuration: odd sizes that are not copied, operands read in place from several ranks,
+    promotion (`bundled(promote_every=)`), and float32, which a line of the log at INFO names. On a CPU it does nothing,
+    which a line at INFO says.
 
     Winners are files in tp_invariant/gemm of `XDG_CACHE_HOME` (~/.cache), one for each device name, Triton, library
     version, dtypes, layout and shape; delete the folder to measure anew. A damaged file is ignored, with a warning.
@@ -193,26 +192,12 @@ def _key(call: Call) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-@functools.cache
-def _unestimated() -> list[MatmulConfig]:
-    """The configurations that were the fastest of some shape, and whose times the table does not estimate."""
-    estimated = {entry[0] for entries in ROUNDS.values() for entry in entries}
-    return [MatmulConfig(*fields) for fields in sorted(set(MEASURED.values()) - estimated)]
-
-
 def candidates(call: Call) -> list[MatmulConfig]:
-    """The usual configuration first, then those with the least estimated times, of both kinds: about 128 rows the
-    usual choice changes over from tiles for few rows to larger ones."""
-    layout, shape = (call.a_transposed, call.b_transposed), (call.m, call.n, call.k)
-    facts = *shape, *layout, call.out_dtype.itemsize, _device(call.index)[1], call.accumulate
-    few = call.m <= FEW[-1]
-    others = tma_configs(*facts, few=not few)
-    more = [
-        config
-        for config in _unestimated()
-        if (config.block_m < FEW[-1]) == few and fits_tma(config, call.out_dtype.itemsize, call.accumulate)
-    ]
-    return list(dict.fromkeys([*tma_configs(*facts)[: _MOST - _OTHERS], *others[:_OTHERS], *more]))
+    """Those with the least estimated times; the first is the usual one."""
+    layout = call.a_transposed, call.b_transposed
+    itemsize, multiprocessors = call.out_dtype.itemsize, _device(call.index)[1]
+    found = tma_configs(call.m, call.n, call.k, *layout, itemsize, multiprocessors, call.accumulate)
+    return [config for _, config in found[:_MOST]]
 
 
 def configuration(call: Call, launch: Callable[[MatmulConfig], object]) -> tuple[MatmulConfig | None, bool]:
