@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
 from .aligned_copies import copied_matmul
+from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
 from .operands import check_bias, check_kinds, check_operands
@@ -206,6 +207,7 @@ def matmul(
                     operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
                 )
     if config is None:
+        check_unmeasured(a)
         spare = accumulate or promote_every is not None
         config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
         if a.is_cuda:

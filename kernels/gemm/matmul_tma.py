@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
 from ..launch import Launch, cdiv
+from . import autotune
 from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
 from .output import written
 
@@ -309,6 +310,7 @@ class _Prepared(NamedTuple):
 
 _MAX_PREPARED = 4096
 _prepared: dict[tuple, _Prepared] = {}
+autotune.on_change.append(lambda: _prepared.clear())
 
 
 def call_key(
@@ -351,6 +353,26 @@ def repeat_call(key: tuple | None) -> Tensor | None:
     return c
 
 
+def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Whether rows in memory are no multiple of 32 bytes."""
+    return a.stride(0) % 16 > 0, b.stride(0) % 16 > 0
+
+
+def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool) -> tuple[MatmulConfig | None, bool]:
+    """The measured configuration of a product, whose output c is left alone. See `autotune.configuration`."""
+    has_bias, index = bias is not None, c.get_device()
+    scratch = functools.cache(lambda: torch.empty_strided(c.shape, c.stride(), device=c.device, dtype=c.dtype))
+
+    def launch(config: MatmulConfig) -> None:
+        tma_matmul(x, bias, c.dtype, config, out=scratch(), accumulate=accumulate)
+
+    call = autotune.Call(
+        x.m, x.n, x.k, x.a_transposed, x.b_transposed, *_split(x.a, x.b),
+        x.a.dtype, c.dtype, has_bias, accumulate, index,
+    )  # fmt: skip
+    return autotune.configuration(call, launch)
+
+
 def tma_matmul(
     x: TmaOperands,
     bias: Tensor | None,
@@ -371,8 +393,11 @@ def tma_matmul(
         bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address must not be remembered
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
+    if config is None and ranks == 1 and promote_every is None and autotune.is_enabled():
+        config, settled = _autotuned(x, bias, c, accumulate)
+        key = key if settled else None
     launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
-        m, n, k, ranks, piece_k, a_transposed, b_transposed, a.stride(0) % 16 > 0, b.stride(0) % 16 > 0,
+        m, n, k, ranks, piece_k, a_transposed, b_transposed, *_split(a, b),
         a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
     )  # fmt: skip
     c_position = 2 if narrow_block is None else 3

@@ -76,7 +76,7 @@ def test_what_is_copied():
     assert which(8192, 50257, 4096, (False, False, True)) == (False, False, True)
     assert which(8192, 4096, 4097, (True, True, False)) == (True, True, False)
     assert which(32, 33, 35, (True, True, True)) is None
-    assert which(16384, 4096, 6616, b_split=True) == (False, True, False)
+    assert which(65536, 4096, 6616, b_split=True) == (False, True, False)
     assert which(16, 4096, 6616, b_split=True) == (False, False, False)
 
 
