@@ -18,7 +18,7 @@ from matmul_cases import HOPPER, every_config, on_hopper, operands
 
 import tp_invariant as tpi
 from tp_invariant.kernels.gemm import autotune as tuning
-from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, fits_tma, tma_configs
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, Product, fits_tma, tma_configs
 from tp_invariant.kernels.gemm.matmul_table import LAYOUTS
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -145,8 +145,8 @@ def test_candidates_are_configurations_whose_bits_are_compared(layout):
             configs = tuning.candidates(call)
             assert 6 <= len(configs) <= 12 and len(set(configs)) == len(configs) and proven.issuperset(configs)
             assert all(fits_tma(config, out_dtype.itemsize, accumulate) for config in configs)
-            usual = tma_configs(m, n, k, *layout, out_dtype.itemsize, tuning._device(0)[1], accumulate)[0][1]
-            assert configs[0] == usual
+            product = Product(m, n, k, *layout, False, False, out_dtype.itemsize, tuning._device(0)[1])
+            assert configs[0] == tma_configs(product, accumulate)[0][1]
 
 
 def test_accumulation_in_the_layout_that_is_not_compared_is_not_measured(fake_gpu):
