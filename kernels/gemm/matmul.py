@@ -195,7 +195,7 @@ def matmul(
     a, b, bias = _no_negated_views(a, b, bias)
     m, k = a.shape
     n = b.shape[1]
-    if config is None and a.is_cuda:
+    if config is None:
         operands = tma_operands(a, b, out_dtype, out)
         with launch_on(a, "matmul"):
             if operands is None or operands.b.stride(0) % 16:
