@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, run_on_all_ranks, tensor_specs
+from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, reshard, run_on_all_ranks, tensor_specs
 from ..comm.collectives import Group, ranks_of, resolve_group
 from ..comm.meeting import wait_for_all, wait_without_limit
 from ..core.dtensors import is_dtensor, local_of
@@ -87,6 +87,7 @@ def _all_end(group: Group, step: Callable[[], None]) -> None:
 
 def _groups(model: Any) -> list[Group]:
     """The groups whose ranks have parts of the model's weights: one for each mesh dim. None: all are whole here."""
+    reshard(model)
     dtensors = [p for p in model.parameters() if is_dtensor(p)]
     for p in dtensors:
         if p.device_mesh.ndim > 1:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -199,7 +199,7 @@ class ShardSpec:
         Raises:
             ValueError: a DTensor whose placements do not say where its parts are (core/dtensors.py).
         """
-        if is_dtensor(local) and local.device_mesh.ndim > 1 and _is_placed_over(local, self.group):
+        if self.is_cut_further(local):
             check_placements(local)
             full = local.full_tensor().detach().clone()
         elif self.dim is None or self.group.size == 1:
@@ -211,6 +211,13 @@ class ShardSpec:
         if self.dim is None or not self.padding:
             return full
         return full.narrow(self.dim, 0, full.shape[self.dim] - self.padding).clone()
+
+    def is_cut_further(self, tensor: Tensor) -> TypeGuard[DTensor]:
+        """Whether a DTensor is on more ranks than the group's, as after fully_shard; then its placements say it all."""
+        if not is_dtensor(tensor) or not _is_placed_over(tensor, self.group):
+            return False
+        alone = self.group.size == 1 and not all(placement.is_replicate() for placement in tensor.placements)
+        return tensor.device_mesh.ndim > 1 or (alone and tensor.device_mesh.size() > 1)
 
     def check_placed(self) -> None:
         """Whether a DTensor can say this.
