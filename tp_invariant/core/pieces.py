@@ -52,7 +52,7 @@ def mend_torch() -> None:
 def _asked_in_boxes(method: Any) -> Any:
     @functools.wraps(method)
     def in_boxes(self: DTensor, *args: Any) -> Any:
-        return method(as_boxes_of(self), *args)
+        return method(_as_boxes(self), *args)
 
     return in_boxes
 
@@ -73,7 +73,7 @@ def _strides(tensor: DTensor) -> list[int]:
     ]
 
 
-def as_boxes_of(tensor: DTensor) -> DTensor:
+def _as_boxes(tensor: DTensor) -> DTensor:
     """The same DTensor, in the same memory, which offers a box for each piece; itself if it is one box.
 
     Raises:
