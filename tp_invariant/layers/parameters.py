@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.prune import BasePruningMethod
 
 from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
 from ..core.dtensors import check_placements, is_dtensor, local_of
@@ -332,8 +333,19 @@ class ShardedModule(KeepsAttributes):
 
         Raises:
             ValueError: a norm over what several ranks hold parts of; or weight_norm of DTensors, whose backward torch
-                does not have.
+                does not have; or pruning, whose mask was chosen from this rank's part.
         """
+        sharded = spec.dim is not None and self.group.size > 1
+        if sharded and any(
+            isinstance(hook, BasePruningMethod) and hook._tensor_name == name
+            for hook in self._forward_pre_hooks.values()
+        ):
+            raise ValueError(
+                f"{name} of a {type(self).__name__} on rank {self.group.rank} is pruned by torch.nn.utils.prune: each "
+                "rank would choose what to prune among its part alone. Prune the full weight before the layer is "
+                "sharded; or, if each rank's mask is its part of one for the full weight, call "
+                f"torch.nn.utils.prune.remove(layer, {name!r}) before the layer is used"
+            )
         listed: Any = self._modules.get("parametrizations") or {}
         hooks = [h for h in self._forward_pre_hooks.values() if getattr(h, "name", None) == name]
         for found in [*(listed[name] if name in listed else ()), *hooks]:  # noqa: SIM401  # a ModuleDict has no get
@@ -345,7 +357,7 @@ class ShardedModule(KeepsAttributes):
                 kind = f"weight_norm with dim={dim}"
                 if self.group.mesh is None and dim is not None and dim == spec.dim:
                     continue
-            if self.group.mesh is not None or (spec.dim is not None and self.group.size > 1):
+            if self.group.mesh is not None or sharded:
                 way = "with tp_group as a ProcessGroup, and for it " if self.group.mesh is not None else ""
                 raise ValueError(
                     f"{kind} of {name} of a {type(self).__name__} on rank {self.group.rank}: each rank would take its "
