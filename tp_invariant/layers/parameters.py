@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 _ATTRIBUTES = (
-    "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal"
+    "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
+    "shared",
 )  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def mark_sharded(
         tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
                                 rank has anything of it, or, with tensor_model_parallel=True, nobody has said
 
-    A user may set another, `shards_may_be_equal`: then equal parts on several ranks are no error (equal_shards.py).
+    A user may set two others: `shards_may_be_equal`, then equal parts on several ranks are no error (equal_shards.py);
+    and `shared`, then another stage of a pipeline counts the parameter (grad_norm.py).
 
     Args:
         partition_dim: None for a parameter that every rank holds whole.
