@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
+from tp_invariant.optim import step_checks
 from tp_invariant.testing import run_ranks
 
 KINDS = ("group", "mesh")
@@ -273,6 +274,25 @@ def test_torchs_scaler_over_plain_shards_is_refused():
             assert f"on rank {rank} of 2" in text and "Use tp_invariant.optim.GradScaler" in text
     with pytest.raises(testing.RankError, match="Use tp_invariant"):
         run_ranks(scaled, 2, "group", torch.amp.GradScaler, FORMS[0], 1)
+
+
+def read_once(tp_group):
+    """How often steps have asked parameters for their group: the first two, a third, and one of more parameters."""
+    model, _ = with_grads(tp_group, "group")
+    optimizer, counts = torch.optim.SGD(model.down.parameters(), lr=1e-3), []
+    with mock.patch.object(step_checks, "carried_group", wraps=step_checks.carried_group) as asked:
+        for step in range(5):
+            if step == 3:
+                optimizer.add_param_group({"params": [*model.norm.parameters()]})
+            optimizer.step()
+            counts.append(asked.call_count)
+            asked.reset_mock()
+    return counts
+
+
+def test_steps_read_what_parameters_carry_until_all_is_compared():
+    for first, second, third, more, again in run_ranks(read_once, 2):
+        assert first and second and more and third == again == 0
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------
