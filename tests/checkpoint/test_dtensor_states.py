@@ -158,6 +158,23 @@ def test_checkpoints_and_full_states_after_fully_shard(tmp_path):
             testing.assert_bitwise_equal(results, [expected, expected])
 
 
+def dtensors_given(tp_group):
+    model, optimizer = make(mesh_or_group(tp_group, "mesh"))
+    other, other_optimizer = make(mesh_or_group(tp_group, "mesh"), seed=1)
+    before = everything(*make(mesh_or_group(tp_group, "mesh"), seed=1))
+    text = refused(TypeError, lambda: tpi.load_full_state_dict(other, model.state_dict()))
+    assert "embed.weight in the state dict is a DTensor placed as (Shard(dim=0),): only full tensors" in text
+    full = tpi.full_optimizer_state_dict(model, optimizer)
+    full["state"]["fc1.weight"]["exp_avg"] = optimizer.state[model.fc1.weight]["exp_avg"]
+    text = refused(TypeError, lambda: tpi.load_full_optimizer_state_dict(other, other_optimizer, full))
+    assert "exp_avg in the optimizer's state of fc1.weight is a DTensor" in text
+    testing.assert_bitwise_equal(everything(other, other_optimizer), before)
+
+
+def test_dtensors_in_place_of_full_tensors():
+    run_ranks(dtensors_given, 2)
+
+
 # --- torch's own ------------------------------------------------------------------------------------------------------
 
 

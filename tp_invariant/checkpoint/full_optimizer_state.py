@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core.bits import leaves
 from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import ShardSpec
-from .full_state import WHOLE, Entry, entry_of, gather_entries, model_group, run_on_all_ranks, tensor_specs
+from .full_state import WHOLE, Entry, check_whole, entry_of, gather_entries, model_group, run_on_all_ranks, tensor_specs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -66,6 +66,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         parameters, specs = dict(model.named_parameters()), tensor_specs(model)
         result: dict[str, dict[str, Any]] = {}
         for name, values in state["state"].items():
+            check_whole(values, f"the optimizer's state of {name}")
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     parameter = parameters[name]

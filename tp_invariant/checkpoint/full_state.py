@@ -340,6 +340,16 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
         )
 
 
+def check_whole(tensors: Mapping[str, Any], what: str) -> None:
+    """Raises TypeError for a DTensor."""
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name} in {what} is a DTensor placed as {tensor.placements}: only full tensors can be loaded here, "
+                "such as those of tp_invariant.full_state_dict; DTensors are for model.load_state_dict"
+            )
+
+
 def check_match(
     entries: Mapping[str, Entry], found: Mapping[str, tuple[torch.Size, torch.dtype]], *, strict: bool, source: str
 ) -> IncompatibleKeys:
@@ -431,6 +441,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
     Raises:
         ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named; or,
             whatever `strict`, two values for tied names.
+        TypeError: in the same way, DTensors.
     """
     entries, group = model_entries(model), model_group(model)
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
@@ -440,6 +451,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
             given[id(entry.tensor)].append(name)
 
     def check() -> IncompatibleKeys:
+        check_whole(state_dict, "the state dict")
         wanted = {name: entry for name, entry in entries.items() if name in found or not given[id(entry.tensor)]}
         keys = check_match(wanted, found, strict=strict, source="state dict")
         for first, *others in filter(None, given.values()):
