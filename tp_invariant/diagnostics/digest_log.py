@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint.full_state import WHOLE, Entry, run_on_all_ranks
+from ..checkpoint.full_state import WHOLE, Entry, entry_of, run_on_all_ranks
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import check_agreement
 from ..core import bits
 from ..core.bits import slice_hashes
 from ..core.layout import unshard
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..layers.parameters import named_shard_specs
+from ..layers.parameters import ShardSpec, named_shard_specs
 from ..version import __version__
 
 FORMAT = "tp_invariant digest log 1"
@@ -71,7 +71,7 @@ class DigestLog:
             "mode": is_tp_invariant_mode_enabled(),
             "device": next((_device_name(p) for p in model.parameters()), "none"),
             "parameters": {
-                name: f"{str(p.dtype).removeprefix('torch.')} {list(Entry(p, spec).full_shape)}"
+                name: f"{str(p.dtype).removeprefix('torch.')} {list(_entry(name, p, spec).full_shape)}"
                 for name, p, spec in named_shard_specs(model)
             },
         }
@@ -105,8 +105,10 @@ class DigestLog:
         scalars = {"loss": loss, "gradient norm": gradient_norm}
         entries = {name: _scalar_entry(value) for name, value in scalars.items() if value is not None}
         named = list(named_shard_specs(self.model))
-        gradients = {f"gradient {name}": None if p.grad is None else Entry(p.grad, spec) for name, p, spec in named}
-        parameters = {f"parameter {name}": Entry(p, spec) for name, p, spec in named}
+        gradients = {
+            f"gradient {name}": None if p.grad is None else _entry(name, p.grad, spec) for name, p, spec in named
+        }
+        parameters = {f"parameter {name}": _entry(name, p, spec) for name, p, spec in named}
         tensors, differ = self._digests({**entries, **gradients, **parameters})
         digest = bits.digest(tensors)[:32]
         record: dict[str, Any] = {"step": step}
@@ -155,6 +157,16 @@ class DigestLog:
 
 def _device_name(tensor: Tensor) -> str:
     return torch.cuda.get_device_name(tensor.device) if tensor.device.type == "cuda" else tensor.device.type
+
+
+def _entry(name: str, tensor: Tensor, spec: ShardSpec) -> Entry:
+    entry = entry_of(tensor, spec)
+    if entry.placed is not None:
+        raise ValueError(
+            f"{name} is placed as {entry.placed.placements} on {entry.placed.device_mesh} (fully_shard): DigestLog "
+            "needs slices that a rank holds whole. Compare tp_invariant.full_state_dict(model), which gathers"
+        )
+    return entry
 
 
 def _scalar_entry(value: Tensor | float) -> Entry:

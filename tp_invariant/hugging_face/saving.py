@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, run_on_all_ranks, tensor_specs
+from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, reshard, run_on_all_ranks, tensor_specs
 from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.meeting import wait_for_all, wait_without_limit
 from ..core.dtensors import is_dtensor, local_of
@@ -28,8 +29,27 @@ _logger = logging.getLogger("tp_invariant")
 
 def install_saving(model: Any) -> None:
     """Gives `model`, a PreTrainedModel, the functions of this module in place of its class's."""
-    model.save_pretrained = functools.partial(_save_pretrained, model)
-    model.resize_token_embeddings = functools.partial(_resize_token_embeddings, model)
+    model.save_pretrained = _Method(_save_pretrained, model)
+    model.resize_token_embeddings = _Method(_resize_token_embeddings, model)
+
+
+class _Method:
+    """A function of a model that is stored on it, and does not hold it: a cycle would keep its memory for a while."""
+
+    def __init__(self, function: Callable[..., Any], model: Any) -> None:
+        self._function, self._model = function, weakref.ref(model)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._function(self._of(), *args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has a method of its own
+        return _Method, (self._function, self._of())
+
+    def _of(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError(f"the model of this {self._function.__name__.strip('_')} is gone: keep the model")
+        return model
 
 
 def _save_pretrained(
@@ -87,6 +107,7 @@ def _all_end(group: Group, step: Callable[[], None]) -> None:
 
 def _groups(model: Any) -> list[Group]:
     """The groups whose ranks have parts of the model's weights: one for each mesh dim. None: all are whole here."""
+    reshard(model)
     dtensors = [p for p in model.parameters() if is_dtensor(p)]
     for p in dtensors:
         if p.device_mesh.ndim > 1:

@@ -84,7 +84,9 @@ def clip_grad_norm_(
     the order of the stages, so a model that is cut into stages has the norm of the whole model, to the bit, where each
     stage has the parameters that follow those of the stage before. With several stages on a rank, give the parameters
     of all of them: the bits are then the same at every tensor-parallel degree, not those of the whole model. A
-    parameter that several stages hold (tied embeddings) counts once for each of them: give it to one of the calls.
+    parameter that several stages hold (tied embeddings) counts once for each of them, which nothing here can notice:
+    on all but the first, set the attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a
+    one is scaled and does not count. Its gradient must be the sum over these stages already.
 
     Args:
         parameters: tensors with .grad; those without one are left out.
@@ -114,8 +116,9 @@ def clip_grad_norm_(
     stages = SINGLE_RANK if pp_group is None else resolve_group(pp_group)
     options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     invariant = is_tp_invariant_mode_enabled()
-    with_grad = [held.parameter for held in call.with_grad]
-    over = [held.over for held in call.with_grad]
+    counted = [held for held in call.with_grad if stages.size == 1 or not _is_shared(held.parameter)]
+    with_grad = [held.parameter for held in counted]
+    over = [held.over for held in counted]
     own = torch.zeros(0, device=call.device)  # what of this stage is added up
     place = messages = call.device
     if stages.size > 1:
@@ -128,7 +131,7 @@ def clip_grad_norm_(
         if with_grad and norm_type == math.inf:
             own = _largest(with_grad, over).unsqueeze(0)
         elif with_grad and invariant:
-            _check_devices(call.with_grad, call.rank)
+            _check_devices(counted, call.rank)
             own = partial_sums_of(with_grad, over)
     except (TypeError, ValueError, RuntimeError) as error:
         share_error(error, stages, messages, set())  # the other stages would wait
@@ -148,12 +151,17 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    grads = [local_part(p.grad) for p in with_grad if p.grad is not None]
+    grads = [local_part(held.parameter.grad) for held in call.with_grad if held.parameter.grad is not None]
     scale(grads, coefficient)
     if total.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
         for grad in grads:
             grad.masked_fill_(grad.isnan(), math.nan)
     return total
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether another stage of a pipeline counts this parameter: Megatron-LM's mark."""
+    return bool(getattr(parameter, "shared", False))
 
 
 def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
@@ -358,6 +366,8 @@ def _facts(held: _ClippedParameter, compared_group: Group) -> tuple:
     facts: tuple = (grad.dtype, p.shape, grad.layout, grad.device.type)
     if is_dtensor(grad):
         facts = *facts, str(grad.placements)
+    if _is_shared(p):
+        facts = *facts, "shared=True"
     if over.size > 1:
         ranks = (
             "these ranks" if over is compared_group or over == compared_group else f"{over.size} ranks of another group"
