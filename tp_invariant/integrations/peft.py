@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora.layer import Embedding
+from peft.tuners.lora.layer import Linear as LinearOfPeft
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_module_registration_hook
-
-from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import layer as peft_layers
-from peft.tuners.tuners_utils import check_adapters_to_merge
-from peft.utils import ModulesToSaveWrapper
 
 from ..checkpoint.full_state import (
     WHOLE,
@@ -54,6 +54,9 @@ from ..layers.layernorm_linear import LayerNormLinear
 from ..layers.linear import Linear
 from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
 from ..layers.vocab_embedding import VocabParallelEmbedding
+
+_LoraLinear: Any = LinearOfPeft  # whose methods take other arguments in other versions
+_LoraEmbedding: Any = Embedding
 
 # --- what of a LoraConfig is supported --------------------------------------------------------------------------------
 
@@ -103,8 +106,8 @@ def check_config(config: Any) -> None:
             "layers: give a LoraConfig"
         )
     for field in dataclasses.fields(config):
-        has_default = field.default is not dataclasses.MISSING
-        default = field.default if has_default else field.default_factory()  # type: ignore[misc]
+        make: Any = field.default_factory
+        default = make() if field.default is dataclasses.MISSING else field.default
         value = getattr(config, field.name)
         if field.name not in _SUPPORTED and value != default and (value or default):
             raise ValueError(
@@ -135,23 +138,34 @@ def _check_drawn(adapter: str, drawn: dict[str, Tensor], group: Group) -> None:
 class _OfShards(nn.Module):
     """What PEFT does to a base layer's parameters, done to this rank's parts of them."""
 
+    # PEFT's own
     base_layer: Any
     get_base_layer: Any
-    scaling: dict[str, float]
-    merged_adapters: list[str]
+    disable_adapters: Any
+    active_adapters: Any
+    merged_adapters: Any
+    scaling: Any
+    r: Any
+    lora_A: Any
+    lora_B: Any
+    lora_dropout: Any
+    lora_embedding_A: Any
+    lora_embedding_B: Any
+    _cast_input_dtype: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_load_state_dict_pre_hook(_take_parts)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the adapters to this rank's part of the weight; with safe_merge a collective, after which all are finite.
+        """Adds the adapters to this rank's part of the weight; with safe_merge only if all sums are finite.
 
         Raises:
-            ValueError: with safe_merge, on every rank: a sum is not finite on some rank.
+            ValueError: with safe_merge, which is a collective, on every rank: a sum is not finite on some rank.
             RuntimeError: an adapter's B has a bias and the base layer has none.
         """
-        for adapter in check_adapters_to_merge(self, adapter_names):
+        this: Any = self
+        for adapter in check_adapters_to_merge(this, adapter_names):
             changes = list(self._changes(adapter))
 
             def check(adapter: str = adapter, changes: Any = changes) -> None:
@@ -202,10 +216,11 @@ class _OfShards(nn.Module):
                 "not supported on tensor-parallel layers: call set_adapter, and the model for each adapter"
             )
         kwargs.pop("alora_offsets", None)
-        this: Any = self
-        if this.disable_adapters and this.merged:
+        if self.disable_adapters and self.merged_adapters:
             self.unmerge()
-        return [] if this.disable_adapters or this.merged else [name for name in this.active_adapters if self._has(name)]
+        if self.disable_adapters or self.merged_adapters:
+            return []
+        return [name for name in self.active_adapters if self._has(name)]
 
 
 def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -225,7 +240,7 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *oth
 # --- a linear layer ---------------------------------------------------------------------------------------------------
 
 
-class LoraLinear(_OfShards, peft_layers.Linear):
+class LoraLinear(_OfShards, _LoraLinear):
     """LoRA of a `Linear`; of a `LayerNormLinear`, of its linear part, whose input is the norm's output."""
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -242,7 +257,7 @@ class LoraLinear(_OfShards, peft_layers.Linear):
         _check_drawn(adapter_name, drawn, base.group)
         stride: Stride = base.partition_sizes or base.partition_stride
         pieces = {"partition_sizes" if base.partition_sizes else "partition_stride": stride}
-        common = dict(
+        common: dict[str, Any] = dict(
             tp_group=base.group,
             sequence_parallel=base.sequence_parallel,
             sequence_dim=base.sequence_dim,
@@ -262,7 +277,7 @@ class LoraLinear(_OfShards, peft_layers.Linear):
             self.lora_dropout[adapter_name] = Dropout.of_input(config.lora_dropout, base)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """y = base(x) + scaling * B(A(dropout(x))) for the active adapters, shaped and returned as the base layer does."""
+        """y = base(x) + scaling * B(A(dropout(x))) for the active adapters, returned as the base layer does."""
         adapters = self._adapters_of_call(kwargs)
         if not adapters:
             return self.base_layer(x, *args, **kwargs)
@@ -305,7 +320,7 @@ class LoraLinear(_OfShards, peft_layers.Linear):
             base = self.get_base_layer()
             if base.bias is None:
                 raise RuntimeError(
-                    f"adapter {adapter!r} has lora_bias=True and {type(base).__name__} on rank {base.group.rank} has no "
+                    f"adapter {adapter!r} has lora_bias=True, and {type(base).__name__} on rank {base.group.rank} no "
                     "bias to merge it into"
                 )
             yield local_of(base.bias), local_of(bias).detach() * self.scaling[adapter]
@@ -364,7 +379,7 @@ class Dropout(nn.Dropout):
 # --- an embedding -----------------------------------------------------------------------------------------------------
 
 
-class LoraEmbedding(_OfShards, peft_layers.Embedding):
+class LoraEmbedding(_OfShards, _LoraEmbedding):
     """LoRA of a `VocabParallelEmbedding`. PEFT gives an embedding's adapters no dropout, and so does this."""
 
     def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
@@ -409,7 +424,7 @@ class LoraEmbedding(_OfShards, peft_layers.Embedding):
         if adapter not in made:
             base, r = self.get_base_layer(), self.r[adapter]
             multiple = base.padded_num_embeddings if base.padded_num_embeddings != base.num_embeddings else 1
-            common = dict(
+            common: dict[str, Any] = dict(
                 tp_group=dataclasses.replace(base.group, mesh=None),
                 sequence_parallel=base.sequence_parallel,
                 sequence_dim=base.sequence_dim,
@@ -445,7 +460,7 @@ class AdapterParameters(ShardedModule, nn.ParameterDict):
         return self.__dict__["_spec"].group
 
     @property
-    def SHARDED_PARAMETERS(self) -> tuple[str, ...]:  # type: ignore[override]  # noqa: N802
+    def SHARDED_PARAMETERS(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.keys())
 
     def shard_spec(self, name: str) -> ShardSpec:
