@@ -233,7 +233,7 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *oth
             continue  # fully_shard has cut it
         if given.shape != Entry(local, spec).full_shape:
             continue
-        part = spec.local(given) if spec.dim is not None and spec.group.size > 1 else given
+        part = spec.local(given)
         state_dict[prefix + name] = spec.placed(part.to(local.device)) if is_dtensor(parameter) else part
 
 
@@ -534,18 +534,16 @@ class _SavePretrained:
         def write(state: Any) -> None:
             type(model).save_pretrained(model, save_directory, **options, state_dict=state, **kwargs)
 
-        if not groups_of(model):
-            if is_main_process:
-                write(state_dict)
-            return
-        if state_dict is not None:
-            check_whole(model, state_dict)
-
         def gather() -> Any:
             adapters = list(model.peft_config) if selected_adapters is None else selected_adapters
             return _whole(model, adapters, save_embedding_layers) if state_dict is None else state_dict
 
-        save_on_rank_0(model, save_directory, is_main_process, gather, write)
+        if groups_of(model):
+            if state_dict is not None:
+                check_whole(model, state_dict)
+            save_on_rank_0(model, save_directory, is_main_process, gather, write)
+        elif is_main_process:
+            write(gather())
 
 
 def _whole(model: Any, adapters: list[str], save_embedding_layers: Any) -> dict[str, Tensor]:
