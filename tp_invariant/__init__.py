@@ -19,7 +19,6 @@ from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
 from .gemm.gemm_fn import set_default_gemm_fn
-from .layers import adapters as _adapters  # noqa: F401  # refuses those of other packages
 from .layers.fsdp import fsdp_placement
 from .layers.grad_norm import clip_grad_norm_
 from .layers.layernorm_linear import LayerNormLinear
