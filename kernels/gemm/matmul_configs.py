@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from .matmul_table import FEW, LAYOUTS, MEASURED, MEASURED_MULTIPROCESSORS, ROUNDS
+from .matmul_table import LAYOUTS, TIMES
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -102,7 +104,28 @@ def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, 
     return fits_registers and stages + c_tiles * config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
 
 
-def choose_tma_config(
+def features(
+    config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, multiprocessors: int
+) -> tuple[float, ...]:
+    """What a product of 16-bit operands makes the TMA kernel do; the table has microseconds for each.
+
+    A launch; rounds of tiles, since a GPU computes one tile on each multiprocessor at a time; K of these rounds, in
+    thousands; the same as if the last round were shared by all; megabytes of A, B and C; megabytes that tiles read; the
+    share of multiprocessors that have a tile at all.
+    """
+    tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
+    rounds, shared = _cdiv(tiles, multiprocessors), tiles / multiprocessors
+    steps_k = _cdiv(k, config.block_k) * config.block_k
+    megabytes = (2 * (m * k + n * k) + out_itemsize * m * n) * 1e-6
+    read = 2e-6 * tiles * (config.block_m + config.block_n) * steps_k
+    return 1.0, rounds, 1e-3 * rounds * steps_k, 1e-3 * shared * steps_k, megabytes, read, min(1.0, shared)
+
+
+def estimated_us(coefficients: Sequence[float], quantities: Sequence[float]) -> float:
+    return sum(map(operator.mul, coefficients, quantities))
+
+
+def tma_configs(
     m: int,
     n: int,
     k: int,
@@ -112,30 +135,15 @@ def choose_tma_config(
     multiprocessors: int,
     accumulate: bool = False,
     promoted: bool = False,
-) -> MatmulConfig:
-    """The TMA kernel's tile shape: the measured one if the table has this shape, else that of the least estimated time.
-
-    A GPU computes one tile on each multiprocessor at a time, so the estimate is the number of such rounds times the
-    time of a round in the table. No choice changes bits.
-    """
-    layout = LAYOUTS[a_transposed, b_transposed]
-
-    def usable(config: MatmulConfig) -> bool:
-        return fits_tma(config, out_itemsize, accumulate, promoted)
-
-    few = m <= FEW[-1]
-    rows = next(rows for rows in FEW if m <= rows) if few else m
-    measured = MEASURED.get((layout, rows, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
-    if measured is not None and usable(config := MatmulConfig(*measured)):
-        return config
-
-    def estimate(entry: tuple[tuple, float, float]) -> float:
-        config, fixed_us, us_per_k = MatmulConfig(*entry[0]), *entry[1:]
-        tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
-        return _cdiv(tiles, multiprocessors) * (fixed_us + k * us_per_k)
-
-    entries = ROUNDS["few rows"] if few else ROUNDS[layout]
-    return MatmulConfig(*min((entry for entry in entries if usable(MatmulConfig(*entry[0]))), key=estimate)[0])
+) -> list[tuple[float, MatmulConfig]]:
+    """The table's configurations that fit, with their estimated microseconds, the fastest first. None changes bits."""
+    times = TIMES[LAYOUTS[a_transposed, b_transposed]]
+    fitting = [
+        (estimated_us(coefficients, features(config, m, n, k, out_itemsize, multiprocessors)), config)
+        for fields, coefficients in times.items()
+        if fits_tma(config := MatmulConfig(*fields), out_itemsize, accumulate, promoted)
+    ]
+    return sorted(fitting, key=operator.itemgetter(0))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.collectives import Group, ranks_of
+from ..comm.collectives import Group, on_mesh, ranks_of
 from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
@@ -166,8 +166,8 @@ def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str,
         if is_dtensor(value):
             check_placements(value)
             group = specs.get(id(value), WHOLE).group  # of plain shards it is not on fully_shard's mesh
-            on_mesh = set(ranks_of(group)) <= set(value.device_mesh.mesh.flatten().tolist())
-            if value.device_mesh.ndim > 1 and fully_sharded and on_mesh:
+            covered = on_mesh(value.device_mesh).ranks.issuperset(ranks_of(group))
+            if value.device_mesh.ndim > 1 and fully_sharded and covered:
                 continue
             if value.device_mesh.ndim > 1:
                 raise TypeError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, run_on_all_ranks, tensor_specs
-from ..comm.collectives import Group, ranks_of, resolve_group
+from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.meeting import wait_for_all, wait_without_limit
 from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import ShardSpec
@@ -117,7 +117,7 @@ def _ranks(model: Any) -> list[int]:
     """The ranks of the job that have parts of the model's weights, as this rank."""
     for p in model.parameters():
         if is_dtensor(p) and p.device_mesh.ndim > 1:
-            return sorted(p.device_mesh.mesh.flatten().tolist())
+            return sorted(on_mesh(p.device_mesh).ranks)
     return sorted(ranks_of(model_group(model)))
 
 
@@ -141,7 +141,7 @@ def _shapes_of_parts(tensor: Tensor, spec: ShardSpec) -> set[tuple[int, ...]]:
     local, whole = tuple(local_of(tensor).shape), list(tensor.shape)
     parts = {local}
     if spec.dim is not None and spec.group.size > 1:
-        if is_dtensor(tensor) and set(ranks_of(spec.group)) <= set(tensor.device_mesh.mesh.flatten().tolist()):
+        if is_dtensor(tensor) and on_mesh(tensor.device_mesh).ranks.issuperset(ranks_of(spec.group)):
             whole[spec.dim] //= spec.group.size  # else a plain shard, which fully_shard may have cut
         parts.add(tuple(whole))
         whole[spec.dim] = whole[spec.dim] * spec.group.size - spec.padding

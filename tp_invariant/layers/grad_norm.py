@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, gather_major, is_capturing, ranks_of, resolve_group
+from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
 from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
@@ -389,7 +389,7 @@ def _check_stages(call: ClipCall, stages: Group) -> None:
     if is_capturing():
         raise RuntimeError("clip_grad_norm_ with pp_group cannot be captured in a CUDA graph: the host reads lengths")
     meshes = {held.parameter.grad.device_mesh for held in call.with_grad if is_dtensor(held.parameter.grad)}
-    sharded = [ranks_of(group) for group in call.maximal_groups] + [mesh.mesh.flatten().tolist() for mesh in meshes]
+    sharded = [*map(ranks_of, call.maximal_groups), *(on_mesh(mesh).ranks for mesh in meshes)]
     me = dist.get_rank()
     for ranks in sharded:
         if common := sorted({*ranks} & {*ranks_of(stages)} - {me}):
@@ -415,21 +415,21 @@ def _check_dtensor(held: _ClippedParameter, grad: DTensor, given: Group | None, 
     p, mesh = held.parameter, grad.device_mesh
     check_placements(grad)
     me = dist.get_rank()
-    on_mesh = set(mesh.mesh.flatten().tolist())
+    mesh_ranks, groups = on_mesh(mesh)
     own = held.over if held.over.size > 1 else given
     tp_ranks = set(ranks_of(own)) if own is not None else {me}
     before = 2 if grad.placements[0].is_replicate() else 1  # mesh dims of fully_shard's, which come first
     if own is None and not hasattr(p, "tensor_model_parallel") and mesh.ndim <= before:
         # unknown whether the parameter is a shard: its layer may be sharded over any group that this process uses
-        tp_ranks.update(*(ranks_of(group) for group in groups_in_use(besides=on_mesh)))
-    common = tp_ranks & on_mesh
+        tp_ranks.update(*(ranks_of(group) for group in groups_in_use(besides=mesh_ranks)))
+    common = tp_ranks & mesh_ranks
     if any(placement.is_partial() for placement in grad.placements):
         wrong = (
             ": a Partial is a sum that is not yet reduced, and reducing it here would add in a collective. "
             "Redistribute the gradient to Shard or Replicate first; its bits are the same at every degree only if "
             "those of the sum are"
         )
-    elif mesh.get_coordinate() is None:
+    elif not groups:
         wrong = f", which global rank {me} is not in: leave the parameter out there"
     elif len(common) > 1 and is_sharded(p):
         wrong = (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
+from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 
@@ -72,7 +72,7 @@ def mark_sharded(
 def _is_placed_over(parameter: DTensor, group: Group) -> bool:
     """Whether the ranks of the group are on the DTensor's mesh, so that placements speak of them."""
     mesh = parameter.device_mesh
-    return mesh is group.mesh or set(ranks_of(group)) <= set(mesh.mesh.flatten().tolist())
+    return mesh is group.mesh or on_mesh(mesh).ranks.issuperset(ranks_of(group))
 
 
 def _placement_over(parameter: DTensor, group: Group) -> Placement | None:
@@ -89,7 +89,7 @@ def _placement_over(parameter: DTensor, group: Group) -> Placement | None:
 _in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
-def groups_in_use(besides: set[int]) -> set[Group]:
+def groups_in_use(besides: Set[int]) -> set[Group]:
     """The groups in `tp_group` of this process's live parameters, without groups whose ranks are all in `besides`."""
 
     def found() -> set[Group]:
