@@ -14,6 +14,7 @@ import torch
 from meshes import init_device_mesh, mesh_or_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -265,6 +266,31 @@ def test_layers_by_hand(tmp_path):
     assert (expected["eval"] - expected["base"]).abs().max() > 0.1
 
 
+def beside_a_foreign_layer(tp_group):
+    """A layer of torch's own gets PEFT's adapters."""
+    mesh = mesh_or_group(tp_group, "mesh")
+    torch.manual_seed(0)
+    full = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(tpi.Linear.from_linear(full[0], parallel_mode="column", tp_group=mesh, gather_output=True))
+    model.append(full[1])
+    with tpi.set_tp_invariant_mode(True):
+        model = with_lora(model, register(config_of(target_modules=["0", "1"], init_lora_weights=False)))
+        tpi.replicate_(model, mesh)
+        assert {type(p) for p in model.parameters()} == {DTensor}
+        assert isinstance(model.base_model.model[1], LinearOfPeft)
+        y = model(torch.ones(3, 8))
+        y.square().sum().backward()
+        tpi.clip_grad_norm_(model.parameters(), 1.0)
+        return y.detach(), {name: grad for name, grad in testing.full_grads(model).items() if grad is not None}
+
+
+def test_layers_of_torch_beside_them():
+    one = run_ranks(beside_a_foreign_layer, 1)[0]
+    assert len(one[1]) == 4
+    for got in run_ranks(beside_a_foreign_layer, 2):
+        assert_bitwise_equal(got, one)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -330,12 +356,16 @@ def saved_after_fully_shard(world_group, folder):
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
         model.save_pretrained(folder)
     with tpi.set_tp_invariant_mode(True):
-        return model(**hf_models.batch()).loss.detach()
+        loss = model(**hf_models.batch()).loss
+        loss.backward()
+    return loss.detach(), {name: grad for name, grad in testing.full_grads(model).items() if grad is not None}
 
 
 def test_fully_shard(tmp_path):
-    losses = [loss for folder in (str(tmp_path), None) for loss in run_ranks(saved_after_fully_shard, 4, folder)]
-    assert_bitwise_equal(losses, losses[:1] * 8)
+    """Of the same batch on both data parallel ranks: the mean of their gradients is each one's."""
+    results = [got for folder in (str(tmp_path), None) for got in run_ranks(saved_after_fully_shard, 4, folder)]
+    assert len(results[0][1]) == 12
+    assert_bitwise_equal(results, results[:1] * 8)
     theirs = with_lora(build("qwen3"), config_of(**CONFIGS["qwen3"]))
     theirs.save_pretrained(tmp_path / "plain")
     assert files_in(tmp_path)[0] == files_in(tmp_path / "plain")[0]
