@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -371,6 +372,48 @@ def test_fully_shard(tmp_path):
     assert files_in(tmp_path)[0] == files_in(tmp_path / "plain")[0]
 
 
+def other_ways(tp_group, kind, folder):
+    """transformers' own functions for adapters; a copy, and this library's checkpoints."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it reports what does not fit
+    options = dict(target_modules=["q_proj", "o_proj", "embed_tokens"], init_lora_weights=False)
+    with tpi.set_tp_invariant_mode(True):
+        models = [tpi.parallelize(build("llama"), mesh_or_group(tp_group, kind)) for _ in range(3)]
+        torch.manual_seed(3)
+        models[0].add_adapter(register(config_of(**options)))
+        models[0].save_pretrained(folder)
+        if kind == "mesh":
+            models[1].load_adapter(folder, peft_config=register(config_of(**options)))
+            losses = [model(**hf_models.batch()).loss for model in models]
+            assert losses[0] == losses[1] != losses[2]
+        else:
+            refused(RuntimeError, lambda: models[1].load_adapter(folder, peft_config=register(config_of(**options))))
+        model = with_lora(models[2], register(config_of(**options)))
+        expected = train(model, 1)["parameters"]
+        twin = copy.deepcopy(model)
+        tpi.checkpoint.save(f"{folder}/checkpoint", model)
+        with torch.no_grad():
+            for p in trainable(model).values():
+                p.zero_()
+        twin.save_pretrained(f"{folder}/twin")  # the copy's own adapters
+        tpi.checkpoint.load(f"{folder}/checkpoint", model)
+        model.save_pretrained(f"{folder}/model")
+        for found in (twin, model):
+            assert_bitwise_equal({n: p for n, p in testing.full_parameters(found).items() if n in expected}, expected)
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_adapters_of_transformers_copies_and_checkpoints(tmp_path, kind):
+    run_ranks(other_ways, 2, kind, str(tmp_path))
+    assert files_in(tmp_path / "twin") == files_in(tmp_path / "model")
+    whole = with_lora(
+        build("llama"), config_of(target_modules=["q_proj", "o_proj", "embed_tokens"], init_lora_weights=False)
+    )
+    whole.save_pretrained(tmp_path / "plain")
+    assert files_in(tmp_path)[0] == files_in(tmp_path / "plain")[0]
+
+
 # --- several adapters, and what trains -----------------------------------------------------------------------------
 
 
@@ -536,6 +579,8 @@ def problems(tp_group, kind):
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     texts.append(refused(ValueError, lambda: with_lora(model(), prompts)))
     texts.append(refused(ValueError, lambda: register(IA3Config())))
+    before = get_peft_model(build("llama"), config_of(target_modules=["q_proj"]))
+    texts.append(refused(ValueError, lambda: tpi.parallelize(before.base_model.model, tp)))
     whole = model()
     torch.manual_seed(tp_group.rank())
     texts.append(refused(RuntimeError, lambda: get_peft_model(whole, register(config_of()))))
@@ -563,6 +608,7 @@ def test_what_is_refused(kind):
         "IA3Model on rank 0 of 2 is given a VocabParallelEmbedding of tp_invariant: of PEFT's methods LoRA alone",
         "PeftModelForCausalLM on rank 0 of 2 is given a VocabParallelEmbedding of tp_invariant: of PEFT's methods LoRA",
         "IA3Config on rank 0: of PEFT's methods LoRA alone",
+        "model.layers.0.self_attn.q_proj: style 'colwise' needs an nn.Linear",
         "adapter 'default' (seed all ranks alike before get_peft_model",
         "low_cpu_mem_usage=True for adapter 'default' on rank 0",
         "use_dora=True of the LoraConfig on rank 0",
