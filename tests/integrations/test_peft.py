@@ -164,6 +164,21 @@ def drawn(tp_group):
     return testing.full_parameters(with_lora(model, register(config_of(init_lora_weights="gaussian"))))
 
 
+def scaled_rows(tp_group):
+    model = build("gemma3") if tp_group == "plain" else tpi.parallelize(build("gemma3"), tp_group)
+    config = config_of(target_modules=["embed_tokens"], init_lora_weights=False)
+    with tpi.set_tp_invariant_mode(tp_group != "plain"):
+        return with_lora(model, config if tp_group == "plain" else register(config))(
+            **hf_models.batch()
+        ).logits.detach()
+
+
+def test_an_embedding_that_scales_its_rows():
+    one = run_ranks(scaled_rows, 1)[0]
+    assert_bitwise_equal(run_ranks(scaled_rows, 2), [one] * 2)
+    torch.testing.assert_close(one, scaled_rows("plain"), rtol=1e-4, atol=1e-4)
+
+
 # --- layers by hand ---------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +371,7 @@ def saved_after_fully_shard(world_group, folder):
     if folder is not None:
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
         model.save_pretrained(folder)
+        assert "cannot be merged after fully_shard" in refused(ValueError, model.merge_adapter)
     with tpi.set_tp_invariant_mode(True):
         loss = model(**hf_models.batch()).loss
         loss.backward()

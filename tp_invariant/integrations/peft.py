@@ -161,7 +161,8 @@ class _OfShards(nn.Module):
         """Adds the adapters to this rank's part of the weight; with safe_merge only if all sums are finite.
 
         Raises:
-            ValueError: with safe_merge, which is a collective, on every rank: a sum is not finite on some rank.
+            ValueError: fully_shard has cut the weight; or, with safe_merge, which is a collective, on every rank: a sum
+                is not finite on some rank.
             RuntimeError: an adapter's B has a bias and the base layer has none.
         """
         this: Any = self
@@ -189,9 +190,19 @@ class _OfShards(nn.Module):
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """What `merge` adds to this rank's part of the weight: a product whose sum is over the adapter's rank alone."""
+        base = self.get_base_layer()
+        if is_dtensor(base.weight) and base.weight.device_mesh.ndim > 1:
+            raise ValueError(
+                f"adapter {adapter!r} of a {type(base).__name__} on rank {base.group.rank} cannot be merged after "
+                "fully_shard, which has cut it again: merge before, or save the adapter and merge it where it is loaded"
+            )
         a, b = self._matrices(adapter)
         product = gemm(self._gemm_fn, a, b, out_dtype=torch.promote_types(a.dtype, torch.float32))
         return product * self.scaling[adapter]
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """False: PEFT would decompose this rank's part of the product."""
+        return False
 
     def _changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
         """(local tensor of a base parameter, what is added to it)."""
