@@ -51,7 +51,7 @@ def in_turn(
     for run in runs.values():
         run()  # compiles
     first = {name: statistics.median(microseconds(run, 2)) for name, run in runs.items()}
-    calls = {name: max(1, min(20, int(5e3 / us))) for name, us in first.items()}
+    calls = {name: max(1, min(20, int(5e3 / max(us, 1)))) for name, us in first.items()}
     # a call also clears the cache, and waits for the host
     round_us = sum((calls[name] + 1) * (us + 250) for name, us in first.items())
     turns = max(4, min(12, 2 * int(seconds * 1e6 / round_us / 2)))

@@ -29,13 +29,13 @@ from random_shapes import (
 )
 from torch import Tensor
 
+from tp_invariant.kernels.gemm import autotune
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import (
     MatmulConfig,
     choose_config,
     fit,
     shared_memory_of,
-    tma_configs,
 )
 from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
@@ -90,29 +90,40 @@ def like(shape: Shape) -> Shape:
     return replace(shape, m=reduced(shape.m), n=reduced(shape.n), k=reduced(shape.k))
 
 
-def chosen(shape: Shape) -> tuple[MatmulConfig, bool]:
-    """The configuration of a product of this shape, and whether the TMA kernel takes it."""
+def configurations(shape: Shape) -> tuple[list[MatmulConfig], bool]:
+    """Those that a product of this shape may have, several with TP_INVARIANT_AUTOTUNE=1; whether by the TMA kernel."""
     a, b = operands(like(shape))
     accepted, size = tma_operands(a, b, a.dtype), (shape.m, shape.n, shape.k)
     if accepted is None:
-        return fit(choose_config(*size, a.dtype), 2, shared_memory_of(a.device.index)), False
-    multiprocessors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    return tma_configs(*size, accepted.a_transposed, accepted.b_transposed, 2, multiprocessors)[0][1], True
+        return [fit(choose_config(*size, a.dtype), 2, shared_memory_of(a.device.index))], False
+    layout = accepted.a_transposed, accepted.b_transposed
+    row_a, row_b = shape.m if layout[0] else shape.k, shape.k if layout[1] else shape.n
+    split = row_a % 16 > 0, row_b % 16 > 0
+    call = autotune.Call(*size, *layout, *split, a.dtype, a.dtype, False, False, a.device.index)
+    candidates = autotune.candidates(call)  # the usual one first
+    return candidates if autotune.is_enabled() else candidates[:1], True
 
 
-def compiled_form(shape: Shape) -> tuple:
-    """Equal for shapes for which equal kernels are compiled."""
-    config, by_tma = chosen(shape)
-    sizes = () if by_tma else (shape.m % 16 == 0, shape.n % 16 == 0, shape.k % 16 == 0, shape.k % config.block_k == 0)
-    return shape.layout, shape.dtype, config, sizes, shape.m == 1
+def jobs(shapes: list[Shape]) -> list[tuple[Shape, MatmulConfig]]:
+    """A shape and a configuration for each kernel that the shapes may need, those of aligned copies among them."""
+    found = {}
+    for shape in shapes:
+        copy = replace(shape, m=-(-shape.m // 8) * 8, n=-(-shape.n // 8) * 8, k=-(-shape.k // 8) * 8)
+        configs, by_tma = configurations(shape)
+        for config in configs:
+            sizes = [shape.m % 16, shape.n % 16, shape.k % 16, shape.k % config.block_k]
+            form = () if by_tma else tuple(size == 0 for size in sizes)
+            found[shape.layout, shape.dtype, config, form, shape.m == 1] = shape, config
+        if not by_tma:
+            found |= {(copy.layout, copy.dtype, c, (), False): (copy, c) for c in configurations(copy)[0]}
+    return list(found.values())
 
 
-def compile_kernels(shape: Shape) -> None:
+def compile_kernels(job: tuple[Shape, MatmulConfig]) -> None:
+    shape, config = job
     a, b = operands(like(shape))
-    config, by_tma = chosen(shape)
-    if by_tma:
-        accepted = tma_operands(a, b, a.dtype)
-        assert accepted is not None
+    accepted = tma_operands(a, b, a.dtype)
+    if accepted is not None:
         c = tma_matmul(accepted, None, a.dtype, config)
     else:
         c = matmul(a, b, config=config)
@@ -168,7 +179,7 @@ def main(options: argparse.Namespace) -> int:
     start = time.monotonic()
     torch.manual_seed(options.seed)
     shapes = draw(options.seed, options.random, options.few_rows)
-    compile_ahead(compile_kernels, {compiled_form(shape): shape for shape in shapes}.values(), options, start)
+    compile_ahead(compile_kernels, jobs(shapes), options, start)
     settings = dict(seed=options.seed, seconds=options.each, few_rows=options.few_rows)
     rows = run(shapes, functools.partial(measure, **settings), options.seconds, start)
     return report(rows, options.random, options.seed, "cuBLAS's", options.json)

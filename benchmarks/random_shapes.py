@@ -25,6 +25,7 @@ import torch
 import triton
 
 import tp_invariant as tpi
+from tp_invariant.kernels.gemm.autotune import is_enabled
 
 EIGHTS = 0.9  # how often a size that memory is contiguous along is a multiple of 8
 WORST = 10
@@ -152,13 +153,14 @@ def statistics_of(speeds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def environment() -> dict[str, str]:
+def environment() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "tp_invariant": tpi.__version__,
         "date": str(datetime.date.today()),
+        "autotune": is_enabled(),
         "command": " ".join(["python", *sys.argv]),
     }
 
@@ -185,7 +187,7 @@ def report(rows: list[Row], asked: int, seed: int, unit: str, file: Path | None)
     facts = summary(rows, asked, seed)
     print()
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, tp_invariant {facts['tp_invariant']}")
-    print(f"{facts['date']}; `{facts['command']}`; seed {seed}")
+    print(f"{facts['date']}; `{facts['command']}`; seed {seed}{'; autotuned' * facts['autotune']}")
     print(
         f"{facts['measured']} of {asked} shapes measured, {facts['wrong']} wrong, {facts['skipped']} skipped for want "
         f"of memory or contenders, {asked - len({row['number'] for row in rows})} not reached in time"

@@ -27,16 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from tp_invariant.kernels.gemm.aligned_copies import copied_matmul, copy_features, generic_features
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import (
     MatmulConfig,
+    Product,
     choose_config,
     estimated_us,
     features,
     fits_tma,
+    is_sensible,
     shared_memory_of,
 )
 from tp_invariant.kernels.gemm.matmul_configs import (
@@ -99,11 +100,11 @@ def operands(layout: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.T
 
 
 def drawn(seed: int) -> Iterator[tuple[str, int, int, int]]:
-    """(layout, M, N, K) without end; each third has few rows. Sizes are multiples of 64, of 8, or of nothing."""
+    """(layout, M, N, K) without end; each third has few rows. Sizes are multiples of 64, 16, 8, or nothing."""
     rng = random.Random(seed)
 
     def side(low: int, high: int) -> int:
-        unit = rng.choices((64, 8, 1), (0.55, 0.35, 0.1))[0]
+        unit = rng.choices((64, 16, 8, 1), (0.4, 0.2, 0.3, 0.1))[0]
         return max(unit, round(low * (high / low) ** rng.random() / unit) * unit)
 
     while True:
@@ -112,17 +113,6 @@ def drawn(seed: int) -> Iterator[tuple[str, int, int, int]]:
         m = side(*ROWS) if not few else rng.choice((rng.randint(*FEW_ROWS), 2 ** rng.randint(0, 8)))
         if 1e7 < 2.0 * m * n * k < 1.2e13 and m * k + n * k + m * n < 1.5e9:
             yield layout, m, n, k
-
-
-def _worth_timing(config: MatmulConfig, m: int, n: int) -> bool:
-    """False for tiles that are mostly outside of C, and for small ones of a large C."""
-    if config.block_m > max(64, 2 * triton.next_power_of_2(m)) or config.block_n > max(
-        32, 2 * triton.next_power_of_2(n)
-    ):
-        return False
-    share = config.block_m * config.block_n / (128 * 256)
-    many = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    return not ((many > 1000 and share < 0.53) or (many > 500 and share < 1 / 3))
 
 
 def _run(config: MatmulConfig, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -195,7 +185,7 @@ def measure(clock: Clock, shape: tuple[str, int, int, int], bad: set[str]) -> Ro
         row |= {"copied": times(copied), "generic": times(generic)}
         row["same bits"] = all(torch.equal(wanted, f(*sets[0]).view(torch.uint8)) for f in (copied, generic))
     else:
-        chosen = [c for c in CANDIDATES if f"{layout} {c}" not in bad and _worth_timing(c, m, n)]
+        chosen = [c for c in CANDIDATES if f"{layout} {c}" not in bad and is_sensible(c, m, n)]
         row["same bits"] = all(torch.equal(wanted, _run(c, *sets[0]).view(torch.uint8)) for c in chosen)
         row["times"] = sorted((times(lambda a, b, c=c: _run(c, a, b)), astuple(c)) for c in chosen)
     row["cublas"] = math.sqrt(row["cublas"] * times(torch.matmul))
@@ -257,14 +247,22 @@ def _active_set(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def product_of(row: Row, multiprocessors: int) -> Product:
+    layout, m, n, k = row["shape"]
+    row_a, row_b = m if layout == "wgrad" else k, k if layout == "fwd" else n
+    return Product(
+        m, n, k, layout == "wgrad", layout == "fwd", row_a % 16 > 0, row_b % 16 > 0, 2, multiprocessors
+    )  # fmt: skip
+
+
 def fit(rows: Sequence[Row], multiprocessors: int, kept: Sequence[MatmulConfig] | None = None) -> Table:
     points: dict[str, dict[MatmulConfig, list]] = {layout: collections.defaultdict(list) for layout in LAYOUTS}
     for row in rows:
-        layout, m, n, k = row["shape"]
+        layout = row["shape"][0]
         for us, fields in row.get("times", ()):
             config = MatmulConfig(*fields)
             if kept is None or config in kept:
-                points[layout][config].append((features(config, m, n, k, 2, multiprocessors), us))
+                points[layout][config].append((features(config, product_of(row, multiprocessors)), us))
     return {
         layout: {config: non_negative(found) for config, found in each.items() if len(found) > 12}
         for layout, each in points.items()
@@ -301,11 +299,11 @@ def worth_keeping(rows: Sequence[Row]) -> list[MatmulConfig]:
 
 def estimate(table: Table, row: Row, multiprocessors: int) -> MatmulConfig:
     """The candidate that was timed and has the least estimated time."""
-    layout, m, n, k = row["shape"]
+    layout = row["shape"][0]
     timed = [MatmulConfig(*fields) for _, fields in row["times"]]
 
     def us(config: MatmulConfig) -> float:
-        return estimated_us(table[layout][config], features(config, m, n, k, 2, multiprocessors))
+        return estimated_us(table[layout][config], features(config, product_of(row, multiprocessors)))
 
     return min((config for config in timed if config in table[layout]), key=us)
 
@@ -348,11 +346,10 @@ def fit_copies(rows: Sequence[Row], table: Table, multiprocessors: int) -> tuple
         if "copied" not in row:
             continue
         layout, m, n, k = row["shape"]
-        product = min(
-            estimated_us(coefficients, features(config, m, n, k, 2, multiprocessors))
-            for config, coefficients in table[layout].items()
-        )
         unaligned = (m if layout == "wgrad" else k) % 8 > 0, (k if layout == "fwd" else n) % 8 > 0, n % 8 > 0
+        x = product_of(row, multiprocessors)
+        x = x._replace(a_split=x.a_split and not unaligned[0], b_split=x.b_split and not unaligned[1])
+        product = min(estimated_us(coefficients, features(config, x)) for config, coefficients in table[layout].items())
         if row["copied"] > product:
             copies.append((copy_features(m, n, k, unaligned, 2), row["copied"] - product))
         generic.append((generic_features(m, n, k, unaligned, torch.bfloat16, multiprocessors), row["generic"]))

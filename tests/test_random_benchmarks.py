@@ -33,12 +33,12 @@ def modules(monkeypatch) -> SimpleNamespace:
 
 @pytest.fixture
 def on_cpu(modules, monkeypatch) -> SimpleNamespace:
-    """The passes run on the CPU, twice each; ours takes 2 us and every other 1."""
+    """The passes run on the CPU, once each; ours takes 2 us and every other 1."""
     if torch.cuda.is_available():
         pytest.skip("on a GPU the benchmarks themselves show it")
 
     def fake(runs, seconds):
-        for run in 2 * list(runs.values()):
+        for run in runs.values():
             run()
         return {name: 2.0 if name == "ours" else 1.0 for name in runs}
 
@@ -101,6 +101,14 @@ def test_ranges_of_attention(modules):
     assert all((s.window is not None) == (s.mask == "window") for s in shapes)
     assert all(s.window <= s.tokens for s in shapes if s.window)
     assert max(s.batch * s.tokens * s.heads * s.head_dim for s in shapes) <= 2**28
+
+
+def test_attentions_of_each_kind_are_compiled_first(modules):
+    attention = modules.random_attention
+    found = attention.jobs(attention.draw(0, 200))
+    kinds = [(shape.head_dim, shape.mask) for shape in found]
+    assert len(set(kinds[:12])) == 12 and len(found) > 150
+    assert set(found) == {attention.like(shape) for shape in attention.draw(0, 200)}
 
 
 def test_ranges_of_norms(modules):
@@ -238,23 +246,24 @@ def test_few_rows_are_timed_in_a_graph(on_cpu, monkeypatch):
 @pytest.mark.parametrize("rms", (True, False))
 def test_a_norm_is_measured_and_checked(on_cpu, rms, monkeypatch):
     norm = on_cpu.random_norm
-    shape = norm.Shape(rms, "bfloat16", 40, 40)
+    shape = norm.Shape(rms, "bfloat16", 33, 24)
     rows = norm.measure(shape, seed=0, seconds=1)
     assert [(r["case"], r["us"]) for r in rows] == [("forward", 2.0), ("backward", 2.0)]
+    case = norm.Operands(shape)
     right = norm.fold_partial_sums
     monkeypatch.setattr(norm, "fold_partial_sums", lambda sums, dtype: right(sums[:-1], dtype))
     with pytest.raises(on_cpu.random_shapes.WrongResult, match="dgamma: error"):
-        norm.measure(shape, seed=0, seconds=1)
+        norm.check(case)
     monkeypatch.setattr(norm, "fold_partial_sums", right)
     forward = norm.norm_forward
 
     def by_the_number_of_rows(x, *args, **options):
         y, *others = forward(x, *args, **options)
-        return (y * (1 if len(x) == 40 else 1 + 2**-6), *others)
+        return (y * (1 if len(x) == 33 else 1 + 2**-6), *others)
 
     monkeypatch.setattr(norm, "norm_forward", by_the_number_of_rows)
     with pytest.raises(on_cpu.random_shapes.WrongResult, match="y of some rows alone and with others"):
-        norm.measure(shape, seed=0, seconds=1)
+        norm.check(case)
 
 
 @pytest.mark.parametrize("mask, window", (("causal", None), ("full", None), ("window", 20)))
@@ -337,3 +346,45 @@ def test_no_process_waits_for_a_compiler_for_ever(modules, monkeypatch, capsys):
     options = argparse.Namespace(workers=2, seconds=0.0)  # no time at all
     shapes.compile_ahead(lambda job: may_end.wait(300), range(20), options, time.monotonic())
     assert may_end.is_set() and " of 20 in " in capsys.readouterr().out
+
+
+def test_the_kernels_of_drawn_products(on_cpu, monkeypatch):
+    """Each once; with TP_INVARIANT_AUTOTUNE=1 all that are tried; a product that TMA cannot address has its own."""
+    gemm = on_cpu.random_gemm
+
+    def tma_operands(a, b, out_dtype):
+        kernel = SimpleNamespace(a_transposed=a.stride(0) == 1, b_transposed=b.stride(0) == 1)
+        return None if (a.shape[1] % 8 or b.shape[1] % 8) else kernel
+
+    monkeypatch.setattr(gemm, "tma_operands", tma_operands)
+    monkeypatch.setattr(gemm, "shared_memory_of", lambda index: 227 * 1024)
+    monkeypatch.setattr(gemm.autotune, "_device", lambda index: ("NVIDIA H200", 132, 1 << 20))
+    shapes = [gemm.Shape("fwd", "bfloat16", 4096, 4096, k) for k in (5000, 5008, 5001, 5003)]
+    found = gemm.jobs(shapes)
+    assert [by_tma for _, by_tma in map(gemm.configurations, shapes)] == [True, True, False, False]
+    assert len([shape for shape, _ in found if shape.k % 8]) == 1 and 2 <= len(found) <= 3
+    with gemm.autotune.autotune():
+        tried = gemm.jobs(shapes[:1])
+    assert 6 <= len(tried) <= 12 and tried[0][1] == found[0][1]
+
+
+@pytest.mark.parametrize("script", ("gemm", "attention", "norm"))
+def test_a_whole_run(on_cpu, script, monkeypatch, tmp_path, capsys):
+    part = getattr(on_cpu, f"random_{script}")
+    shapes = {
+        "gemm": [on_cpu.random_gemm.Shape("wgrad", "float16", 24, 40, k) for k in (33, 64)],
+        "attention": [on_cpu.random_attention.Shape(1, 2, 1, tokens, 32, "causal") for tokens in (5, 40)],
+        "norm": [on_cpu.random_norm.Shape(True, "float16", rows, 24) for rows in (33, 40)],
+    }[script]
+    monkeypatch.setattr(part, "draw", lambda seed, count, *args: shapes[:count])
+    monkeypatch.setattr(on_cpu.random_gemm, "jobs", lambda shapes: [])
+    monkeypatch.setattr(on_cpu.random_shapes, "DEVICE", "cuda")  # so that --random is taken
+    file = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["bench", "--random", "2", "--seed", "5", "--workers", "1", "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        getattr(on_cpu, f"bench_{script}").main()
+    assert ended.value.code == 0
+    written = json.loads(file.read_text())
+    assert written["measured"] == 2 and written["seed"] == 5 and written["autotune"] is False
+    assert {row["speed"] for row in written["rows"]} == {0.5}
+    assert "2 of 2 shapes measured, 0 wrong, 0 skipped" in capsys.readouterr().out

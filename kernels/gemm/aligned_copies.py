@@ -2,18 +2,20 @@
 
 TMA needs rows that begin at multiples of 16 bytes: of a vocabulary of 50257 columns every row but each eighth begins
 elsewhere. A copy whose rows have room for a few elements more has the same elements, and TMA reads no others, so C has
-the same bits. Torch's own kernels for such operands are several times slower than those for others.
+the same bits. Torch's own kernels for such operands are several times slower than those for others. Where rows of B
+are a multiple of 16 bytes and not of 32, TMA reads them as up to a fourth more: a copy of B may pay there too.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from . import matmul_tma
-from .matmul_configs import choose_config, estimated_us, fit, tma_configs
+from .matmul_configs import Product, choose_config, estimated_us, fit, tma_configs
 from .matmul_table import COPIES, GENERIC
 from .matmul_tma import tma_layout
 from .output import written
@@ -41,14 +43,27 @@ def generic_features(
 
 
 @functools.lru_cache(maxsize=4096)
-def _pay(
-    m: int, n: int, k: int, transposed: tuple[bool, bool], unaligned: Unaligned, dtype: torch.dtype,
-    out_itemsize: int, accumulate: bool, promoted: bool, multiprocessors: int,
-) -> bool:  # fmt: skip
-    """Whether copies and the TMA kernel are estimated to take less time than the generic kernel."""
-    product = tma_configs(m, n, k, *transposed, out_itemsize, multiprocessors, accumulate, promoted)[0][0]
-    copies = estimated_us(COPIES, copy_features(m, n, k, unaligned, out_itemsize))
-    return product + copies < estimated_us(GENERIC, generic_features(m, n, k, unaligned, dtype, multiprocessors))
+def _which(
+    product: Product, unaligned: Unaligned, dtype: torch.dtype, accumulate: bool, promoted: bool
+) -> Unaligned | None:
+    """What to copy for the TMA kernel to take the least time by estimate; None where the generic kernel takes less.
+
+    unaligned: what TMA cannot address, which is copied. B besides, whose split rows cost the most, if that is less.
+    """
+    sizes, best = product[:3], None
+    least = math.inf
+    if any(unaligned):
+        least = estimated_us(GENERIC, generic_features(*sizes, unaligned, dtype, product.multiprocessors))
+    for b_too in (False, True):
+        copies = unaligned[0], unaligned[1] or b_too, unaligned[2]
+        as_copied = product._replace(
+            a_split=product.a_split and not copies[0], b_split=product.b_split and not copies[1]
+        )
+        us = estimated_us(COPIES, copy_features(*sizes, copies, product.out_itemsize))
+        us += tma_configs(as_copied, accumulate, promoted)[0][0]
+        if us < least:
+            least, best = us, copies
+    return best
 
 
 def copied_matmul(
@@ -63,32 +78,42 @@ def copied_matmul(
 ) -> Tensor | None:
     """`matmul`, whose arguments these are and which has checked them, on the current device; or None.
 
-    None where TMA does not support the device or the dtypes, and where the generic kernel is estimated to be faster;
-    `always` leaves out the estimate.
+    None where TMA does not support the device or the dtypes, where nothing needs to be copied, and where the generic
+    kernel is estimated to be faster. `always` leaves out the estimate, and copies what TMA cannot address.
     """
     (m, k), n = a.shape, b.shape[1]
     if not matmul_tma.supports_tma(a, 0, out_dtype) or max(m, n, k) > matmul_tma.MAX_SIDE:
         return None
-    result = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
-    unaligned = tma_layout(a) is None, tma_layout(b) is None, not _is_addressable(result)
-    transposed = _is_transposed(a), _is_transposed(b)
-    multiprocessors = matmul_tma.multiprocessors_of(a.get_device())
-    facts = m, n, k, transposed, unaligned, a.dtype, out_dtype.itemsize, accumulate, bool(promote_every)
-    if not always and not _pay(*facts, multiprocessors):
+    addressable = tma_layout(a), tma_layout(b)
+    c_fits = _fits(n, out_dtype) if out is None else _is_addressable(out)
+    unaligned: Unaligned | None = (addressable[0] is None, addressable[1] is None, not c_fits)
+    if not always:
+        a_split, b_split = (x is None or x[0].stride(0) % 16 > 0 for x in addressable)
+        if not any(unaligned) and not b_split:
+            return None
+        multiprocessors = matmul_tma.multiprocessors_of(a.get_device())
+        product = Product(
+            m, n, k, _is_transposed(a), _is_transposed(b), a_split, b_split, out_dtype.itemsize, multiprocessors
+        )  # fmt: skip
+        unaligned = _which(product, unaligned, a.dtype, accumulate, bool(promote_every))
+    if unaligned is None or not any(unaligned):
         return None
-    b = _aligned(b)
-    per_row = unaligned[0] * k * a.element_size() + unaligned[2] * n * out_dtype.itemsize
+    copies_a, copies_b, copies_c = unaligned
+    result = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
+    if copies_b:
+        b = _copy(b)
+    per_row = copies_a * k * a.element_size() + copies_c * n * out_dtype.itemsize
     at_once = max(256, _BYTES_AT_ONCE // max(1, per_row) // 256 * 256)
     for first in range(0, m, at_once):
         rows = slice(first, first + at_once)
-        a_rows, here = _aligned(a[rows]), result[rows]
-        c = here if not unaligned[2] else _with_room(here)
-        if accumulate and c is not here:
+        here = result[rows]
+        c = _with_room(here) if copies_c else here
+        if accumulate and copies_c:
             c.copy_(here)
-        operands = matmul_tma.tma_operands(a_rows, b, out_dtype, c)
+        operands = matmul_tma.tma_operands(_copy(a[rows]) if copies_a else a[rows], b, out_dtype, c)
         assert operands is not None
         matmul_tma.tma_matmul(operands, bias, out_dtype, out=c, accumulate=accumulate, promote_every=promote_every)
-        if c is not here:
+        if copies_c:
             here.copy_(c)
     return result if out is None else written(result)
 
@@ -98,21 +123,21 @@ def _is_transposed(x: Tensor) -> bool:
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
+def _fits(columns: int, dtype: torch.dtype) -> bool:
+    return columns * dtype.itemsize % 16 == 0
+
+
 def _is_addressable(c: Tensor) -> bool:
-    begin, row = c.data_ptr(), c.stride(0) * c.element_size()
-    return c.stride(1) == 1 and c.stride(0) >= c.shape[1] and begin % 16 == 0 and row % 16 == 0
+    dense = c.stride(1) == 1 and c.stride(0) >= c.shape[1]
+    return dense and c.data_ptr() % 16 == 0 and _fits(c.stride(0), c.dtype)
 
 
 def _with_room(x: Tensor) -> Tensor:
-    """Memory for x with rows that TMA can address."""
-    unit = 16 // x.element_size()
+    """Memory for x with rows that begin at multiples of 128 bytes."""
+    unit = 128 // x.element_size()
     rows, cols = x.shape
     return torch.empty((rows, -(-cols // unit) * unit), device=x.device, dtype=x.dtype)[:, :cols]
 
 
-def _aligned(x: Tensor) -> Tensor:
-    if tma_layout(x) is not None:
-        return x
-    if _is_transposed(x):
-        return _aligned(x.t()).t()
-    return _with_room(x).copy_(x)
+def _copy(x: Tensor) -> Tensor:
+    return _copy(x.t()).t() if _is_transposed(x) else _with_room(x).copy_(x)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
 from .aligned_copies import copied_matmul
+from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
 from .operands import check_bias, check_kinds, check_operands
@@ -194,17 +195,19 @@ def matmul(
     a, b, bias = _no_negated_views(a, b, bias)
     m, k = a.shape
     n = b.shape[1]
-    if config is None and (operands := tma_operands(a, b, out_dtype, out)) is not None:
-        with launch_on(a, "matmul"):
-            return tma_matmul(
-                operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
-            )
     if config is None and a.is_cuda:
+        operands = tma_operands(a, b, out_dtype, out)
         with launch_on(a, "matmul"):
-            c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
-        if c is not None:
-            return c
+            if operands is None or operands.b.stride(0) % 16:
+                c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
+                if c is not None:
+                    return c
+            if operands is not None:
+                return tma_matmul(
+                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
+                )
     if config is None:
+        check_unmeasured(a)
         spare = accumulate or promote_every is not None
         config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
         if a.is_cuda:

@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -104,46 +105,64 @@ def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, 
     return fits_registers and stages + c_tiles * config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
 
 
-def features(
-    config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, multiprocessors: int
-) -> tuple[float, ...]:
-    """What a product of 16-bit operands makes the TMA kernel do; the table has microseconds for each.
+def is_sensible(config: MatmulConfig, m: int, n: int) -> bool:
+    """False for tiles that are mostly outside of C, and for small ones of a large C: these are not timed nor taken."""
+    if config.block_m > max(64, 2 * _power_of_two(m)) or config.block_n > max(32, 2 * _power_of_two(n)):
+        return False
+    share = config.block_m * config.block_n / (128 * 256)
+    tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
+    return not ((tiles > 1000 and share < 0.53) or (tiles > 500 and share < 1 / 3))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+class Product(NamedTuple):
+    """A product of 16-bit operands, as the estimate of its time sees it: its sizes, and how A and B are in memory.
+
+    a_split, b_split: whether rows in memory are no multiple of 32 bytes, the unit in which the L2 cache is read
+    """
+
+    m: int
+    n: int
+    k: int
+    a_transposed: bool
+    b_transposed: bool
+    a_split: bool
+    b_split: bool
+    out_itemsize: int
+    multiprocessors: int
+
+
+def features(config: MatmulConfig, x: Product) -> tuple[float, ...]:
+    """What a product makes the TMA kernel do; the table has microseconds for each.
 
     A launch; rounds of tiles, since a GPU computes one tile on each multiprocessor at a time; K of these rounds, in
-    thousands; the same as if the last round were shared by all; megabytes of A, B and C; megabytes that tiles read; the
-    share of multiprocessors that have a tile at all.
+    thousands; the same as if the last round were shared by all; megabytes of A, B and C; megabytes that tiles read; of
+    these, those of a split A and of a split B; the share of multiprocessors that have a tile at all.
     """
-    tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
-    rounds, shared = _cdiv(tiles, multiprocessors), tiles / multiprocessors
-    steps_k = _cdiv(k, config.block_k) * config.block_k
-    megabytes = (2 * (m * k + n * k) + out_itemsize * m * n) * 1e-6
-    read = 2e-6 * tiles * (config.block_m + config.block_n) * steps_k
-    return 1.0, rounds, 1e-3 * rounds * steps_k, 1e-3 * shared * steps_k, megabytes, read, min(1.0, shared)
+    tiles = _cdiv(x.m, config.block_m) * _cdiv(x.n, config.block_n)
+    rounds, shared = _cdiv(tiles, x.multiprocessors), tiles / x.multiprocessors
+    steps_k = _cdiv(x.k, config.block_k) * config.block_k
+    megabytes = (2 * (x.m * x.k + x.n * x.k) + x.out_itemsize * x.m * x.n) * 1e-6
+    read_a, read_b = (2e-6 * tiles * block * steps_k for block in (config.block_m, config.block_n))
+    work = rounds, 1e-3 * rounds * steps_k, 1e-3 * shared * steps_k
+    return 1.0, *work, megabytes, read_a + read_b, x.a_split * read_a, x.b_split * read_b, min(1.0, shared)
 
 
 def estimated_us(coefficients: Sequence[float], quantities: Sequence[float]) -> float:
     return sum(map(operator.mul, coefficients, quantities))
 
 
-def tma_configs(
-    m: int,
-    n: int,
-    k: int,
-    a_transposed: bool,
-    b_transposed: bool,
-    out_itemsize: int,
-    multiprocessors: int,
-    accumulate: bool = False,
-    promoted: bool = False,
-) -> list[tuple[float, MatmulConfig]]:
+def tma_configs(x: Product, accumulate: bool = False, promoted: bool = False) -> list[tuple[float, MatmulConfig]]:
     """The table's configurations that fit, with their estimated microseconds, the fastest first. None changes bits."""
-    times = TIMES[LAYOUTS[a_transposed, b_transposed]]
-    fitting = [
-        (estimated_us(coefficients, features(config, m, n, k, out_itemsize, multiprocessors)), config)
-        for fields, coefficients in times.items()
-        if fits_tma(config := MatmulConfig(*fields), out_itemsize, accumulate, promoted)
+    found = [
+        (not is_sensible(config, x.m, x.n), estimated_us(coefficients, features(config, x)), config)
+        for fields, coefficients in TIMES[LAYOUTS[x.a_transposed, x.b_transposed]].items()
+        if fits_tma(config := MatmulConfig(*fields), x.out_itemsize, accumulate, promoted)
     ]
-    return sorted(fitting, key=operator.itemgetter(0))
+    return [(us, config) for _, us, config in sorted(found, key=operator.itemgetter(0, 1))]
 
 
 @functools.cache

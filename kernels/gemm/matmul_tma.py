@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
 from ..launch import Launch, cdiv
-from .matmul_configs import MatmulConfig, promoted_block_k, tma_configs
+from . import autotune
+from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
 from .output import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
@@ -255,15 +256,17 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(
     m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
+    a_split: bool, b_split: bool,
     dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, accumulate: bool,
     promote_every: int | None, index: int, config: MatmulConfig | None,
 ) -> _Plan:  # fmt: skip
     multiprocessors = multiprocessors_of(index)
     if config is None:
         promoted = bool(promote_every)
-        config = tma_configs(
-            m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors, accumulate, promoted
-        )[0][1]
+        product = Product(
+            m, n, k, a_transposed, b_transposed, a_split, b_split, out_dtype.itemsize, multiprocessors
+        )  # fmt: skip
+        config = tma_configs(product, accumulate, promoted)[0][1]
     block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
@@ -307,6 +310,7 @@ class _Prepared(NamedTuple):
 
 _MAX_PREPARED = 4096
 _prepared: dict[tuple, _Prepared] = {}
+autotune.on_change.append(lambda: _prepared.clear())
 
 
 def call_key(
@@ -349,6 +353,26 @@ def repeat_call(key: tuple | None) -> Tensor | None:
     return c
 
 
+def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Whether rows in memory are no multiple of 32 bytes."""
+    return a.stride(0) % 16 > 0, b.stride(0) % 16 > 0
+
+
+def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool) -> tuple[MatmulConfig | None, bool]:
+    """The measured configuration of a product, whose output c is left alone. See `autotune.configuration`."""
+    has_bias, index = bias is not None, c.get_device()
+    scratch = functools.cache(lambda: torch.empty_strided(c.shape, c.stride(), device=c.device, dtype=c.dtype))
+
+    def launch(config: MatmulConfig) -> None:
+        tma_matmul(x, bias, c.dtype, config, out=scratch(), accumulate=accumulate)
+
+    call = autotune.Call(
+        x.m, x.n, x.k, x.a_transposed, x.b_transposed, *_split(x.a, x.b),
+        x.a.dtype, c.dtype, has_bias, accumulate, index,
+    )  # fmt: skip
+    return autotune.configuration(call, launch)
+
+
 def tma_matmul(
     x: TmaOperands,
     bias: Tensor | None,
@@ -369,8 +393,11 @@ def tma_matmul(
         bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address must not be remembered
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
+    if config is None and ranks == 1 and promote_every is None and autotune.is_enabled():
+        config, settled = _autotuned(x, bias, c, accumulate)
+        key = key if settled else None
     launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
-        m, n, k, ranks, piece_k, a_transposed, b_transposed,
+        m, n, k, ranks, piece_k, a_transposed, b_transposed, *_split(a, b),
         a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
     )  # fmt: skip
     c_position = 2 if narrow_block is None else 3

@@ -53,30 +53,31 @@ def test_sums_in_the_interpreter(interpreted, monkeypatch, m, n, k, layout):
             assert_bitwise_equal(around[:, n + 1 :].clone(), before[:, n + 1 :].clone())
 
 
-def test_operands_stay_as_they_are(interpreted):
-    """Nothing that TMA can address is copied, and a copy stands in memory as its operand does."""
+def test_a_copy_stands_as_its_operand_does(interpreted):
     from tp_invariant.kernels.gemm.matmul_tma import tma_layout
 
-    for x in (integers(8, 16), integers(8, 16, True), integers(16, 24)[:, :20], integers(3, 24)[::2]):
-        x = x.float()
-        assert interpreted._aligned(x) is x or tma_layout(x) is None
-    for transposed, (rows, cols) in itertools.product((False, True), ((5, 7), (1, 3), (3, 1), (9, 9))):
+    for transposed, (rows, cols) in itertools.product((False, True), ((5, 7), (1, 3), (3, 1), (9, 9), (8, 16))):
         x = integers(rows, cols, transposed).half()
-        copy = interpreted._aligned(x)
+        copy = interpreted._copy(x)
         assert_bitwise_equal(copy.contiguous(), x.contiguous())
         assert tma_layout(copy) is not None
-        assert max(rows, cols) == 1 or 1 in (rows, cols) or interpreted._is_transposed(copy) == transposed
+        assert 1 in (rows, cols) or interpreted._is_transposed(copy) == transposed
 
 
-def test_copies_where_they_pay():
-    from tp_invariant.kernels.gemm.aligned_copies import _pay
+def test_what_is_copied():
+    """By estimate: all that TMA cannot address or nothing, and B where its rows are split and A has many rows."""
+    from tp_invariant.kernels.gemm.aligned_copies import _which
+    from tp_invariant.kernels.gemm.matmul_configs import Product
 
-    def pays(m, n, k, unaligned):
-        return _pay(m, n, k, (False, True), unaligned, torch.bfloat16, 2, False, False, 132)
+    def which(m, n, k, unaligned=(False, False, False), b_split=False):
+        product = Product(m, n, k, False, True, unaligned[0], b_split or unaligned[1], 2, 132)
+        return _which(product, unaligned, torch.bfloat16, False, False)
 
-    assert pays(8192, 50257, 4096, (False, False, True))
-    assert pays(8192, 4096, 4097, (True, True, False))
-    assert not pays(32, 33, 35, (True, True, True))
+    assert which(8192, 50257, 4096, (False, False, True)) == (False, False, True)
+    assert which(8192, 4096, 4097, (True, True, False)) == (True, True, False)
+    assert which(32, 33, 35, (True, True, True)) is None
+    assert which(65536, 4096, 6616, b_split=True) == (False, True, False)
+    assert which(16, 4096, 6616, b_split=True) == (False, False, False)
 
 
 @on_hopper
