@@ -30,11 +30,12 @@ def on_ranks(degree, *arguments, mode=True):
 def test_the_same_bits_at_every_degree(tmp_path):
     tpi.testing.run_ranks(_nothing, 4, device="cpu")
     adapter = str(tmp_path / "adapter")
-    losses, digest = on_ranks(2, "10", "--save", adapter)
-    assert on_ranks(1, "10") == (losses, digest)
-    assert sum(losses[-3:]) / 3 < losses[0] - 0.1, "it trains"
-    assert on_ranks(4, "2", "--load", adapter, "--sequence-parallel") == on_ranks(1, "2", "--load", adapter)
-    assert on_ranks(2, "2", mode=False) != on_ranks(1, "2", mode=False), "the control"
+    losses, digest = on_ranks(2, "6", "--save", adapter)
+    assert on_ranks(1, "6") == (losses, digest)
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.05, "it trains"
+    loaded = on_ranks(1, "2", "--load", adapter)
+    assert on_ranks(4, "2", "--load", adapter, "--sequence-parallel") == loaded
+    assert on_ranks(2, "1", mode=False) != on_ranks(1, "1", mode=False), "the control"
     # transformers' and PEFT's own
     kind, sizes = PRESETS["qwen3-tiny"]
     torch.manual_seed(0)
@@ -42,7 +43,7 @@ def test_the_same_bits_at_every_degree(tmp_path):
     tokens, targets = Batches(make_parser().parse_args([*SMALL, "1"]), torch.device("cpu")).at(0)
     logits = PeftModel.from_pretrained(model, adapter)(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
-    assert abs(loss - on_ranks(1, "1", "--load", adapter)[0][0]) < 1e-5
+    assert abs(loss - loaded[0][0]) < 1e-5
 
 
 def _nothing(tp_group):
