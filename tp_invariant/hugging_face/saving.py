@@ -67,12 +67,30 @@ def _save_pretrained(
         OSError and what else transformers raises: on every rank of the model.
     """
     save = functools.partial(type(model).save_pretrained, model, save_directory)
-    groups = _groups(model)
+    groups = groups_of(model)
     if state_dict is not None and groups:
-        _check_whole(model, state_dict)
+        check_whole(model, state_dict)
     if state_dict is not None or not groups:
         save(is_main_process, state_dict, *args, **options)
         return
+    save_on_rank_0(
+        model,
+        save_directory,
+        is_main_process,
+        lambda: full_state_dict(model, rank0_only=True, cpu_offload=True),
+        lambda full: save(True, _tied(model, full), *args, **options),
+    )
+
+
+def save_on_rank_0(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool,
+    gather: Callable[[], dict[str, Tensor]],
+    write: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """write(gather()) on rank 0 of the job, gather() on all ranks of the model; see `_save_pretrained`."""
+    groups = groups_of(model)
     for group in groups:
         wait_for_all(group, f"save_pretrained({str(save_directory)!r})", _ADVICE)
     ranks = _ranks(model)
@@ -85,13 +103,13 @@ def _save_pretrained(
             ", ".join(map(str, ranks)),
             ranks[0],
         )
-    full = full_state_dict(model, rank0_only=True, cpu_offload=True)
+    full = gather()
 
-    def write() -> None:
+    def write_there() -> None:
         if full and is_main_process and (not dist.is_initialized() or dist.get_rank() == 0):
-            save(True, _tied(model, full), *args, **options)
+            write(full)
 
-    step: Any = write
+    step: Any = write_there
     for group in groups:  # an error of the one that writes is raised on all
         step = functools.partial(run_on_all_ranks, group, "save_pretrained", functools.partial(_all_end, group, step))
     step()
@@ -105,7 +123,7 @@ def _all_end(group: Group, step: Callable[[], None]) -> None:
         wait_without_limit(group)
 
 
-def _groups(model: Any) -> list[Group]:
+def groups_of(model: Any) -> list[Group]:
     """The groups whose ranks have parts of the model's weights: one for each mesh dim. None: all are whole here."""
     reshard(model)
     dtensors = [p for p in model.parameters() if is_dtensor(p)]
@@ -124,7 +142,7 @@ def _ranks(model: Any) -> list[int]:
     return sorted(ranks_of(model_group(model)))
 
 
-def _check_whole(model: Any, state_dict: Any) -> None:
+def check_whole(model: Any, state_dict: Any) -> None:
     state = model.state_dict(keep_vars=True)
     specs = tensor_specs(model)
     for name, tensor in state.items():
