@@ -568,7 +568,7 @@ def _whole(model: Any, adapters: list[str], save_embedding_layers: Any) -> dict[
                 model, state_dict=state, adapter_name=adapter, save_embedding_layers=save_embedding_layers
             )
             saved |= set(map(id, named.values()))
-        entries = model_entries(model, fully_sharded=True)
+        entries = model_entries(model)
         return {name: entry for name, entry in entries.items() if id(state[name]) in saved}
 
     group = model_group(model)
