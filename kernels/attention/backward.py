@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, launch_on
-from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
+from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side, sink_grads
 from .tiles import (
     Tile,
     aligned,
@@ -314,16 +314,17 @@ def backward(
     lse: Tensor,
     spec: AttentionSpec,
     lengths: PackedLengths | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     head_dim = q.shape[3]
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention backward"):
-        grads = _backward(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), lse, spec, lengths)
-    if padded == head_dim:
-        return grads
-    dq, dk, dv = (heads_side_by_side(grad[..., :head_dim]) for grad in grads)
-    return dq, dk, dv
+        *grads, delta = _backward(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), lse, spec, lengths)
+    if padded != head_dim:
+        grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
+    dq, dk, dv = grads
+    return dq, dk, dv, sink_grads(sinks, delta, lse)
 
 
 def _backward(
@@ -335,13 +336,14 @@ def _backward(
     lse: Tensor,
     spec: AttentionSpec,
     lengths: PackedLengths | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and delta [B, Hq, Sq]."""
     batch, heads, tokens, head_dim = q.shape
     kv_heads, tokens_k = k.shape[1:3]
     groups = heads // kv_heads
     dq, dk, dv = (empty_heads(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
     p = problem(q, k, spec, lengths)
     index, unit = q.device.index, 16 // q.element_size()
     q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
@@ -390,4 +392,4 @@ def _backward(
         heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, delta

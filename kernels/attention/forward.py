@@ -32,6 +32,7 @@ from .backward import backward
 from .merge import finish, fold, merge_kernel
 from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
 from .tiles import (
+    LOG2_E,
     Problem,
     Rows,
     Tile,
@@ -102,19 +103,20 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
-        "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
+        "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb",
+        "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
         "factor", "inverse_cap", "chunks", "part_rows", "places",
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, part_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, part_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
     chunks, part_rows, places,
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
@@ -183,7 +185,8 @@ def _forward_kernel(
         tl.store(largest_ptr + places + place, total, mask=inside)
     else:
         acc, largest, total = fold(before, before_largest, before_total, acc, largest, total, factor)
-        out, lse = finish(acc, largest, total, factor)
+        sinks = tl.load(sinks_ptr + q_head, mask=inside, other=0.0) if SINKS else 0.0
+        out, lse = finish(acc, largest, total, factor, sinks, SINKS)
         out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head
         lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
@@ -264,7 +267,16 @@ def _plan(
     if not split and _has_own_kernel(index, head_dim, dtype):
         from . import hopper
 
-        constants: tuple = (head_dim, tile.queries, tile.keys, *hopper.BUFFERS, chunk, 16 // dtype.itemsize, *p.flags)
+        constants: tuple = (
+            head_dim,
+            tile.queries,
+            tile.keys,
+            *hopper.BUFFERS,
+            chunk,
+            16 // dtype.itemsize,
+            *p.flags,
+            p.sinks,
+        )
         return _Plan(
             run=launch(hopper.forward_kernel, index, (dtype,), tile, constants, False, hopper.descriptor),
             k_block=(tile.keys, head_dim),
@@ -285,10 +297,10 @@ def _plan(
     overlap = _overlaps(index)
     constants = (
         head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
-        *p.flags, overlap,
+        *p.flags, overlap, p.sinks,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
-    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH)
+    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks)
     return _Plan(
         run=launch(_forward_kernel, index, (dtype,), tile, constants),
         k_block=(tile.keys, head_dim),
@@ -306,7 +318,12 @@ def _plan(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See spec.py.
 
@@ -319,21 +336,21 @@ def forward(
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention"):
         if padded == head_dim:
-            return _forward(q, k, v, spec, lengths)
-        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths)
+            return _forward(q, k, v, spec, lengths, sinks)
+        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths, sinks)
     return heads_side_by_side(out[..., :head_dim]), lse
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    p, shape, index = problem(q, k, spec, lengths), q.shape, q.device.index
+    p, shape, index = problem(q, k, spec, lengths, sinks), q.shape, q.device.index
     out = empty_heads(q)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
     if k.shape[2] == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), lse.copy_(torch.tensor(float("-inf")) if sinks is None else sinks[:, None] * LOG2_E)
     q, (k, k_rows), (v, v_rows) = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
     run, k_block, v_block, numbers, grid, merge, merge_numbers, merge_grid, parts = _plan(
         shape, k.shape[2], unit_strides(q), k_rows, v_rows, q.dtype, index, p, CHUNK
@@ -342,8 +359,8 @@ def _forward(
     part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
     run(
         index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
-        cu_q, cu_k, *(() if parts is None else (part,)), *numbers, grid=grid,
+        cu_q, cu_k, sinks, *(() if parts is None else (part,)), *numbers, grid=grid,
     )  # fmt: skip
     if merge is not None:
-        merge(index, part, out, lse, cu_q, cu_k, *merge_numbers, grid=merge_grid)
+        merge(index, part, out, lse, cu_q, cu_k, sinks, *merge_numbers, grid=merge_grid)
     return out, lse

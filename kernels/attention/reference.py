@@ -11,6 +11,8 @@ the rest is elementwise, over all heads together:
     backward                    p = 2^(s - lse)               dp = dout vᵀ             delta = sum of dout out
                                 ds = scale p (dp - delta)     dq = sum over blocks of ds k, in order
                                 dk = dsᵀ q, dv = pᵀ dout: one product for each query head, added in head order
+
+A sink is one more score, without a value, after the last block.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ from einops import rearrange
 from torch import Tensor
 
 from ..elementwise import in_whole_vectors_, sum_by_halves
-from .spec import AttentionSpec, PackedLengths, heads_side_by_side
+from .spec import LOG2_E, AttentionSpec, PackedLengths, heads_side_by_side, sink_grads
 
 KEY_BLOCK = 128
-LOG2_E = 1 / math.log(2)
 _ELEMENTS = 1 << 21  # scores computed at a time, which limits how many heads are taken together; a matter of speed only
 
 
@@ -117,24 +118,33 @@ def _scores(q: Tensor, k: Tensor, spec: AttentionSpec, hidden: Tensor) -> tuple[
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, D], lse [B, Hq, Sq]; see spec.py. Any device that has a slice-invariant GEMM."""
     groups = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    of_heads = None if sinks is None else sinks.repeat(q.shape[0]).view(-1, groups)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for queries, keys in _sequences(q, k, lengths):
             rows, count = _by_key_head(q[:, :, queries], groups), keys.stop - keys.start
             padded_k, padded_v = (_padded_keys(x[:, :, keys]) for x in (k, v))
             for heads in _chunks(rows):
-                one_out, one_lse = _forward(rows[heads], padded_k[heads], padded_v[heads], count, spec)
+                own = None if of_heads is None else of_heads[heads]
+                one_out, one_lse = _forward(rows[heads], padded_k[heads], padded_v[heads], count, spec, own)
                 out.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_out.transpose(1, 2)
                 lse.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_lse.transpose(1, 2)
     return heads_side_by_side(out), lse
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """q [N, S, groups, D], k, v [N, keys in whole blocks, D] -> out, lse [N, S, groups, ..]"""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q [N, S, groups, D], k, v [N, keys in whole blocks, D], sinks [N, groups] -> out, lse [N, S, groups, ..]"""
     top = q.new_full(q.shape[:-1], -math.inf)
     total, acc = torch.zeros_like(top), torch.zeros_like(q)
     for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
@@ -145,6 +155,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec) ->
         top[:, rows] = new_top
         total[:, rows] = total[:, rows] * shrink + sum_by_halves(powers).squeeze(-1)
         acc[:, rows] = acc[:, rows] * shrink.unsqueeze(-1) + _per_head(powers, v[:, block])
+    if sinks is not None:
+        sink = (sinks * LOG2_E).unsqueeze(1).expand_as(top)
+        new_top = torch.maximum(top, sink)
+        reference = new_top.masked_fill(new_top == -math.inf, 0.0)
+        shrink = in_whole_vectors_(torch.exp2_, top - reference)
+        total = total * shrink + in_whole_vectors_(torch.exp2_, sink - reference)
+        top = new_top
+        acc.mul_(shrink.unsqueeze(-1))
     seen = total > 0
     lse = torch.where(seen, top + in_whole_vectors_(torch.log2_, total.clone()), -math.inf)
     return acc.div_(total.masked_fill(~seen, 1.0).unsqueeze(-1)), lse
@@ -162,8 +180,9 @@ def backward(
     lse: Tensor,
     spec: AttentionSpec,
     lengths: PackedLengths | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; see spec.py."""
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """See spec.py."""
     groups = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -175,7 +194,10 @@ def backward(
                 dq.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_dq.transpose(1, 2)
                 for whole, one in zip((dk, dv), of_keys, strict=True):
                     whole.flatten(0, 1)[heads, keys] = one[:, :count]
-    return heads_side_by_side(dq), heads_side_by_side(dk), heads_side_by_side(dv)
+        dsinks = None
+        if sinks is not None:
+            dsinks = sink_grads(sinks, sum_by_halves(dout.float() * out.float()).squeeze(-1), lse)
+    return heads_side_by_side(dq), heads_side_by_side(dk), heads_side_by_side(dv), dsinks
 
 
 def _backward(

@@ -13,10 +13,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import Launch
-from .spec import AttentionSpec, PackedLengths
+from .spec import LOG2_E, AttentionSpec, PackedLengths
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # other sizes are padded with zeros to the next of these
-LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 
@@ -243,9 +242,12 @@ class Problem(NamedTuple):
     factor: float  # multiplies a (capped) score in the exponent of 2
     inverse_cap: float  # scale / softcap
     flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
+    sinks: bool
 
 
-def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | None) -> Problem:
+def problem(
+    q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | None, sinks: Tensor | None = None
+) -> Problem:
     """Raises ValueError for a scale that is not positive: the kernels take the maximum before they scale."""
     if not spec.scale > 0:
         raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; for a negative one, negate q")
@@ -260,4 +262,5 @@ def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | 
         (spec.softcap if capped_scores else spec.scale) * LOG2_E,
         spec.scale / spec.softcap if capped_scores else 0.0,
         (spec.causal, spec.window > 0, capped_scores, lengths is not None),
+        sinks is not None,
     )

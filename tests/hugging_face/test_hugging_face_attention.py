@@ -297,6 +297,27 @@ def test_gradients_of_padded_sequences():
         assert error < 1e-5, (name, float(error))
 
 
+def test_sinks_near_transformers_own():
+    """gpt-oss, with a sliding window in every other layer: logits, and the gradients of the sinks."""
+    config = transformers.GptOssConfig(
+        vocab_size=hf_models.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, sliding_window=7,
+        initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    results = {}
+    for name in ("eager", "tp_invariant"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        logits = model(**padded_batch("left"), use_cache=False).logits[padding("left").bool()]
+        logits.square().sum().backward()
+        results[name] = [logits.detach(), *(layer.self_attn.sinks.grad for layer in model.model.layers)]
+    for got, expected in zip(results["tp_invariant"], results["eager"], strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
 # --- masks that are no causal, full, sliding or packed one ----------------------------------------------------------
 
 SIZES = dict(batch_size=2, q_length=6, kv_length=6, q_offset=0, kv_offset=0, device="cpu")
@@ -361,7 +382,7 @@ def test_what_is_refused():
     call = functools.partial(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["tp_invariant"], **{**SIZES, "batch_size": 1})
     causal = call(mask_function=masking_utils.causal_mask_function)
     run = functools.partial(hugging_face._HuggingFace(None), attention, q, k, k)
-    for name in ("position_bias", "cache", "s_aux", "sinks", "block_indices", "indices", "head_mask", "attention_bias"):
+    for name in ("position_bias", "cache", "sinks", "block_indices", "indices", "head_mask", "attention_bias"):
         with pytest.raises(ValueError, match=f"LlamaAttention passes {name}, which tpi.attention does not take"):
             run(causal, **{name: q})
     with pytest.raises(ValueError, match="passes block_size, which"):

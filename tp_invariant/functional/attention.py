@@ -27,7 +27,14 @@ from torch.autograd import forward_ad
 
 from ..core.dtensors import refuse_dtensor
 from ..kernels.select import select
-from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
+from .attention_checks import (
+    check_lengths,
+    check_score_options,
+    check_sinks,
+    check_tensors,
+    in_autocasts_dtype,
+    number,
+)
 
 _KERNEL_HEAD_DIM = 256  # the largest that kernels/attention/forward.py takes
 _MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
@@ -46,6 +53,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
@@ -69,6 +77,10 @@ def attention(
             If they are given on CUDA, the device checks them and cu_seqlens without making the host wait: wrong values
             fail a device-side assertion, as an index out of range does, also in a replayed CUDA graph. The process can
             then no longer use the GPU.
+        sinks: [h] of any floating point dtype, computed with in float32: a score of each head that every query adds to
+            its softmax, with a weight and without a value (gpt-oss). Neither scaled nor capped. Their gradient is
+            complete for this call's heads: the tokens of a row of the batch are added by halves, then the rows in
+            order. So sinks are sharded as heads are; a whole copy on each rank would get a part of its gradient.
 
     Raises:
         ValueError: shapes, devices or options that are not compatible.
@@ -78,10 +90,15 @@ def attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
+    if sinks is not None:
+        refuse_dtensor(sinks, "sinks")
     q, k, v = in_autocasts_dtype(q, k, v)
     if q.device.type not in ("cuda", "cpu"):
         raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
     check_tensors(q, k, v)
+    if sinks is not None:
+        check_sinks(sinks, q)
+        sinks = sinks.float()
     if not isinstance(causal, bool):
         raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
     head_dim, value_dim = q.shape[-1], v.shape[-1]
@@ -122,6 +139,7 @@ def attention(
         q,
         k,
         v,
+        sinks,
         cu_seqlens_q,
         cu_seqlens_k,
         *longest,
@@ -131,10 +149,10 @@ def attention(
         softcap or 0.0,
     )
     out: Tensor
-    if _is_traced(q, k, v):
+    if _is_traced(*(x for x in (q, k, v, sinks) if x is not None)):
         out, _ = _operator(*arguments)
     elif forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     ):
         out = _Attention.apply(*arguments)
     else:
@@ -142,7 +160,7 @@ def attention(
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
-def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_traced(*tensors: Tensor) -> bool:
     """Whether torch traces, fakes, records or otherwise intercepts operators: then the call must be an operator.
 
     That is so under torch.compile; under a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); and
@@ -150,7 +168,7 @@ def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    return not type(q) is type(k) is type(v) is Tensor
+    return not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 # --- forward and backward -------------------------------------------------------------------------------------------
@@ -210,6 +228,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     max_q: int,
@@ -221,7 +240,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
-    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths)
+    of_heads = None if sinks is None else sinks.contiguous()
+    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths, of_heads)
     return out, lse
 
 
@@ -232,6 +252,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     max_q: int,
@@ -240,11 +261,11 @@ def _backward(
     scale: float,
     window: int,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, in the shapes of q, k, v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dsinks, in the shapes of q, k, v, sinks; dsinks is empty without sinks."""
     spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
-    dq, dk, dv = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths)
-    return dq, dk, dv
+    dq, dk, dv, dsinks = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, sinks)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 class _Attention(torch.autograd.Function):
@@ -254,25 +275,33 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *options: Any) -> Tensor:
-        out, lse = _forward(q, k, v, cu_q, cu_k, *options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Any, cu_k: Any, *options: Any
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, sinks, cu_q, cu_k, *options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, cu_q, cu_k)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_AttentionBackward.apply(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+        return _gradients(ctx, _AttentionBackward.apply(dout, *ctx.saved_tensors, *ctx.options))
 
 
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         return _backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         _refuse(ctx, *grads)
+
+
+def _gradients(ctx: Any, of_tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Of all arguments of _forward; autograd takes no gradient for None."""
+    dq, dk, dv, dsinks = of_tensors
+    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, *[None] * 8
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -293,21 +322,23 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward_operator.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *others: Any
+) -> tuple[Tensor, ...]:
     from ..kernels.attention.spec import empty_heads
 
-    return tuple(empty_heads(x) for x in (q, k, v))
+    return *(empty_heads(x) for x in (q, k, v)), lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    q, k, v, sinks, cu_q, cu_k, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_q, cu_k)
     ctx.mark_non_differentiable(output[1])
     ctx.options = options
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward_operator(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+    return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, *ctx.options))
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)

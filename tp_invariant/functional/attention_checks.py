@@ -84,6 +84,18 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"q is on {q.device} and {name} on {x.device}: they must be on the same device")
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}: it must be a tensor [heads of q] or None")
+    if not sinks.dtype.is_floating_point:
+        raise TypeError(f"sinks is {sinks.dtype}: it must be of a floating point dtype")
+    if sinks.shape != q.shape[1:2] or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {tuple(sinks.shape)} on {sinks.device}: it must be [{q.shape[1]}], one for each head of q, on "
+            f"{q.device}"
+        )
+
+
 def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is a {type(cu).__name__}: it must be an int32 tensor [sequences + 1]")

@@ -49,6 +49,7 @@ def safe_attention(
     scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ + mask) v for each head; a head's bits do not depend on which other heads are in the call.
 
@@ -61,6 +62,7 @@ def safe_attention(
         scale: 1 / sqrt(D) if None; positive.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2).
         enable_gqa: allows h to be a multiple of kv; query heads i * h / kv .. share key head i.
+        sinks: as in `attention`; not together with a mask.
 
     A query that sees no key gives zeros. Under torch.autocast, q, k and v are cast to autocast's dtype.
 
@@ -80,7 +82,9 @@ def safe_attention(
     check_alike(q, k, v)
     scale, softcap = check_score_options(q, scale, softcap)
     if (attn_mask is None and q.dtype in DTYPES) or k.shape[2] == 0:  # without keys a mask has no effect
-        return _without_mask(q, k, v, is_causal, scale=scale, softcap=softcap)
+        return _without_mask(q, k, v, is_causal, scale=scale, softcap=softcap, sinks=sinks)
+    if sinks is not None:
+        raise ValueError("sinks are given with attn_mask: tpi.attention takes them without")
     if groups > 1:
         k, v = _RepeatHeads.apply(k, groups), _RepeatHeads.apply(v, groups)
     half = q.dtype in (torch.bfloat16, torch.float16)

@@ -55,6 +55,31 @@ def test_values(queries, keys, heads, kind):
         assert errors[0] <= max(1.2 * errors[1], 4 * torch.finfo(torch.float32).eps), (name, errors)
 
 
+def with_sinks(heads, **options):
+    return options | dict(sinks=torch.tensor([0.5, 4.0, -2.0, float("-inf")])[:heads].requires_grad_())
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "softcap"])
+def test_sinks(kind):
+    """Values, a decode step that another kernel folds, and half of the heads."""
+    case = data(60, 60, spread=0)
+    options = with_sinks(4, **SMALL[kind])
+    exact = attend(*(x.double() for x in case), plainly, **options)
+    theirs, ours = attend(*case, plainly, **options), attend(*case, **options)
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+        assert errors[0] <= max(1.2 * errors[1], 8 * torch.finfo(torch.float32).eps), (name, errors)
+    half = attend(*(fresh(x.chunk(2, 1)[0]) for x in case), **with_sinks(2, **SMALL[kind]))
+    of_sinks = {"dsinks": half.pop("dsinks")}
+    assert_same_bytes(of_sinks, {"dsinks": ours.pop("dsinks")[:2]}, "half of the heads")
+    assert_same_bytes(half, part_of(ours, 1, 0, 2), "half of the heads")
+    q, k, v, _ = case
+    step = tpi.attention(fresh(q[:, :, -1:]), k, v, **options)
+    assert_same_bytes({"out": step}, {"out": ours["out"][:, :, -1:]}, "a decode step")
+    without = tpi.attention(q, k, v, **SMALL[kind])
+    assert not torch.equal(without[:, :3], ours["out"][:, :3]) and torch.equal(without[:, 3], ours["out"][:, 3])
+
+
 @pytest.mark.parametrize("kind", ["window", "softcap"])
 def test_heads_and_packed_sequences_are_separate_calls(kind):
     q, k, v, grad = case = data(30, 50)

@@ -1,0 +1,183 @@
+"""tpi.attention's tensors beside q, k and v: sinks. Bits over heads, sequences and queries; values; what is refused.
+
+On a CPU the reference runs, on a GPU the Triton kernels. tests/kernels/attention/test_triton_attention.py runs these in
+the interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from attention_cases import assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
+from torch import Tensor
+
+import tp_invariant as tpi
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+HEADS, KV_HEADS = 4, 2
+# device, dtype, head size
+PLACES = [
+    pytest.param("cpu", torch.float32, 24, id="cpu-fp32-24"),
+    pytest.param("cpu", torch.bfloat16, 16, id="cpu-bf16-16"),
+    *(
+        pytest.param("cuda", dtype, dim, marks=GPU, id=f"cuda-{dtype}-{dim}")
+        for dtype, dim in (
+            (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 256), (torch.float32, 64),
+            (torch.bfloat16, 320),
+        )
+    ),
+]  # fmt: skip
+
+
+def sinks(device: str, queries: int, keys: int) -> Tensor:
+    return torch.tensor([0.5, -2.0, 3.0, 40.0], device=device, requires_grad=True)
+
+
+# name: (options, {name of a tensor: what makes it})
+CASES = {
+    "sinks": (dict(causal=True), dict(sinks=sinks)),
+    "sinks of all options": (dict(causal=True, window=37, softcap=3.0, scale=0.3), dict(sinks=sinks)),
+}
+
+
+def options_of(kind: str, device: str, queries: int, keys: int) -> dict:
+    options, makers = CASES[kind]
+    return options | {name: make(device, queries, keys) for name, make in makers.items()}
+
+
+def cut(options: dict, dim: int, index: int, parts: int) -> dict:
+    """The options of a part of the heads (dim 1) or sequences (dim 0)."""
+
+    def part(name: str, x):
+        if not isinstance(x, Tensor) or (name == "sinks" and dim == 0):
+            return x
+        at = 0 if name == "sinks" else dim
+        return x if x.shape[at] == 1 else x.detach().chunk(parts, at)[index].clone().requires_grad_(x.requires_grad)
+
+    return {name: part(name, x) for name, x in options.items()}
+
+
+def lengths_on(device: str) -> tuple:
+    return ((1, 37), (150, 150), (40, 170)) if device == "cpu" else ((1, 4096), (77, 77), (1100, 1100), (300, 2100))
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_heads_and_sequences_do_not_depend_on_each_other(device, dtype, dim, kind):
+    for queries, keys in lengths_on(device):
+        data = tensors(device, dtype, 2, HEADS, KV_HEADS, queries, keys, dim)
+        options = options_of(kind, device, queries, keys)
+        whole = attend(*data, **options)
+        for axis, index in itertools.product((0, 1), (0, 1)):
+            mine = [fresh(x.chunk(2, axis)[index]) for x in data]
+            got = attend(*mine, **cut(options, axis, index, 2))
+            expected = {name: x for name, x in whole.items() if name != "dsinks"}
+            expected = part_of(expected, axis, index, 2)
+            if axis == 1 and "dsinks" in whole:
+                expected["dsinks"] = whole["dsinks"].chunk(2)[index]
+            got = {name: got[name] for name in expected}  # the sum over sequences is no part's
+            assert_same_bytes(got, expected, f"part {index} along dim {axis}, {queries} queries, {keys} keys")
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_naive_attention_depends_on_other_heads(device, dtype, dim, kind):
+    """The control, on the data of a case above."""
+    data, options = tensors(device, dtype, 2, HEADS, KV_HEADS, 150, 150, dim), options_of(kind, device, 150, 150)
+    whole = attend(*data, naively, **options)
+    half = attend(*(fresh(x.chunk(2, 1)[0]) for x in data), naively, **cut(options, 1, 0, 2))
+    assert all(not torch.equal(half[name], whole[name].chunk(2, 1)[0]) for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_error_against_float64(device, dtype, dim, kind):
+    for queries, keys in ((150, 150), (40, 170)) if device == "cpu" else ((900, 900), (1, 2000)):
+        data = tensors(device, dtype, 2, HEADS, KV_HEADS, queries, keys, dim, spread=0)
+        options = options_of(kind, device, queries, keys)
+        exact = attend(*(x.double() for x in data), plainly, **options)
+        theirs, ours = attend(*data, plainly, **options), attend(*data, **options)
+        for name, value in exact.items():
+            errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+            floor = 16 * torch.finfo(torch.float32).eps
+            if name == "dsinks":  # a sum of out * dout, of which out is rounded
+                floor = max(floor, 2 * torch.finfo(dtype).eps)
+            assert errors[0] <= max(1.2 * errors[1], floor), (name, queries, errors)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_chunks_and_single_steps_are_the_prefill(device, dtype, dim, kind):
+    length = 300 if device == "cpu" or dim > 256 else 2100
+    q, k, v, _ = tensors(device, dtype, 2, HEADS, KV_HEADS, length, length, dim)
+    options = options_of(kind, device, length, length)
+    whole = tpi.attention(q, k, v, **options)
+    for start, stop in ((0, 1), (64, 127), (127, 130), (200, 201), (length - 1, length)):
+        got = tpi.attention(fresh(q[:, :, start:stop]), k[:, :, :stop], v[:, :, :stop], **options)
+        assert_same_bytes({"out": got}, {"out": whole[:, :, start:stop].contiguous()}, f"queries {start} to {stop}")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_sinks_that_are_none_and_rows_without_keys(device):
+    """-inf is no sink; a query that sees its sink alone gives zeros and no gradient."""
+    data = tensors(device, torch.float32, 2, HEADS, KV_HEADS, 7, 3, 16)
+    nothing = torch.full((HEADS,), float("-inf"), device=device, requires_grad=True)
+    got, expected = attend(*data, causal=True, sinks=nothing), attend(*data, causal=True)
+    assert not got.pop("dsinks").any()
+    assert_same_bytes({"out": got.pop("out")}, {"out": expected["out"]}, "no sinks")
+    for name, x in got.items():
+        torch.testing.assert_close(x, expected[name])
+    got = attend(*data, causal=True, sinks=sinks(device, 7, 3))
+    assert not got["out"][:, :, :4].any() and not got["dq"][:, :, :4].any()
+    assert all(x.isfinite().all() for x in got.values())
+    for shapes in (((0, 4, 3), (0, 2, 3)), ((2, 4, 0), (2, 2, 3)), ((2, 4, 3), (2, 2, 0))):
+        q, k, v = (torch.randn(*shape, 8, device=device) for shape in (shapes[0], shapes[1], shapes[1]))
+        for name, x in attend(q, k, v, torch.ones_like(q), sinks=sinks(device, 0, 0)).items():
+            assert not x.any(), name
+
+
+def test_sinks_of_packed_sequences():
+    """Each sequence has the bits that it has alone; the sinks' gradient is their sum."""
+    of_it, cu = [0, 13, 40], torch.tensor([0, 13, 40], dtype=torch.int32)
+    data = tensors("cpu", torch.float32, 1, HEADS, KV_HEADS, 40, 40, 16)
+    whole = attend(*data, causal=True, cu_seqlens_q=cu, sinks=sinks("cpu", 0, 0))
+    total = 0
+    for start, stop in itertools.pairwise(of_it):
+        alone = attend(*(fresh(x[:, :, start:stop]) for x in data), causal=True, sinks=sinks("cpu", 0, 0))
+        total = total + alone.pop("dsinks")
+        assert_same_bytes({name: whole[name][:, :, start:stop] for name in alone}, alone, f"from {start}")
+    torch.testing.assert_close(whole["dsinks"], total)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_as_an_operator_it_has_the_same_bits(kind):
+    """Compiled, which also runs the operators' fake forms."""
+    data, options = tensors("cpu", torch.float32, 2, HEADS, KV_HEADS, 40, 40, 16), options_of(kind, "cpu", 40, 40)
+    compiled = torch.compile(tpi.attention, fullgraph=True, backend="aot_eager")
+    assert_same_bytes(attend(*data, compiled, **options), attend(*data, **options), "compiled")
+
+
+def test_a_gradient_for_sinks_alone_and_in_their_dtype():
+    q, k, v, grad = tensors("cpu", torch.bfloat16, 2, HEADS, KV_HEADS, 9, 9, 16)
+    parameter = torch.nn.Parameter(sinks("cpu", 0, 0).detach().bfloat16())
+    tpi.attention(q, k, v, causal=True, sinks=parameter).backward(grad)
+    expected = attend(q, k, v, grad, causal=True, sinks=parameter.detach().float().requires_grad_())["dsinks"]
+    assert torch.equal(parameter.grad, expected.bfloat16())
+
+
+Q, KV = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+REFUSED = [
+    (dict(sinks=[0.0] * 4), TypeError, "sinks is a list: it must be a tensor"),
+    (dict(sinks=torch.zeros(4).int()), TypeError, r"sinks is torch\.int32: it must be of a floating point dtype"),
+    (dict(sinks=torch.zeros(2)), ValueError, r"sinks is \(2,\) on cpu: it must be \[4\], one for each head of q"),
+    (dict(sinks=torch.zeros(1, 4)), ValueError, r"sinks is \(1, 4\) on cpu"),
+    (dict(sinks=torch.zeros(4, device="meta")), ValueError, r"sinks is \(4,\) on meta: .*, on cpu"),
+]
+
+
+@pytest.mark.parametrize("given, error, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_refused(given, error, text):
+    with pytest.raises(error, match=text):
+        tpi.attention(**{"q": Q, "k": KV, "v": KV, **given})
