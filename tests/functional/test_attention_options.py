@@ -1,4 +1,4 @@
-"""tpi.attention's tensors beside q, k and v: sinks. Bits over heads, sequences and queries; values; what is refused.
+"""tpi.attention's sinks and masks: bits over heads, sequences and queries; values; what is refused.
 
 On a CPU the reference runs, on a GPU the Triton kernels. tests/kernels/attention/test_triton_attention.py runs these in
 the interpreter.
@@ -35,8 +35,37 @@ def sinks(device: str, queries: int, keys: int) -> Tensor:
     return torch.tensor([0.5, -2.0, 3.0, 40.0], device=device, requires_grad=True)
 
 
+def random_like(device: str, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def allowed(device: str, queries: int, keys: int) -> Tensor:
+    """One for all heads; the first query sees nothing, and a block of keys is hidden from all."""
+    mask = random_like(device, 2, 1, queries, keys) > 0.3
+    mask[..., 1:, 0] = True
+    mask[..., 130:270] = False
+    mask[:, :, 0] = queries == 1
+    return mask
+
+
+def bias(device: str, queries: int, keys: int) -> Tensor:
+    """Of each head and sequence, learned; here and there -inf."""
+    values = random_like(device, 2, HEADS, queries, keys) * 8 - 4
+    return values.masked_fill(values > 3, -torch.inf).requires_grad_()
+
+
+def slopes(device: str, queries: int, keys: int) -> Tensor:
+    """ALiBi's, learned as one row for all queries and sequences."""
+    position = torch.arange(keys, device=device, dtype=torch.float32)
+    return (2.0 ** -torch.arange(1, HEADS + 1, device=device)[:, None, None] * position).requires_grad_()
+
+
 # name: (options, {name of a tensor: what makes it})
 CASES = {
+    "bool": (dict(), dict(mask=allowed)),
+    "bias": (dict(), dict(mask=bias)),
+    "ALiBi": (dict(causal=True), dict(mask=slopes)),
+    "bias of all options": (dict(causal=True, window=137, softcap=3.0, scale=0.3), dict(sinks=sinks, mask=bias)),
     "sinks": (dict(causal=True), dict(sinks=sinks)),
     "sinks of all options": (dict(causal=True, window=37, softcap=3.0, scale=0.3), dict(sinks=sinks)),
 }
@@ -53,7 +82,9 @@ def cut(options: dict, dim: int, index: int, parts: int) -> dict:
     def part(name: str, x):
         if not isinstance(x, Tensor) or (name == "sinks" and dim == 0):
             return x
-        at = 0 if name == "sinks" else dim
+        at = 0 if name == "sinks" else dim - 4 + x.dim()
+        if at < 0:
+            return x
         return x if x.shape[at] == 1 else x.detach().chunk(parts, at)[index].clone().requires_grad_(x.requires_grad)
 
     return {name: part(name, x) for name, x in options.items()}
@@ -73,11 +104,14 @@ def test_heads_and_sequences_do_not_depend_on_each_other(device, dtype, dim, kin
         for axis, index in itertools.product((0, 1), (0, 1)):
             mine = [fresh(x.chunk(2, axis)[index]) for x in data]
             got = attend(*mine, **cut(options, axis, index, 2))
-            expected = {name: x for name, x in whole.items() if name != "dsinks"}
-            expected = part_of(expected, axis, index, 2)
-            if axis == 1 and "dsinks" in whole:
-                expected["dsinks"] = whole["dsinks"].chunk(2)[index]
-            got = {name: got[name] for name in expected}  # the sum over sequences is no part's
+            expected = part_of(
+                {name: x for name, x in whole.items() if name not in ("dsinks", "dmask")}, axis, index, 2
+            )
+            if axis == 1:
+                expected |= {
+                    name: cut({name[1:]: whole[name]}, 1, index, 2)[name[1:]] for name in whole.keys() - expected
+                }
+            got = {name: got[name] for name in expected}  # a sum over sequences is no part's
             assert_same_bytes(got, expected, f"part {index} along dim {axis}, {queries} queries, {keys} keys")
 
 
@@ -100,9 +134,11 @@ def test_error_against_float64(device, dtype, dim, kind):
         exact = attend(*(x.double() for x in data), plainly, **options)
         theirs, ours = attend(*data, plainly, **options), attend(*data, **options)
         for name, value in exact.items():
+            if not value.any():  # one query, whose one weight is 1
+                continue
             errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
             floor = 16 * torch.finfo(torch.float32).eps
-            if name == "dsinks":  # a sum of out * dout, of which out is rounded
+            if name in ("dsinks", "dmask"):  # sums of out * dout, of which out is rounded
                 floor = max(floor, 2 * torch.finfo(dtype).eps)
             assert errors[0] <= max(1.2 * errors[1], floor), (name, queries, errors)
 
@@ -110,12 +146,18 @@ def test_error_against_float64(device, dtype, dim, kind):
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("device, dtype, dim", PLACES)
 def test_chunks_and_single_steps_are_the_prefill(device, dtype, dim, kind):
+    """With a mask that hides the keys after a query, if the options do not."""
     length = 300 if device == "cpu" or dim > 256 else 2100
     q, k, v, _ = tensors(device, dtype, 2, HEADS, KV_HEADS, length, length, dim)
     options = options_of(kind, device, length, length)
-    whole = tpi.attention(q, k, v, **options)
+    mask = options.get("mask")
+    if mask is not None and not options.get("causal"):
+        ahead = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+        mask = mask.detach().masked_fill(ahead, False if mask.dtype == torch.bool else -torch.inf)
+    whole = tpi.attention(q, k, v, **options | dict(mask=mask))
     for start, stop in ((0, 1), (64, 127), (127, 130), (200, 201), (length - 1, length)):
-        got = tpi.attention(fresh(q[:, :, start:stop]), k[:, :, :stop], v[:, :, :stop], **options)
+        own = None if mask is None else mask[..., slice(0, 1) if mask.shape[-2] == 1 else slice(start, stop), :stop]
+        got = tpi.attention(fresh(q[:, :, start:stop]), k[:, :, :stop], v[:, :, :stop], **options | dict(mask=own))
         assert_same_bytes({"out": got}, {"out": whole[:, :, start:stop].contiguous()}, f"queries {start} to {stop}")
 
 
@@ -167,10 +209,43 @@ def test_a_gradient_for_sinks_alone_and_in_their_dtype():
     assert torch.equal(parameter.grad, expected.bfloat16())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_rows_that_a_mask_hides_whole(device):
+    """torch's convention: zeros where a row is False or -inf; under float32's lowest number it has equal weights."""
+    data = tensors(device, torch.float32, 2, HEADS, HEADS, 9, 140, 16, spread=0)
+    mask = torch.ones(9, 140, dtype=torch.bool, device=device)
+    mask[2] = mask[5, :130] = False
+    lowest = torch.finfo(torch.float32).min
+    for given in (mask, *(torch.zeros(mask.shape, device=device).masked_fill(~mask, x) for x in (-torch.inf, lowest))):
+        ours = attend(*data, mask=given)
+        theirs = attend(*data, lambda *x, mask: torch.nn.functional.scaled_dot_product_attention(*x, mask), mask=given)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+        assert ours["out"][:, :, 2].any() == (given is not mask and given[2, 0] == lowest)
+        assert ours["dq"][:, :, 2].any() == (given is not mask and given[2, 0] == lowest)
+
+
+def test_strides_of_a_mask_change_no_bit():
+    data, mask = tensors("cpu", torch.float32, 2, HEADS, KV_HEADS, 40, 40, 16), bias("cpu", 40, 40)
+    expected = attend(*data, mask=mask)
+    assert_same_bytes(attend(*data, mask=mask.detach().mT.contiguous().mT.requires_grad_()), expected, "transposed")
+    one = mask.detach()[:1, :, :1]
+    got, expected = attend(*data, mask=one), attend(*data, mask=one.expand(2, HEADS, 40, 40).contiguous())
+    assert_same_bytes(got, expected, "broadcast")
+
+
 Q, KV = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
 REFUSED = [
     (dict(sinks=[0.0] * 4), TypeError, "sinks is a list: it must be a tensor"),
     (dict(sinks=torch.zeros(4).int()), TypeError, r"sinks is torch\.int32: it must be of a floating point dtype"),
+    (dict(mask=torch.ones(6, 6).long()), TypeError, r"mask is torch\.int64: it must be a tensor of torch\.bool"),
+    (dict(mask=torch.ones(6, 5).bool()), ValueError, r"mask is \(6, 5\) on cpu: .* here \(1, 4, 6, 6\)"),
+    (dict(mask=torch.ones(6, 6, requires_grad=True)), ValueError, "requires a gradient and repeats over 4 heads"),
+    (
+        dict(mask=torch.ones(6, 6), cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32)),
+        ValueError,
+        "mask is given with cu_seqlens_q: packed sequences take causal and window alone",
+    ),
     (dict(sinks=torch.zeros(2)), ValueError, r"sinks is \(2,\) on cpu: it must be \[4\], one for each head of q"),
     (dict(sinks=torch.zeros(1, 4)), ValueError, r"sinks is \(1, 4\) on cpu"),
     (dict(sinks=torch.zeros(4, device="meta")), ValueError, r"sinks is \(4,\) on meta: .*, on cpu"),

@@ -359,7 +359,7 @@ def test_packed_ids_that_come_again_stay_a_matrix(ids, known):
 
 
 def test_a_matrix_of_ones_own(seen):
-    """4-D masks are taken as they are, by functional/attention_choice.py's ways."""
+    """4-D masks are taken as they are."""
     model = hf_models.build("llama").eval()
     mask = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
     outputs = {}

@@ -29,6 +29,7 @@ from ..core.dtensors import refuse_dtensor
 from ..kernels.select import select
 from .attention_checks import (
     check_lengths,
+    check_mask,
     check_score_options,
     check_sinks,
     check_tensors,
@@ -54,6 +55,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
@@ -81,6 +83,12 @@ def attention(
             its softmax, with a weight and without a value (gpt-oss). Neither scaled nor capped. Their gradient is
             complete for this call's heads: the tokens of a row of the batch are added by halves, then the rows in
             order. So sinks are sharded as heads are; a whole copy on each rank would get a part of its gradient.
+        mask: broadcasts to [B, h, Sq, Sk]; not with packed sequences. bool: a query sees a key where it is True and the
+            other options let it. Of any other floating point dtype: added in float32 to the scaled and capped scores
+            (ALiBi); -inf hides a key. A query from which all keys are hidden gives zeros, as in torch's SDPA; under
+            finite biases alone, however low, it does not. A bias may require a gradient if it has each head's own
+            values; what it repeats is added by halves along keys and queries, then in order over the batch. The
+            gradient takes memory for [B, h, Sq, Sk] in float32.
 
     Raises:
         ValueError: shapes, devices or options that are not compatible.
@@ -90,8 +98,9 @@ def attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
-    if sinks is not None:
-        refuse_dtensor(sinks, "sinks")
+    for name, option in (("sinks", sinks), ("mask", mask)):
+        if option is not None:
+            refuse_dtensor(option, name)
     q, k, v = in_autocasts_dtype(q, k, v)
     if q.device.type not in ("cuda", "cpu"):
         raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
@@ -99,6 +108,16 @@ def attention(
     if sinks is not None:
         check_sinks(sinks, q)
         sinks = sinks.float()
+    if mask is not None:
+        check_mask(mask, q, k, "mask")
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.requires_grad and mask.shape[1] != q.shape[1]:
+            raise ValueError(
+                f"mask {tuple(mask.shape)} requires a gradient and repeats over {q.shape[1]} heads: the gradient would "
+                "be a sum over heads, of which a rank has a part; give each head its own, [.., heads, queries, keys]"
+            )
+        if cu_seqlens_q is not None:
+            raise ValueError("mask is given with cu_seqlens_q: packed sequences take causal and window alone")
     if not isinstance(causal, bool):
         raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
     head_dim, value_dim = q.shape[-1], v.shape[-1]
@@ -140,6 +159,7 @@ def attention(
         k,
         v,
         sinks,
+        mask,
         cu_seqlens_q,
         cu_seqlens_k,
         *longest,
@@ -149,10 +169,10 @@ def attention(
         softcap or 0.0,
     )
     out: Tensor
-    if _is_traced(*(x for x in (q, k, v, sinks) if x is not None)):
+    if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
         out, _ = _operator(*arguments)
     elif forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
     ):
         out = _Attention.apply(*arguments)
     else:
@@ -224,11 +244,19 @@ def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
     torch._assert_async((cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}")
 
 
+def _as_kernels_take(
+    q: Tensor, k: Tensor, sinks: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    return None if sinks is None else sinks.contiguous(), whole
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    mask: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     max_q: int,
@@ -240,8 +268,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
-    of_heads = None if sinks is None else sinks.contiguous()
-    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths, of_heads)
+    sinks, mask = _as_kernels_take(q, k, sinks, mask)
+    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths, sinks, mask)
     return out, lse
 
 
@@ -253,19 +281,25 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None,
+    mask: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
+    mask_grad: bool,
     max_q: int,
     max_k: int,
     causal: bool,
     scale: float,
     window: int,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dsinks, in the shapes of q, k, v, sinks; dsinks is empty without sinks."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; an empty tensor for what is not asked for."""
+    from ..kernels.attention.spec import bias_grad
+
     spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
-    dq, dk, dv, dsinks = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, sinks)
-    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+    whole = _as_kernels_take(q, k, sinks, mask)
+    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *whole, mask_grad)
+    of_mask = None if dmask is None or mask is None else bias_grad(dmask, mask.shape).to(mask.dtype)
+    return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in (dsinks, of_mask))
 
 
 class _Attention(torch.autograd.Function):
@@ -275,17 +309,18 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Any, cu_k: Any, *options: Any
-    ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, cu_q, cu_k, *options)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, cu_q, cu_k)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        sinks, mask, cu_q, cu_k, *options = others
+        out, lse = _forward(q, k, v, *others)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, _AttentionBackward.apply(dout, *ctx.saved_tensors, *ctx.options))
+        return _gradients(
+            ctx, _AttentionBackward.apply(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options)
+        )
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -300,8 +335,8 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _gradients(ctx: Any, of_tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Of all arguments of _forward; autograd takes no gradient for None."""
-    dq, dk, dv, dsinks = of_tensors
-    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, *[None] * 8
+    wanted = [x if needs else None for x, needs in zip(of_tensors, ctx.needs_input_grad, strict=False)]
+    return *wanted, *[None] * 8
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -322,23 +357,23 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward_operator.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *others: Any
-) -> tuple[Tensor, ...]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
     from ..kernels.attention.spec import empty_heads
 
-    return *(empty_heads(x) for x in (q, k, v)), lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    sinks, mask, _, _, mask_grad, *_ = others
+    of_options = (x if wanted else lse.new_empty(0) for x, wanted in ((sinks, sinks is not None), (mask, mask_grad)))
+    return *(empty_heads(x) for x in (q, k, v)), *(x.new_empty(x.shape) for x in of_options)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_q, cu_k, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_q, cu_k)
+    q, k, v, sinks, mask, cu_q, cu_k, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, mask, cu_q, cu_k)
     ctx.mark_non_differentiable(output[1])
     ctx.options = options
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, *ctx.options))
+    return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)

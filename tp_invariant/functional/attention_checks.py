@@ -96,6 +96,22 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
 
 
+def check_mask(mask: Tensor, q: Tensor, k: Tensor, name: str) -> None:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        kind = str(mask.dtype) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(
+            f"{name} is {kind}: it must be a tensor of torch.bool, True where a query sees a key (mask.bool()), or "
+            "of a floating point dtype, added to the scores"
+        )
+    scores = (*q.shape[:3], k.shape[2])
+    fit = mask.dim() <= 4 and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
+    if not fit or mask.device != q.device:
+        raise ValueError(
+            f"{name} is {tuple(mask.shape)} on {mask.device}: it must broadcast to [B, heads, queries, keys], here "
+            f"{scores}, on {q.device}"
+        )
+
+
 def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is a {type(cu).__name__}: it must be an int32 tensor [sequences + 1]")

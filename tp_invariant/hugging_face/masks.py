@@ -4,7 +4,7 @@ transformers builds a model's masks once per forward, by a function that is regi
 function. It describes a mask by a function of two positions, composed of its own parts, and by the padding tokens.
 `VisibleKeys` is derived from both: causal, sliding window, packed sequences, padding, a cache's empty end. So padded
 tokens are left out instead of masked, and a sequence has the bits that it has alone and unpadded. A mask that is not
-fully recognised remains the matrix that sdpa gets, for functional/attention_choice.py's implementations with a mask.
+fully recognised remains the matrix that sdpa gets, which attention takes too.
 """
 
 from __future__ import annotations

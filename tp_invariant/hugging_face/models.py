@@ -140,7 +140,7 @@ def register_attention() -> None:
     caches, static ones too, for a query or a chunk at a time. A row of logits then has the same bits in a prefill and
     in decoding, if all else in the model is invariant too (`parallelize`) and the cache holds all tokens: one that
     drops those that a sliding window has passed cuts the keys at other places. Masks of other kinds are taken as a
-    matrix, head by head or by SDPA's memory-efficient kernel (functional/attention_choice.py).
+    matrix (`mask` of tpi.attention).
 
     torch.compile breaks the graph where the model makes its masks, which are no tensors; fullgraph=True is an error.
     A model that asks transformers for neither mask nor attention (DeBERTa) runs its own, whatever the name: nothing

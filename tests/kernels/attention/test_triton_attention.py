@@ -80,6 +80,51 @@ def test_sinks(kind):
     assert not torch.equal(without[:, :3], ours["out"][:, :3]) and torch.equal(without[:, 3], ours["out"][:, 3])
 
 
+def masks(heads):
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.rand(1, 4, 60, 60, generator=generator) * 8 - 4)[:, :heads]
+    hidden = torch.rand(60, 60, generator=generator) < 0.4
+    hidden[:, 16:33], hidden[0] = True, True
+    return {
+        "bool": ~hidden,
+        "bias": values.masked_fill(hidden, -torch.inf).requires_grad_(),
+        "of keys": values[:, :, :1].detach().requires_grad_(),
+        "in 16 bit": values[0].bfloat16().requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("mask", masks(4))
+@pytest.mark.parametrize("kind", ["full", "window", "softcap"])
+def test_masks(kind, mask):
+    """Values, half of the heads, and a decode step that another kernel folds."""
+    case, given = data(60, 60, spread=0), masks(4)[mask]
+    options = SMALL[kind] | dict(mask=given)
+    as_64 = given if given.dtype == torch.bool else given.detach().double().requires_grad_()
+    exact = attend(*(x.double() for x in case), plainly, **SMALL[kind], mask=as_64)
+    ours = attend(*case, **options)
+    theirs = attend(
+        *case, plainly, **SMALL[kind], mask=as_64.detach().float().requires_grad_() if "dmask" in ours else given
+    )
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+        floor = torch.finfo(ours[name].dtype).eps
+        assert errors[0] <= max(1.2 * errors[1], 16 * floor if floor < 1e-6 else floor), (name, errors)
+    half = attend(*(fresh(x.chunk(2, 1)[0]) for x in case), **SMALL[kind] | dict(mask=masks(2)[mask]))
+    if "dmask" in half:
+        expected = ours.pop("dmask")[..., :2, :, :]
+        assert_same_bytes({"dmask": half.pop("dmask")}, {"dmask": expected}, "half of the heads")
+    assert_same_bytes(half, part_of(ours, 1, 0, 2), "half of the heads")
+    q, k, v, _ = case
+    for at in (0, 59):
+        own = given if given.shape[-2] == 1 else given[..., at : at + 1, :]
+        stop = at + 1 if kind != "full" else 60
+        step = tpi.attention(
+            fresh(q[:, :, at : at + 1]), k[:, :, :stop], v[:, :, :stop],
+            **options | dict(mask=own if own.shape[-1] == 1 else own[..., :stop]),
+        )  # fmt: skip
+        assert_same_bytes({"out": step}, {"out": ours["out"][:, :, at : at + 1]}, "a decode step")
+
+
 @pytest.mark.parametrize("kind", ["window", "softcap"])
 def test_heads_and_packed_sequences_are_separate_calls(kind):
     q, k, v, grad = case = data(30, 50)
