@@ -1,4 +1,4 @@
-"""tpi.attention's sinks and masks: bits over heads, sequences and queries; values; what is refused.
+"""tpi.attention's sinks, masks and dropped keys: bits over heads, sequences and queries; values; what is refused.
 
 On a CPU the reference runs, on a GPU the Triton kernels. tests/kernels/attention/test_triton_attention.py runs these in
 the interpreter.
@@ -234,6 +234,30 @@ def test_strides_of_a_mask_change_no_bit():
     assert_same_bytes(got, expected, "broadcast")
 
 
+@pytest.mark.parametrize("options", ["no mask", "a mask and sinks"])
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_a_cache_that_has_dropped_keys_gives_the_bits_of_all_keys(device, dtype, dim, options):
+    """A decode step and a chunk; the control does not say where the first key stands."""
+    length, window = (300, 70) if device == "cpu" else (2100, 700)
+    q, k, v, grad = tensors(device, dtype, 2, HEADS, KV_HEADS, length, length, dim)
+    options = (
+        {} if options == "no mask" else dict(sinks=sinks(device, 0, 0), mask=bias(device, length, length).detach())
+    )
+    whole, differ = tpi.attention(q, k, v, causal=True, window=window, **options), 0
+    for start, stop in ((length - 1, length), (length - 90, length - 40), (window, window + 1)):
+        for first in {start - window + 1, (start - window + 1) // 2, 0}:
+            mine = [fresh(x) for x in (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop])]
+            own = options | ({"mask": options["mask"][:, :, start:stop, first:stop]} if options else {})
+            got = tpi.attention(*mine, causal=True, window=window, first_key=first, **own)
+            assert_same_bytes({"out": got}, {"out": whole[:, :, start:stop].contiguous()}, f"from {first} to {stop}")
+            differ += not torch.equal(tpi.attention(*mine, causal=True, window=window, **own), got)
+    assert differ or options  # a sink of large weight leaves few bits of a 16-bit output to the keys
+    got = attend(q[:, :, -9:], k[:, :, 150:], v[:, :, 150:], grad[:, :, -9:], causal=True, window=70, first_key=150)
+    expected = attend(q[:, :, -9:], k, v, grad[:, :, -9:], causal=True, window=70)
+    expected |= {name: expected[name][:, :, 150:] for name in ("dk", "dv")}
+    assert_same_bytes(got, expected, "gradients")
+
+
 Q, KV = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
 REFUSED = [
     (dict(sinks=[0.0] * 4), TypeError, "sinks is a list: it must be a tensor"),
@@ -245,6 +269,23 @@ REFUSED = [
         dict(mask=torch.ones(6, 6), cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32)),
         ValueError,
         "mask is given with cu_seqlens_q: packed sequences take causal and window alone",
+    ),
+    (dict(first_key=-1), ValueError, "first_key=-1 must be at least 0"),
+    (dict(first_key=torch.tensor(3)), TypeError, "first_key is a tensor: it must be int"),
+    (
+        dict(first_key=3),
+        ValueError,
+        "first_key=3 with window=None, 6 .* sees keys from position 0 on, which k does not",
+    ),
+    (
+        dict(q=Q[:, :, :1], causal=True, window=7, first_key=8),
+        ValueError,
+        "the first query sees keys from position 7 on",
+    ),
+    (
+        dict(first_key=3, cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32)),
+        ValueError,
+        "first_key=3 is given with cu_seqlens_q: packed sequences begin at position 0",
     ),
     (dict(sinks=torch.zeros(2)), ValueError, r"sinks is \(2,\) on cpu: it must be \[4\], one for each head of q"),
     (dict(sinks=torch.zeros(1, 4)), ValueError, r"sinks is \(1, 4\) on cpu"),

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import itertools
+from unittest import mock
 
 import hf_models
 import pytest
@@ -18,8 +19,10 @@ from transformers import DynamicCache, StaticCache, masking_utils
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.conversion.convert import parallelize
+from tp_invariant.hugging_face import masks
 from tp_invariant.hugging_face import models as hugging_face
 from tp_invariant.hugging_face.masks import visible_keys
+from tp_invariant.kernels.attention import reference, spec
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -189,7 +192,49 @@ def test_decoding_at_every_degree_on_gpus():
         assert not same and digest != digests[0] and error < 0.05, error
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK):
+    """Logits of a full forward of padded sequences, and of steps against caches that drop what a window has passed.
+
+    With short blocks of keys, because sums within one do not depend on where in it the keys are.
+    """
+    model = parallelize(hf_models.build(family), tp_group).eval()
+    caches = (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=40))
+    mask = padding("left")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with (
+        mock.patch.object(reference, "KEY_BLOCK", 4),
+        mock.patch.object(masks, "CHUNK", chunk),
+        tpi.set_tp_invariant_mode(True),
+        torch.no_grad(),
+    ):
+        results = [model(input_ids=IDS, attention_mask=mask, position_ids=positions, use_cache=False).logits]
+        for cache in caches:
+            steps = []
+            for a, b in itertools.pairwise([0, *prompts, *range(prompts[-1] + 1, 25)]):
+                given = dict(input_ids=IDS[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b])
+                steps.append(model(**given, past_key_values=cache).logits)
+            results.append(torch.cat(steps, dim=1))
+            assert any(0 < layer.keys.shape[2] < 24 for layer in cache.layers), "none dropped a key"
+        return [x[mask.bool()] for x in results]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_window_in_a_cache_at_every_degree(family):
+    """Of two sequences, one padded on the left: so their keys begin at other positions."""
+    ((expected, *steps),) = run_ranks(decoded_with_a_window, 1, family, (6, 15))
+    for got in steps:
+        assert_bitwise_equal(got, expected)
+    for results in run_ranks(decoded_with_a_window, 2, family, (3,)):
+        for got in results:
+            assert_bitwise_equal(got, expected)
+    full, *steps = decoded_with_a_window(None, family, (6, 15), chunk=1)  # the control: keys counted from the cache's
+    assert_bitwise_equal(full, expected)
+    for got in steps:
+        torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(got, full)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral"])
 def test_caches_and_chunks(family, seen):
     """A growing cache, one that drops what a window has passed, and a static one, whose end is empty."""
     model = parallelize(hf_models.build(family), None).eval()
@@ -204,8 +249,7 @@ def test_caches_and_chunks(family, seen):
             cuts = [0, 10, 17, 18, 24]
             pieces = itertools.pairwise(cuts)
             got = torch.cat([model(input_ids=IDS[:, a:b], past_key_values=cache).logits for a, b in pieces], dim=1)
-            if kind == "dynamic" or family == "qwen3":
-                assert_bitwise_equal(got, full, kind)
+            assert_bitwise_equal(got, full, kind)
             torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
     assert len(seen) == model.config.num_hidden_layers * 13, "nothing went by a matrix"
 

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from ..core.dtensors import refuse_dtensor
 from ..kernels.select import select
 from .attention_checks import (
+    check_first_key,
     check_lengths,
     check_mask,
     check_score_options,
@@ -56,6 +57,7 @@ def attention(
     max_seqlen_k: int | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    first_key: int = 0,
 ) -> Tensor:
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
@@ -89,6 +91,9 @@ def attention(
             finite biases alone, however low, it does not. A bias may require a gradient if it has each head's own
             values; what it repeats is added by halves along keys and queries, then in order over the batch. The
             gradient takes memory for [B, h, Sq, Sk] in float32.
+        first_key: the position of k's first key in its sequence: of a cache that has dropped the keys before it, which
+            the window has passed. The bits are those of a call with all keys; k and v are copied. Not with packed
+            sequences, each of which begins at position 0.
 
     Raises:
         ValueError: shapes, devices or options that are not compatible.
@@ -129,6 +134,8 @@ def attention(
     )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
+    first_key = number(first_key, int, "first_key")
+    check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
     if cu_seqlens_q is None:
         for name, given in (
             ("cu_seqlens_k", cu_seqlens_k),
@@ -149,6 +156,8 @@ def attention(
                 f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have the "
                 "same shape: an entry for each sequence, also if it has no queries or no keys"
             )
+    if first_key:
+        k, v, mask = _from_whole_chunks(k, v, mask, first_key)
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
     elif value_dim > head_dim:
@@ -178,6 +187,18 @@ def attention(
     else:
         out, _ = _forward(*arguments)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
+
+
+def _from_whole_chunks(
+    k: Tensor, v: Tensor, mask: Tensor | None, first_key: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """With zeros before the first key, which no query sees, so that the sums over keys are cut at the same positions of
+    the sequence as with all keys."""
+    from ..kernels.attention.spec import CHUNK
+
+    before = first_key % CHUNK
+    k, v = (F.pad(x, (0, 0, before, 0)) for x in (k, v))
+    return k, v, F.pad(mask, (before, 0)) if mask is not None and mask.shape[-1] > 1 else mask
 
 
 def _is_traced(*tensors: Tensor) -> bool:

@@ -112,6 +112,20 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, name: str) -> None:
         )
 
 
+def check_first_key(q: Tensor, k: Tensor, first_key: int | None, window: int | None, packed: bool) -> None:
+    if first_key is None or first_key < 0:
+        raise ValueError(f"first_key={first_key} must be at least 0, the position of k's first key in its sequence")
+    if first_key and packed:
+        raise ValueError(f"first_key={first_key} is given with cu_seqlens_q: packed sequences begin at position 0")
+    first_query = first_key + k.shape[2] - q.shape[2]
+    sees = 0 if window is None else max(0, first_query - window + 1)
+    if first_key > sees:
+        raise ValueError(
+            f"first_key={first_key} with window={window}, {q.shape[2]} queries and {k.shape[2]} keys: the first query "
+            f"sees keys from position {sees} on, which k does not have"
+        )
+
+
 def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is a {type(cu).__name__}: it must be an int32 tensor [sequences + 1]")

@@ -138,8 +138,8 @@ def register_attention() -> None:
     Causal and full attention, sliding windows, softcaps, sinks (gpt-oss); padding on either side is left out, so that a
     sequence has the bits that it has alone; packed sequences by position_ids or transformers' cu_seq_lens_q, ..;
     caches, static ones too, for a query or a chunk at a time. A row of logits then has the same bits in a prefill and
-    in decoding, if all else in the model is invariant too (`parallelize`) and the cache holds all tokens: one that
-    drops those that a sliding window has passed cuts the keys at other places. Masks of other kinds are taken as a
+    in decoding, if all else in the model is invariant too (`parallelize`), also with a cache that drops what a sliding
+    window has passed. Masks of other kinds are taken as a
     matrix (`mask` of tpi.attention).
 
     torch.compile breaks the graph where the model makes its masks, which are no tensors; fullgraph=True is an error.

@@ -15,6 +15,7 @@ from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, pa
 import tp_invariant as tpi
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
+from tp_invariant.kernels.attention import spec
 from tp_invariant.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on a CPU")
@@ -123,6 +124,20 @@ def test_masks(kind, mask):
             **options | dict(mask=own if own.shape[-1] == 1 else own[..., :stop]),
         )  # fmt: skip
         assert_same_bytes({"out": step}, {"out": ours["out"][:, :, at : at + 1]}, "a decode step")
+
+
+def test_a_cache_that_has_dropped_keys(monkeypatch):
+    """A decode step, whose chunks another kernel folds, and several queries; the control tells no position."""
+    monkeypatch.setattr(spec, "CHUNK", 32)
+    q, k, v, _ = data(100, 100)
+    options = dict(causal=True, window=20, sinks=torch.ones(4))
+    whole, differ = tpi.attention(q, k, v, **options), 0
+    for start, stop, first in ((99, 100, 80), (70, 71, 37), (60, 90, 41), (35, 36, 16)):
+        mine = fresh(q[:, :, start:stop]), fresh(k[:, :, first:stop]), fresh(v[:, :, first:stop])
+        got = tpi.attention(*mine, **options, first_key=first)
+        assert_same_bytes({"out": got}, {"out": whole[:, :, start:stop]}, f"from {first} to {stop}")
+        differ += not torch.equal(tpi.attention(*mine, **options), got)
+    assert differ
 
 
 @pytest.mark.parametrize("kind", ["window", "softcap"])
