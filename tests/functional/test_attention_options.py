@@ -57,7 +57,7 @@ def bias(device: str, queries: int, keys: int) -> Tensor:
 def slopes(device: str, queries: int, keys: int) -> Tensor:
     """ALiBi's, learned as one row for all queries and sequences."""
     position = torch.arange(keys, device=device, dtype=torch.float32)
-    return (2.0 ** -torch.arange(1, HEADS + 1, device=device)[:, None, None] * position).requires_grad_()
+    return (2.0 ** -torch.arange(4, HEADS + 4, device=device)[:, None, None] * position).requires_grad_()
 
 
 # name: (options, {name of a tensor: what makes it})
@@ -232,6 +232,37 @@ def test_strides_of_a_mask_change_no_bit():
     one = mask.detach()[:1, :, :1]
     got, expected = attend(*data, mask=one), attend(*data, mask=one.expand(2, HEADS, 40, 40).contiguous())
     assert_same_bytes(got, expected, "broadcast")
+
+
+@pytest.mark.parametrize("dim, of_values", [(192, 128), (256, 256), (128, 192), (96, 96), (320, 256)])
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        ("cpu", torch.float32),
+        *(pytest.param("cuda", dtype, marks=GPU) for dtype in (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_head_sizes(device, dtype, dim, of_values):
+    """192 with values of 128, as in multi-head latent attention, and others."""
+    queries, keys = (9, 150) if device == "cpu" else (300, 1100)
+    q, k, v, grad = tensors(device, dtype, 2, HEADS, KV_HEADS, queries, keys, max(dim, of_values), spread=0)
+    data = q[..., :dim], k[..., :dim], v[..., :of_values], grad[..., :of_values]
+    options = dict(causal=True, window=140, sinks=sinks(device, queries, keys))
+    whole = attend(*data, **options)
+    assert whole["out"].shape == (2, HEADS, queries, of_values) and whole["dv"].shape == data[2].shape
+    for axis in (0, 1):
+        got = attend(*(fresh(x.chunk(2, axis)[1]) for x in data), **cut(options, axis, 1, 2))
+        expected = part_of({name: whole[name] for name in ("out", "dq", "dk", "dv")}, axis, 1, 2)
+        assert_same_bytes({name: got[name] for name in expected}, expected, f"half along dim {axis}")
+    step = tpi.attention(fresh(data[0][:, :, -1:]), *data[1:3], **options)
+    assert_same_bytes({"out": step}, {"out": whole["out"][:, :, -1:].contiguous()}, "a decode step")
+    exact, theirs = attend(*(x.double() for x in data), plainly, **options), attend(*data, plainly, **options)
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (whole, theirs)]
+        floor = max(16 * torch.finfo(torch.float32).eps, 2 * torch.finfo(dtype).eps if name == "dsinks" else 0.0)
+        assert errors[0] <= max(1.2 * errors[1], floor), (name, errors)
+    control = attend(*(fresh(x.chunk(2, 1)[1]) for x in data), naively, **cut(options, 1, 1, 2))
+    assert not torch.equal(control["out"], attend(*data, naively, **options)["out"].chunk(2, 1)[1])
 
 
 @pytest.mark.parametrize("options", ["no mask", "a mask and sinks"])

@@ -126,6 +126,20 @@ def test_masks(kind, mask):
         assert_same_bytes({"out": step}, {"out": ours["out"][:, :, at : at + 1]}, "a decode step")
 
 
+@pytest.mark.parametrize("dim, of_values", [(24, 16), (16, 24), (20, 20)])
+def test_head_sizes(dim, of_values):
+    """Those of keys and values may differ, and are padded to one that the kernels have."""
+    q, k, v, grad = tensors("cpu", torch.float32, 1, 4, 2, 20, 40, 24, spread=0)
+    case = q[..., :dim], k[..., :dim], v[..., :of_values], grad[..., :of_values]
+    ours, exact = attend(*case, causal=True), attend(*(x.double() for x in case), plainly, causal=True)
+    for name, value in exact.items():
+        assert ours[name].shape == value.shape
+        error = float((ours[name].double() - value).norm() / value.norm())
+        assert error <= 8 * torch.finfo(torch.float32).eps, (name, error)
+    half = attend(*(fresh(x.chunk(2, 1)[1]) for x in case), causal=True)
+    assert_same_bytes(half, part_of(ours, 1, 1, 2), "half of the heads")
+
+
 def test_a_cache_that_has_dropped_keys(monkeypatch):
     """A decode step, whose chunks another kernel folds, and several queries; the control tells no position."""
     monkeypatch.setattr(spec, "CHUNK", 32)
