@@ -34,6 +34,7 @@ from .tiles import (
     problem,
     seen,
     sequence,
+    tile_for,
     tile_of,
     unit_strides,
     with_matrix,
@@ -431,7 +432,7 @@ def _backward(
         for part, total in zip(parts, (dk, dv), strict=True):
             run(index, part, total, rows, groups, *constants, grid=(cdiv(rows, constants[1]), 1, 1))
 
-    tile = backward_query_tile(head_dim, q.dtype)
+    tile = tile_for(p, backward_query_tile(head_dim, q.dtype), index)
     (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
     tiles = cdiv(p.longest_q, tile.queries)
     constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, dmask is not None)

@@ -49,6 +49,7 @@ from .tiles import (
     problem,
     seen,
     sequence,
+    tile_for,
     tile_of,
     unit_strides,
     with_matrix,
@@ -255,7 +256,7 @@ def _plan(
     heads, tokens, head_dim = shape[1:]
     causal, window, _, packed = p.flags
     groups = heads // p.kv_heads
-    tile = forward_tile(head_dim, dtype)
+    tile = tile_for(p, forward_tile(head_dim, dtype), index)
     tiles = cdiv(p.longest_q, tile.queries)
     chunks = cdiv(p.longest_k, chunk)
     # Splitting changes no bits; it helps calls that would leave most of the GPU idle.
@@ -268,7 +269,7 @@ def _plan(
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks
-        if has_room(index):
+        if has_room(index) and not p.matrix:
             tile = tile._replace(stages=3)
     programs = tiles * (heads // shared) * p.sequences
     v_columns = head_dim

@@ -284,6 +284,11 @@ class Problem(NamedTuple):
         return 1.0 if self.matrix == FLOAT else self.factor
 
 
+def tile_for(p: Problem, tile: Tile, index: int | None) -> Tile:
+    """With fewer stages if there is a mask, whose matrix goes through shared memory, too. A matter of speed only."""
+    return tile._replace(stages=min(tile.stages, 2 if has_room(index) else 1)) if p.matrix else tile
+
+
 def problem(
     q: Tensor,
     k: Tensor,

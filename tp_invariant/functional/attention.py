@@ -116,7 +116,7 @@ def attention(
     if mask is not None:
         check_mask(mask, q, k, "mask")
         mask = mask[(None,) * (4 - mask.dim())]
-        if mask.requires_grad and mask.shape[1] != q.shape[1]:
+        if mask.requires_grad and torch.is_grad_enabled() and mask.shape[1] != q.shape[1]:
             raise ValueError(
                 f"mask {tuple(mask.shape)} requires a gradient and repeats over {q.shape[1]} heads: the gradient would "
                 "be a sum over heads, of which a rank has a part; give each head its own, [.., heads, queries, keys]"
