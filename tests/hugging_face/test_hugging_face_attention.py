@@ -19,7 +19,6 @@ from transformers import DynamicCache, StaticCache, masking_utils
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.conversion.convert import parallelize
-from tp_invariant.hugging_face import masks
 from tp_invariant.hugging_face import models as hugging_face
 from tp_invariant.hugging_face.masks import visible_keys
 from tp_invariant.kernels.attention import reference, spec
@@ -203,7 +202,7 @@ def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with (
         mock.patch.object(reference, "KEY_BLOCK", 4),
-        mock.patch.object(masks, "CHUNK", chunk),
+        mock.patch.object(spec, "CHUNK", chunk),
         tpi.set_tp_invariant_mode(True),
         torch.no_grad(),
     ):

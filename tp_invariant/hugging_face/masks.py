@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from ..functional.attention import attention
-from ..kernels.attention.spec import CHUNK
 
 
 @dataclass(frozen=True)
@@ -193,6 +192,8 @@ def _packing_of_padding(padding: Tensor, dropped: int, q_length: int, causal: bo
     places = torch.arange(batch * keys, device=padding.device).view(batch, keys)
     taken = padding
     if dropped:
+        from ..kernels.attention.spec import CHUNK
+
         # a sequence's first token stands for the keys that fill a chunk before it
         fill = torch.arange(CHUNK - 1, device=padding.device) < (before % CHUNK * padding.any(1)).unsqueeze(1)
         first = places.gather(1, padding.int().argmax(1, keepdim=True))
