@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant.functional.attention_choice import HeadwiseMatmul
+from tp_invariant.gemm.gemm_fn import gemm
 from tp_invariant.regions import scatter_sequence
 
 VOCABULARY = 256
@@ -103,6 +104,32 @@ def _common(config: ModelConfig, tp_group: Any) -> dict[str, Any]:
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
+
+
+class HeadwiseMatmul(torch.autograd.Function):
+    """c = a b for each batch and head, one GEMM each.
+
+    a [B, h, M, K]   b [B, h, K, N]   c [B, h, M, N] in out_dtype      da = dc bᵀ      db = aᵀ dc
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _headwise(a, b, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dc: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        dc = dc.to(a.dtype)
+        return _headwise(dc, b.transpose(-1, -2), a.dtype), _headwise(a.transpose(-1, -2), dc, b.dtype), None
+
+
+def _headwise(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    c = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+    for one_a, one_b, one_c in zip(a.flatten(0, 1), b.flatten(0, 1), c.flatten(0, 1), strict=True):
+        one_c.copy_(gemm(None, one_a, one_b, out_dtype=out_dtype))
+    return c
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, launch_on
-from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
+from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side, sink_grads
 from .tiles import (
     Tile,
     aligned,
@@ -28,13 +28,16 @@ from .tiles import (
     has_room,
     key_phases,
     launch,
+    matrix_arguments,
     pad_heads,
     padded_head_dim,
     problem,
     seen,
     sequence,
+    tile_for,
     tile_of,
     unit_strides,
+    with_matrix,
 )
 
 _DELTA_TILE = Tile(32, 0, 4, 1)
@@ -74,10 +77,10 @@ def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _walk_queries(
-    k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
-    low, high, queries, keys, window, factor, inverse_cap,
+    k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d,
+    at, key, dk, dv, low, high, queries, keys, window, score_factor, factor, inverse_cap,
     BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
         q = q_desc.load([row_q + start, column_q])
@@ -95,7 +98,14 @@ def _walk_queries(
             delta = tl.load(delta_ptr + at + query)
         # transposed, so that weights and their gradients are first operands of the products that follow
         scores = capped(tl.dot(k, q.T, input_precision="ieee"), inverse_cap, SOFTCAP)
-        weights = tl.exp2(tl.fma(scores, factor, -lse[None, :]))
+        exponents = scores
+        if MATRIX:
+            places = matrix_at[:, None] + query.to(tl.int64)[None, :] * stride_mq
+            there = (key < keys)[:, None] & (query < queries)[None, :]
+            exponents = with_matrix(scores, score_factor, matrix_ptr, places, there, MATRIX)
+        weights = tl.exp2(tl.fma(exponents, factor, -lse[None, :]))
+        if MATRIX:
+            weights = tl.where(exponents == float("-inf"), 0.0, weights)  # also where lse is -inf
         if MASKED:
             see = seen((keys - queries + query)[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
             if TAIL:
@@ -114,16 +124,18 @@ def _walk_queries(
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "row_qb", "row_qh", "col_qb", "col_qh", "row_db", "row_dh", "col_db", "col_dh",
         "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs", "heads", "groups", "sequences",
-        "tiles", "tokens_q", "tokens_k", "window", "factor", "inverse_cap", "scale",
+        "tiles", "tokens_q", "tokens_k", "window", "factor", "inverse_cap", "scale", "matrix_ptr", "stride_mb",
+        "stride_mh", "stride_mq", "stride_mk",
     ]
 )  # fmt: skip
 def _dk_dv_kernel(
     q_desc, dout_desc, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     row_qb, row_qh, col_qb, col_qh, row_db, row_dh, col_db, col_dh,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, heads, groups, sequences, tiles,
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # causal: the first keys have most queries
     kv_head = head // groups
@@ -168,27 +180,36 @@ def _dk_dv_kernel(
     dk = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
+    score_factor, matrix_at = factor, key
+    if MATRIX:
+        matrix_at = key.to(tl.int64) * stride_mk + head.to(tl.int64) * stride_mh + batch.to(tl.int64) * stride_mb
+        if MATRIX == 2:
+            factor = tl.full((), 1.0, tl.float32)
     if CAUSAL:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
-            low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+            k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            column_d, at, key, dk, dv,
+            low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, score_factor, factor, inverse_cap,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
-        whole, clear, queries, keys, window, factor, inverse_cap,
-        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        column_d, at, key, dk, dv,
+        whole, clear, queries, keys, window, score_factor, factor, inverse_cap,
+        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
-            clear, tl.minimum(high, edge), queries, keys, window, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+            k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            column_d, at, key, dk, dv,
+            clear, tl.minimum(high, edge), queries, keys, window, score_factor, factor, inverse_cap,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d, at, key, dk, dv,
-        tl.maximum(low, edge), high, queries, keys, window, factor, inverse_cap,
-        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        column_d, at, key, dk, dv,
+        tl.maximum(low, edge), high, queries, keys, window, score_factor, factor, inverse_cap,
+        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
     )  # fmt: skip
     to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
     tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
@@ -197,10 +218,11 @@ def _dk_dv_kernel(
 
 @triton.jit
 def _walk_keys(
-    q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
-    low, high, keys, window, factor, inverse_cap,
+    q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+    row_k, column_k, row_v, column_v, position, lse, delta, dq,
+    low, high, keys, window, score_factor, factor, inverse_cap,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_GRAD: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k = k_desc.load([row_k + start, column_k])
@@ -209,12 +231,24 @@ def _walk_keys(
         if TAIL:
             k = tl.where((key < keys)[:, None], k, 0.0)  # as in _walk_queries
         scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
-        weights = tl.exp2(tl.fma(scores, factor, -lse[:, None]))
+        exponents = scores
+        if MATRIX:
+            there = inside[:, None] & (key < keys)[None, :]
+            at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
+            exponents = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
+        weights = tl.exp2(tl.fma(exponents, factor, -lse[:, None]))
+        if MATRIX:
+            weights = tl.where(exponents == float("-inf"), 0.0, weights)  # also where lse is -inf
         dweights = tl.dot(dout, v.T, input_precision="ieee")
         dscores = _score_grads(scores, weights, dweights, delta[:, None], SOFTCAP)
         if MASKED:
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             dscores = tl.where(see, dscores, 0.0)
+        if MATRIX_GRAD:
+            dbias = weights * (dweights - delta[:, None])  # before the cap's slope
+            if MASKED:
+                dbias = tl.where(see, dbias, 0.0)
+            tl.store(dmatrix_ptr + dmatrix_at[:, None] + key[None, :], dbias, mask=there)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -223,16 +257,19 @@ def _walk_keys(
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh", "col_vb", "col_vh",
         "stride_qb", "stride_qh", "stride_qs", "stride_db", "stride_dh", "stride_ds", "heads", "groups", "sequences",
-        "tiles", "tokens_q", "tokens_k", "window", "factor", "inverse_cap", "scale",
+        "tiles", "tokens_q", "tokens_k", "window", "factor", "inverse_cap", "scale", "matrix_ptr", "stride_mb",
+        "stride_mh", "stride_mq", "stride_mk",
     ]
 )  # fmt: skip
 def _dq_kernel(
     q_ptr, dout_ptr, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
+    matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk, dmatrix_ptr,
     row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, stride_db, stride_dh, stride_ds, heads, groups, sequences, tiles,
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
+    MATRIX_GRAD: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
     tile = tiles - 1 - tile
@@ -264,27 +301,37 @@ def _dq_kernel(
     low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
     dq = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
     edge = keys // BLOCK_K * BLOCK_K  # whole blocks of keys end here
+    score_factor, matrix_at, dmatrix_at = factor, query, at
+    if MATRIX:
+        matrix_at = query.to(tl.int64) * stride_mq + head.to(tl.int64) * stride_mh + batch.to(tl.int64) * stride_mb
+        dmatrix_at = at * tokens_k
+        if MATRIX == 2:
+            factor = tl.full((), 1.0, tl.float32)
     if WINDOW:
         dq = _walk_keys(
-            q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
-            low, tl.minimum(clear, edge), keys, window, factor, inverse_cap,
-            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+            q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+            row_k, column_k, row_v, column_v, position, lse, delta, dq,
+            low, tl.minimum(clear, edge), keys, window, score_factor, factor, inverse_cap,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
         )  # fmt: skip
     dq = _walk_keys(
-        q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
-        clear, full, keys, window, factor, inverse_cap,
-        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+        row_k, column_k, row_v, column_v, position, lse, delta, dq,
+        clear, full, keys, window, score_factor, factor, inverse_cap,
+        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
     )  # fmt: skip
     if CAUSAL:
         dq = _walk_keys(
-            q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
-            full, tl.minimum(high, edge), keys, window, factor, inverse_cap,
-            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES,
+            q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+            row_k, column_k, row_v, column_v, position, lse, delta, dq,
+            full, tl.minimum(high, edge), keys, window, score_factor, factor, inverse_cap,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
         )  # fmt: skip
     dq = _walk_keys(
-        q, dout, k_desc, v_desc, row_k, column_k, row_v, column_v, position, lse, delta, dq,
-        tl.maximum(low, edge), high, keys, window, factor, inverse_cap,
-        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+        row_k, column_k, row_v, column_v, position, lse, delta, dq,
+        tl.maximum(low, edge), high, keys, window, score_factor, factor, inverse_cap,
+        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
     )  # fmt: skip
     dq = dq * scale + 0.0
     to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
@@ -314,16 +361,21 @@ def backward(
     lse: Tensor,
     spec: AttentionSpec,
     lengths: PackedLengths | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     head_dim = q.shape[3]
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention backward"):
-        grads = _backward(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), lse, spec, lengths)
-    if padded == head_dim:
-        return grads
-    dq, dk, dv = (heads_side_by_side(grad[..., :head_dim]) for grad in grads)
-    return dq, dk, dv
+        dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
+        padded_tensors = (pad_heads(x, padded) for x in (dout, q, k, v, out))
+        *grads, delta = _backward(*padded_tensors, lse, spec, lengths, mask, dmask)
+    if padded != head_dim:
+        grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
+    dq, dk, dv = grads
+    return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
 
 
 def _backward(
@@ -335,14 +387,17 @@ def _backward(
     lse: Tensor,
     spec: AttentionSpec,
     lengths: PackedLengths | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    mask: Tensor | None,
+    dmask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
     batch, heads, tokens, head_dim = q.shape
     kv_heads, tokens_k = k.shape[1:3]
     groups = heads // kv_heads
     dq, dk, dv = (empty_heads(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    p = problem(q, k, spec, lengths)
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
+    p, matrix = problem(q, k, spec, lengths, mask=mask), matrix_arguments(mask)
     index, unit = q.device.index, 16 // q.element_size()
     q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
     lse = aligned_flat(lse)
@@ -360,14 +415,14 @@ def _backward(
     parts = dk, dv
     if groups > 1:
         parts = torch.empty((2, batch, tokens_k, heads, head_dim), dtype=torch.float32, device=q.device).unbind(0)
-    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
+    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix)
     tiles = cdiv(p.longest_k, tile.keys)
-    run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype), tile, constants)
+    run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype, p.matrix_dtype), tile, constants)
     block = tile.queries, head_dim
     run(
         index, *q_rows.descriptor(run, 0, q_matrix, block), *d_rows.descriptor(run, 1, d_matrix, block),
         k, v, lse, delta, *parts,
-        cu_q, cu_k, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
+        cu_q, cu_k, *matrix, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
         heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
     )  # fmt: skip
@@ -377,17 +432,17 @@ def _backward(
         for part, total in zip(parts, (dk, dv), strict=True):
             run(index, part, total, rows, groups, *constants, grid=(cdiv(rows, constants[1]), 1, 1))
 
-    tile = backward_query_tile(head_dim, q.dtype)
+    tile = tile_for(p, backward_query_tile(head_dim, q.dtype), index)
     (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
     tiles = cdiv(p.longest_q, tile.queries)
-    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags)
-    run = launch(_dq_kernel, index, (q.dtype,), tile, constants)
+    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, dmask is not None)
+    run = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
     block = tile.keys, head_dim
     run(
         index, q, dout, *k_rows.descriptor(run, 0, k_matrix, block), *v_rows.descriptor(run, 1, v_matrix, block),
         lse, delta, dq,
-        cu_q, cu_k, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
+        cu_q, cu_k, *matrix, dmask, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
         heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
         *constants, grid=(tiles * heads * p.sequences, 1, 1),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, delta

@@ -32,6 +32,7 @@ from .backward import backward
 from .merge import finish, fold, merge_kernel
 from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
 from .tiles import (
+    LOG2_E,
     Problem,
     Rows,
     Tile,
@@ -42,13 +43,16 @@ from .tiles import (
     has_room,
     key_phases,
     launch,
+    matrix_arguments,
     pad_heads,
     padded_head_dim,
     problem,
     seen,
     sequence,
+    tile_for,
     tile_of,
     unit_strides,
+    with_matrix,
 )
 
 __all__ = ["backward", "forward"]
@@ -60,11 +64,11 @@ _MAX_SCRATCH = 2**28  # bytes
 
 @triton.jit
 def _attend(
-    q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+    q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
     before, before_largest, before_total, acc, largest, total,
-    low, high, keys, window, factor, inverse_cap,
+    low, high, keys, window, score_factor, factor, inverse_cap,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     the current chunk. With FOLDS they are folded into those of the chunks before whenever a new chunk begins.
@@ -85,6 +89,11 @@ def _attend(
                 largest = tl.full(largest.shape, float("-inf"), tl.float32)
                 total = tl.zeros_like(total)
         scores = capped(scores, inverse_cap, SOFTCAP)
+        if MATRIX:
+            key = start + tl.arange(0, BLOCK_K)
+            at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
+            there = inside[:, None] & (key < keys)[None, :]
+            scores = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
         if MASKED:
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -102,19 +111,22 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
-        "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
-        "factor", "inverse_cap", "chunks", "part_rows", "places",
+        "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb",
+        "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
+        "factor", "inverse_cap", "chunks", "part_rows", "places", "matrix_ptr", "stride_mb", "stride_mh", "stride_mq",
+        "stride_mk",
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, part_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr,
+    matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk, part_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
     chunks, part_rows, places,
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    SINKS: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
@@ -154,24 +166,29 @@ def _forward_kernel(
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     before, before_largest, before_total = acc, largest, total
+    score_factor, matrix_at = factor, query
+    if MATRIX:
+        matrix_at = q_head.to(tl.int64) * stride_mh + query.to(tl.int64) * stride_mq + batch.to(tl.int64) * stride_mb
+        if MATRIX == 2:
+            factor = tl.full((), 1.0, tl.float32)  # with their biases scores are exponents of 2
     if WINDOW:
         before, before_largest, before_total, acc, largest, total = _attend(
-            q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+            q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
             before, before_largest, before_total, acc, largest, total,
-            low, clear, keys, window, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+            low, clear, keys, window, score_factor, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
         before, before_largest, before_total, acc, largest, total,
-        clear, full, keys, window, factor, inverse_cap,
-        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES,
+        clear, full, keys, window, score_factor, factor, inverse_cap,
+        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
     )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, row_k, column_k, row_v, column_v, position,
+        q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
         before, before_largest, before_total, acc, largest, total,
-        full, high, keys, window, factor, inverse_cap,
-        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1,
+        full, high, keys, window, score_factor, factor, inverse_cap,
+        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX,
     )  # fmt: skip
 
     columns = column + tl.arange(0, V_COLUMNS)
@@ -183,7 +200,8 @@ def _forward_kernel(
         tl.store(largest_ptr + places + place, total, mask=inside)
     else:
         acc, largest, total = fold(before, before_largest, before_total, acc, largest, total, factor)
-        out, lse = finish(acc, largest, total, factor)
+        sinks = tl.load(sinks_ptr + q_head, mask=inside, other=0.0) if SINKS else 0.0
+        out, lse = finish(acc, largest, total, factor, sinks, SINKS)
         out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head
         lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
@@ -238,7 +256,7 @@ def _plan(
     heads, tokens, head_dim = shape[1:]
     causal, window, _, packed = p.flags
     groups = heads // p.kv_heads
-    tile = forward_tile(head_dim, dtype)
+    tile = tile_for(p, forward_tile(head_dim, dtype), index)
     tiles = cdiv(p.longest_q, tile.queries)
     chunks = cdiv(p.longest_k, chunk)
     # Splitting changes no bits; it helps calls that would leave most of the GPU idle.
@@ -251,7 +269,7 @@ def _plan(
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks
-        if has_room(index):
+        if has_room(index) and not p.matrix:
             tile = tile._replace(stages=3)
     programs = tiles * (heads // shared) * p.sequences
     v_columns = head_dim
@@ -261,10 +279,19 @@ def _plan(
         if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
         v_columns //= 2
-    if not split and _has_own_kernel(index, head_dim, dtype):
+    if not split and not p.matrix and _has_own_kernel(index, head_dim, dtype):
         from . import hopper
 
-        constants: tuple = (head_dim, tile.queries, tile.keys, *hopper.BUFFERS, chunk, 16 // dtype.itemsize, *p.flags)
+        constants: tuple = (
+            head_dim,
+            tile.queries,
+            tile.keys,
+            *hopper.BUFFERS,
+            chunk,
+            16 // dtype.itemsize,
+            *p.flags,
+            p.sinks,
+        )
         return _Plan(
             run=launch(hopper.forward_kernel, index, (dtype,), tile, constants, False, hopper.descriptor),
             k_block=(tile.keys, head_dim),
@@ -285,12 +312,12 @@ def _plan(
     overlap = _overlaps(index)
     constants = (
         head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
-        *p.flags, overlap,
+        *p.flags, overlap, p.sinks, p.matrix,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
-    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH)
+    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks)
     return _Plan(
-        run=launch(_forward_kernel, index, (dtype,), tile, constants),
+        run=launch(_forward_kernel, index, (dtype, p.matrix_dtype), tile, constants),
         k_block=(tile.keys, head_dim),
         v_block=(tile.keys, v_columns),
         numbers=(
@@ -299,14 +326,20 @@ def _plan(
         ),
         grid=(programs, head_dim // v_columns, slots),
         merge=launch(merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
-        merge_numbers=(tokens, keys, heads // shared, part_rows, places, p.window, p.factor, chunks, *merge_constants),
+        merge_numbers=(tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks, *merge_constants),
         merge_grid=(part_rows * pairs, 1, 1),
         parts=places * (head_dim + 2),
     )  # fmt: skip
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See spec.py.
 
@@ -319,31 +352,38 @@ def forward(
     padded = padded_head_dim(head_dim)
     with launch_on(q, "attention"):
         if padded == head_dim:
-            return _forward(q, k, v, spec, lengths)
-        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths)
+            return _forward(q, k, v, spec, lengths, sinks, mask)
+        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths, sinks, mask)
     return heads_side_by_side(out[..., :head_dim]), lse
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None,
+    sinks: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    p, shape, index = problem(q, k, spec, lengths), q.shape, q.device.index
+    p, shape, index = problem(q, k, spec, lengths, sinks, mask), q.shape, q.device.index
     out = empty_heads(q)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
     if k.shape[2] == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_((sinks * LOG2_E)[:, None])
     q, (k, k_rows), (v, v_rows) = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
     run, k_block, v_block, numbers, grid, merge, merge_numbers, merge_grid, parts = _plan(
         shape, k.shape[2], unit_strides(q), k_rows, v_rows, q.dtype, index, p, CHUNK
     )
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
+    own = parts is None  # hopper.py's
     part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
     run(
         index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
-        cu_q, cu_k, *(() if parts is None else (part,)), *numbers, grid=grid,
+        cu_q, cu_k, sinks, *(() if own else (*matrix_arguments(mask), part)), *numbers, grid=grid,
     )  # fmt: skip
     if merge is not None:
-        merge(index, part, out, lse, cu_q, cu_k, *merge_numbers, grid=merge_grid)
+        merge(index, part, out, lse, cu_q, cu_k, sinks, *merge_numbers, grid=merge_grid)
     return out, lse

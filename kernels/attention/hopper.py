@@ -83,18 +83,19 @@ def _clear_rows(block, there, BLOCK_K: gl.constexpr, LOADED: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb", "row_vh",
-        "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
-        "factor", "inverse_cap",
+        "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb",
+        "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles",
+        "window", "factor", "inverse_cap",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
     HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, K_BUFFERS: gl.constexpr,
     V_BUFFERS: gl.constexpr, CHUNK: gl.constexpr, UNIT: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = BLOCK_Q // 16  # the rows of a tensor-core tile
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
@@ -188,6 +189,15 @@ def forward_kernel(
         mbarrier.invalidate(v_full.index(s))
 
     acc, largest, total = _fold(before, before_largest, before_total, acc, largest, total, factor, WIDE)
+    if SINKS:  # merge.with_sinks
+        sink = gl.load(sinks_ptr + head) * 1.4426950408889634
+        largest = largest * factor
+        new = gl.maximum(largest, sink)
+        reference = gl.where(new == float("-inf"), 0.0, new)
+        mine = gl.exp2(largest - reference)
+        acc = acc * _along(mine, WIDE)
+        total = gl.fma(total, mine, gl.exp2(sink - reference))
+        largest, factor = new, gl.to_tensor(1.0)
     empty = total == 0.0
     out = acc / _along(gl.where(empty, 1.0, total), WIDE) + 0.0
     lse = gl.where(empty, float("-inf"), gl.fma(largest, factor, gl.log2(total)))

@@ -20,8 +20,25 @@ def fold(acc, largest, total, part, part_largest, part_total, factor):
 
 
 @triton.jit
-def finish(acc, largest, total, factor):
-    """out, and lse in base 2. Adding zero removes negative zeros, which other splits of the same sum might not have."""
+def with_sinks(acc, largest, total, factor, sinks):
+    """acc, largest and total with one more score in each row, without a value; largest is now in the exponent of 2."""
+    sinks = sinks * 1.4426950408889634
+    largest = largest * factor
+    new = tl.maximum(largest, sinks)
+    reference = tl.where(new == float("-inf"), 0.0, new)
+    mine = tl.exp2(largest - reference)
+    return acc * mine[:, None], new, tl.fma(total, mine, tl.exp2(sinks - reference))
+
+
+@triton.jit
+def finish(acc, largest, total, factor, sinks, SINKS: tl.constexpr):
+    """out, and lse in base 2. Adding zero removes negative zeros, which other splits of the same sum might not have.
+
+    sinks: one for each row, if SINKS.
+    """
+    if SINKS:
+        acc, largest, total = with_sinks(acc, largest, total, factor, sinks)
+        factor = tl.full((), 1.0, tl.float32)
     nothing = total == 0.0
     out = acc / tl.where(nothing, 1.0, total)[:, None] + 0.0
     lse = tl.where(nothing, float("-inf"), tl.fma(largest, factor, tl.log2(total)))
@@ -30,14 +47,16 @@ def finish(acc, largest, total, factor):
 
 @triton.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_k_ptr", "tokens_q", "tokens_k", "heads", "part_rows", "places", "window", "factor", "chunks",
+        "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "heads", "part_rows", "places", "window", "factor",
+        "chunks",
     ]
 )  # fmt: skip
 def merge_kernel(
-    part_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, tokens_q, tokens_k, heads, part_rows, places, window, factor,
-    chunks,
+    part_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, tokens_q, tokens_k, heads, part_rows, places, window,
+    factor, chunks,
     HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """A program folds one row's parts, in the order of the chunks."""
     row = tl.program_id(0) % part_rows
@@ -74,7 +93,8 @@ def merge_kernel(
             acc, largest, total = fold(acc, largest, total, parts[i][0], parts[i][1], parts[i][2], factor)
         part_ptr += AT_ONCE * step * HEAD_DIM
         largest_ptr += AT_ONCE * step
-    out, lse = finish(acc, largest, total, factor)
+    sinks = tl.load(sinks_ptr + head * SHARED + row % SHARED + tl.arange(0, 1)) if SINKS else 0.0
+    out, lse = finish(acc, largest, total, factor, sinks, SINKS)
     batch = index * (0 if PACKED else 1)
     q_head = head * SHARED + row % SHARED
     out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head + tl.arange(0, 1)

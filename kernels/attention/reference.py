@@ -11,10 +11,13 @@ the rest is elementwise, over all heads together:
     backward                    p = 2^(s - lse)               dp = dout vᵀ             delta = sum of dout out
                                 ds = scale p (dp - delta)     dq = sum over blocks of ds k, in order
                                 dk = dsᵀ q, dv = pᵀ dout: one product for each query head, added in head order
+
+A sink is one more score, without a value, after the last block. A mask changes the scores of a block.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -24,10 +27,9 @@ from einops import rearrange
 from torch import Tensor
 
 from ..elementwise import in_whole_vectors_, sum_by_halves
-from .spec import AttentionSpec, PackedLengths, heads_side_by_side
+from .spec import LOG2_E, AttentionSpec, PackedLengths, heads_side_by_side, sink_grads
 
 KEY_BLOCK = 128
-LOG2_E = 1 / math.log(2)
 _ELEMENTS = 1 << 21  # scores computed at a time, which limits how many heads are taken together; a matter of speed only
 
 
@@ -102,14 +104,37 @@ def _per_head(a: Tensor, b: Tensor) -> Tensor:
     return c
 
 
-def _scores(q: Tensor, k: Tensor, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scaled, capped scores of a block times log2(e), -inf where hidden; and their tanh if they are capped."""
+def _matrix(mask: Tensor | None, heads: slice, groups: int, rows: slice, block: slice) -> Tensor | None:
+    """A block of mask [B, Hq, Sq, Sk] for the key heads of a chunk, as scores are: [N, S, groups, KEY_BLOCK]."""
+    if mask is None:
+        return None
+    part = mask[:, :, rows, block].unflatten(1, (-1, groups)).transpose(2, 3)  # [B, kv, S, groups, keys]
+    kv_heads = part.shape[1]
+    ours = range(*heads.indices(part.shape[0] * kv_heads))
+    part = torch.stack([part[n // kv_heads, n % kv_heads] for n in ours])
+    return F.pad(part, (0, KEY_BLOCK - part.shape[-1]))
+
+
+def _scores(
+    q: Tensor, k: Tensor, spec: AttentionSpec, hidden: Tensor, matrix: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, capped scores of a block times log2(e), -inf where hidden; and their tanh if they are capped.
+
+    Only -inf hides: a bias as low as float32's lowest number stays finite, so that a row with such biases alone has
+    equal weights, as in torch.
+    """
     scores, tanh = _per_head(q, k.transpose(1, 2)), None
     if spec.softcap:
         tanh = in_whole_vectors_(torch.tanh_, scores.mul_(spec.scale / spec.softcap))
         scores = tanh * (spec.softcap * LOG2_E)
     else:
         scores.mul_(spec.scale * LOG2_E)
+    if matrix is not None and matrix.dtype == torch.bool:
+        scores.masked_fill_(~matrix, -math.inf)
+    elif matrix is not None:
+        bias = matrix.float()
+        lowest = torch.finfo(torch.float32).min
+        scores.add_((bias * LOG2_E).clamp_(min=lowest).masked_fill_(bias == -math.inf, -math.inf))
     return scores.masked_fill_(hidden.unsqueeze(1), -math.inf), tanh
 
 
@@ -117,37 +142,59 @@ def _scores(q: Tensor, k: Tensor, spec: AttentionSpec, hidden: Tensor) -> tuple[
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: PackedLengths | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, D], lse [B, Hq, Sq]; see spec.py. Any device that has a slice-invariant GEMM."""
     groups = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    of_heads = None if sinks is None else sinks.repeat(q.shape[0]).view(-1, groups)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for queries, keys in _sequences(q, k, lengths):
             rows, count = _by_key_head(q[:, :, queries], groups), keys.stop - keys.start
             padded_k, padded_v = (_padded_keys(x[:, :, keys]) for x in (k, v))
             for heads in _chunks(rows):
-                one_out, one_lse = _forward(rows[heads], padded_k[heads], padded_v[heads], count, spec)
+                own = None if of_heads is None else of_heads[heads]
+                matrix = functools.partial(_matrix, mask, heads, groups)
+                one_out, one_lse = _forward(rows[heads], padded_k[heads], padded_v[heads], count, spec, own, matrix)
                 out.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_out.transpose(1, 2)
                 lse.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_lse.transpose(1, 2)
     return heads_side_by_side(out), lse
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """q [N, S, groups, D], k, v [N, keys in whole blocks, D] -> out, lse [N, S, groups, ..]"""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec, sinks: Tensor | None, matrix: functools.partial
+) -> tuple[Tensor, Tensor]:
+    """q [N, S, groups, D], k, v [N, keys in whole blocks, D], sinks [N, groups] -> out, lse [N, S, groups, ..]"""
     top = q.new_full(q.shape[:-1], -math.inf)
     total, acc = torch.zeros_like(top), torch.zeros_like(q)
     for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
-        scores, _ = _scores(q[:, rows], k[:, block], spec, hidden)
+        scores, _ = _scores(q[:, rows], k[:, block], spec, hidden, matrix(rows, block))
         new_top = torch.maximum(top[:, rows], scores.amax(-1))
-        shrink = in_whole_vectors_(torch.exp2_, top[:, rows] - new_top)
-        powers = in_whole_vectors_(torch.exp2_, scores.sub_(new_top.unsqueeze(-1)))
+        reference = new_top.masked_fill(new_top == -math.inf, 0.0)  # a mask may hide all keys so far
+        shrink = in_whole_vectors_(torch.exp2_, top[:, rows] - reference)
+        powers = in_whole_vectors_(torch.exp2_, scores.sub_(reference.unsqueeze(-1)))
         top[:, rows] = new_top
         total[:, rows] = total[:, rows] * shrink + sum_by_halves(powers).squeeze(-1)
         acc[:, rows] = acc[:, rows] * shrink.unsqueeze(-1) + _per_head(powers, v[:, block])
+    if sinks is not None:
+        sink = (sinks * LOG2_E).unsqueeze(1).expand_as(top)
+        new_top = torch.maximum(top, sink)
+        reference = new_top.masked_fill(new_top == -math.inf, 0.0)
+        shrink = in_whole_vectors_(torch.exp2_, top - reference)
+        total = total * shrink + in_whole_vectors_(torch.exp2_, sink - reference)
+        top = new_top
+        acc.mul_(shrink.unsqueeze(-1))
     seen = total > 0
     lse = torch.where(seen, top + in_whole_vectors_(torch.log2_, total.clone()), -math.inf)
-    return acc.div_(total.masked_fill(~seen, 1.0).unsqueeze(-1)), lse
+    out = acc.div_(total.masked_fill(~seen, 1.0).unsqueeze(-1))
+    # a block that a mask hides adds 0, which makes a negative 0 a positive one: so all are
+    return out if matrix.args[0] is None else out.add_(0.0), lse
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -162,32 +209,48 @@ def backward(
     lse: Tensor,
     spec: AttentionSpec,
     lengths: PackedLengths | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; see spec.py."""
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See spec.py."""
     groups = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dmask = None if mask is None or not mask_grad else torch.zeros(mask.shape, device=mask.device)
+    of_mask = None if dmask is None else dmask.unflatten(1, (-1, groups)).flatten(0, 1)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for queries, keys in _sequences(q, k, lengths):
             rows = [_by_key_head(x[:, :, queries], groups) for x in (dout, q, out, lse.unsqueeze(-1))]
             columns, count = [_padded_keys(x[:, :, keys]) for x in (k, v)], keys.stop - keys.start
             for heads in _chunks(rows[0]):
-                one_dq, *of_keys = _backward(*(x[heads] for x in rows + columns), count, spec)
+                matrix = functools.partial(_matrix, mask, heads, groups)
+                own = None if of_mask is None else of_mask[heads]
+                one_dq, *of_keys = _backward(*(x[heads] for x in rows + columns), count, spec, matrix, own)
                 dq.unflatten(1, (-1, groups)).flatten(0, 1)[heads, :, queries] = one_dq.transpose(1, 2)
                 for whole, one in zip((dk, dv), of_keys, strict=True):
                     whole.flatten(0, 1)[heads, keys] = one[:, :count]
-    return heads_side_by_side(dq), heads_side_by_side(dk), heads_side_by_side(dv)
+        dsinks = None
+        if sinks is not None:
+            dsinks = sink_grads(sinks, sum_by_halves(dout.float() * out.float()).squeeze(-1), lse)
+    return heads_side_by_side(dq), heads_side_by_side(dk), heads_side_by_side(dv), dsinks, dmask
 
 
 def _backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dout, q, out [N, S, groups, D], lse [.., 1], k, v [N, keys in whole blocks, D] -> dq, dk, dv, fp32"""
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, keys: int, spec: AttentionSpec,
+    matrix: functools.partial, dmask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dout, q, out [N, S, groups, D], lse [.., 1], k, v [N, keys in whole blocks, D] -> dq, dk, dv, fp32; writes dmask
+    [N, groups, S, keys]."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = sum_by_halves(dout * out)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)  # such a query sees nothing, and its scores are -inf
     for rows, block, hidden in _blocks(q.shape[1], keys, spec, q.device):
-        scores, tanh = _scores(q[:, rows], k[:, block], spec, hidden)
+        scores, tanh = _scores(q[:, rows], k[:, block], spec, hidden, matrix(rows, block))
         powers = in_whole_vectors_(torch.exp2_, scores.sub_(lse[:, rows]))
         slopes = _per_head(dout[:, rows], v[:, block].transpose(1, 2)).sub_(delta[:, rows]).mul_(powers)
+        if dmask is not None:
+            part = dmask[:, :, rows, block]
+            part.copy_(slopes.transpose(1, 2)[..., : part.shape[-1]])
         if tanh is not None:
             slopes.mul_(1 - tanh * tanh)
         slopes.mul_(spec.scale)

@@ -2,13 +2,20 @@
 
 Both have the same two functions and the same contract:
 
-    forward(q, k, v, spec, lengths=None) -> out, lse            backward(dout, q, k, v, out, lse, spec, lengths=None)
+    forward(q, k, v, spec, lengths=None, sinks=None, mask=None) -> out, lse
+    backward(dout, q, k, v, out, lse, spec, lengths=None, sinks=None, mask=None, mask_grad=False)
+        -> dq, dk, dv, dsinks, dmask
         q         [B, Hq, Sq, D]     any strides; Hq a multiple of Hkv, and query heads
         k, v      [B, Hkv, Sk, D]    i Hq/Hkv .. share key head i
+        sinks     [Hq]               fp32, contiguous, or None: a score that every query of a head adds to its sum of
+                                     weights, and that has no value
+        mask      [B, Hq, Sq, Sk]    any strides, or None; bool: True where a query sees a key, if spec lets it;
+                                     floating point: added to the scaled and capped scores, and -inf hides
         out       [B, Hq, Sq, D]     in q's dtype; 0 where a query sees nothing
-        lse       [B, Hq, Sq]        fp32: log2 of the sum of 2^(scaled and capped score * log2 e); -inf where it sees
-                                     nothing
-        dq, dk, dv                   in the dtypes and shapes of q, k, v
+        lse       [B, Hq, Sq]        fp32: log2 of the sum of 2^(scaled and capped score * log2 e), the sink's too; -inf
+                                     where a query sees nothing and has no sink
+        dq, dk, dv, dsinks           in the dtypes and shapes of q, k, v, sinks; dsinks None without sinks
+        dmask     [B, Hq, Sq, Sk]    fp32, contiguous; None without mask_grad
 
 out, dq, dk and dv lie in memory as [B, S, H, D] would (`empty_heads`), lse is contiguous.
 
@@ -21,9 +28,16 @@ parts, in head order, rounded once.
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from ..elementwise import in_whole_vectors_, sum_by_halves
+
+LOG2_E = 1 / math.log(2)
 
 # The number of keys that the Triton kernels add to one partial result before they fold it into the total. Sums over
 # keys are cut only here, so one program may compute all chunks, or one program each: a decode step then fills the GPU
@@ -62,6 +76,37 @@ class PackedLengths:
     cu_k: Tensor
     max_q: int
     max_k: int
+
+
+def bias_grad(dmask: Tensor, shape: torch.Size) -> Tensor:
+    """dmask [B, Hq, Sq, Sk] summed over what `shape`, of four dims, has once: keys, then queries, each by halves, then
+    the batch in order."""
+    if shape[3] == 1:
+        dmask = sum_by_halves(dmask)
+    if shape[2] == 1:
+        dmask = sum_by_halves(dmask.mT).mT
+    if shape[0] == 1 and dmask.shape[0]:
+        first, *others = dmask.split(1)
+        dmask = functools.reduce(torch.add, others, first)
+    return dmask if dmask.shape == shape else dmask.new_zeros(shape)
+
+
+def sink_grads(sinks: Tensor | None, delta: Tensor, lse: Tensor) -> Tensor | None:
+    """dsinks [Hq] = the sum over queries of -2^(sink log2(e) - lse) delta; delta, lse [B, Hq, Sq] fp32.
+
+    A sink has no value, so the gradient of its weight is 0, less the row's delta as for every other weight. The tokens
+    of a row of the batch are added by halves, then the rows in order: by Sq and B alone, whatever heads are there.
+    """
+    if sinks is None:
+        return None
+    if lse.numel() == 0:
+        return torch.zeros_like(sinks)
+    exponent = ((sinks * LOG2_E)[:, None] - lse).masked_fill(lse == -math.inf, -math.inf)
+    rows = sum_by_halves(in_whole_vectors_(torch.exp2_, exponent).mul_(delta)).squeeze(-1)
+    total = torch.zeros_like(sinks)
+    for row in rows:
+        total = total - row
+    return total
 
 
 def empty_heads(like: Tensor) -> Tensor:

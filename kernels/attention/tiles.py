@@ -13,12 +13,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import Launch
-from .spec import AttentionSpec, PackedLengths
+from .spec import LOG2_E, AttentionSpec, PackedLengths
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # other sizes are padded with zeros to the next of these
-LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
+BOOL, FLOAT = 1, 2  # a kernel's MATRIX
 
 
 class Tile(NamedTuple):
@@ -108,6 +108,21 @@ def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
     if WINDOW:
         see = see & (position - key < window)
     return see
+
+
+@triton.jit
+def with_matrix(scores, factor, matrix_ptr, at, there, MATRIX: tl.constexpr):
+    """Scores with a mask's matrix: BOOL: -inf where it hides a key; FLOAT: as exponents of 2, with its bias.
+
+    Where `there` is False scores are hidden under BOOL and have no bias under FLOAT. Only -inf hides: a bias as low as
+    float32's lowest number stays finite, so that a row with such biases alone has equal weights, as in torch.
+    """
+    given = tl.load(matrix_ptr + at, mask=there, other=0)
+    if MATRIX == 1:
+        return tl.where(given != 0, scores, float("-inf"))
+    bias = given.to(tl.float32)
+    exponent = tl.maximum(bias * 1.4426950408889634, -3.4028234663852886e38)
+    return tl.fma(scores, factor, tl.where(bias == float("-inf"), bias, exponent))
 
 
 @triton.jit
@@ -232,6 +247,22 @@ def launch(
     return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 
+def matrix_arguments(mask: Tensor | None) -> tuple:
+    """A mask [B, Hq, Sq, Sk] and its strides, as the kernels take them.
+
+    Raises:
+        ValueError: a stride that has more than 32 bits.
+    """
+    if mask is None:
+        return (None,) * 5
+    if max(mask.stride()) > _MAX_SIDE:
+        raise ValueError(
+            f"mask has strides {mask.stride()}: at most {_MAX_SIDE} is allowed; give it a size of 1 where it repeats, "
+            "or fewer sequences at a time"
+        )
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, *mask.stride()
+
+
 class Problem(NamedTuple):
     """A call's sizes and options in the form that the kernels take."""
 
@@ -243,9 +274,29 @@ class Problem(NamedTuple):
     factor: float  # multiplies a (capped) score in the exponent of 2
     inverse_cap: float  # scale / softcap
     flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
+    sinks: bool
+    matrix: int  # 0, BOOL or FLOAT: how the kernels read a mask
+    matrix_dtype: torch.dtype | None
+
+    @property
+    def exponent(self) -> float:
+        """What multiplies scores with a mask's bias in the exponent of 2: they are exponents already."""
+        return 1.0 if self.matrix == FLOAT else self.factor
 
 
-def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | None) -> Problem:
+def tile_for(p: Problem, tile: Tile, index: int | None) -> Tile:
+    """With fewer stages if there is a mask, whose matrix goes through shared memory, too. A matter of speed only."""
+    return tile._replace(stages=min(tile.stages, 2 if has_room(index) else 1)) if p.matrix else tile
+
+
+def problem(
+    q: Tensor,
+    k: Tensor,
+    spec: AttentionSpec,
+    lengths: PackedLengths | None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Problem:
     """Raises ValueError for a scale that is not positive: the kernels take the maximum before they scale."""
     if not spec.scale > 0:
         raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; for a negative one, negate q")
@@ -260,4 +311,7 @@ def problem(q: Tensor, k: Tensor, spec: AttentionSpec, lengths: PackedLengths | 
         (spec.softcap if capped_scores else spec.scale) * LOG2_E,
         spec.scale / spec.softcap if capped_scores else 0.0,
         (spec.causal, spec.window > 0, capped_scores, lengths is not None),
+        sinks is not None,
+        0 if mask is None else BOOL if mask.dtype == torch.bool else FLOAT,
+        None if mask is None else mask.dtype,
     )

@@ -510,9 +510,10 @@ def test_a_plan_for_the_output_layer_only():
 
 
 def test_attention_sinks():
+    """Whole on each rank they would get a part of their gradient."""
     model = Heads(nn.Identity())
     model.sinks = nn.Parameter(torch.zeros(4))
-    assert "Heads: Heads has attention sinks, which no attention here takes" in refusal(model, HEADS_PLAN)
+    assert "Heads: Heads has attention sinks, one for each head, which parallelize does" in refusal(model, HEADS_PLAN)
 
 
 def test_a_tie_with_what_is_not_swapped():

@@ -115,7 +115,9 @@ def test_values_are_torchs(kind, dtype):
             if not value.any():  # one query that sees one key has no slope
                 assert (kind, s) == ("causal", 1)
                 continue
-            allowed = max(2 * error(theirs[name], value), 4 * torch.finfo(torch.float32).eps)
+            allowed = max(2 * error(theirs[name], value), 8 * torch.finfo(torch.float32).eps)
+            if dtype != torch.float32 and name in ("dq", "dk"):  # from out as it was rounded
+                allowed += torch.finfo(dtype).eps
             assert error(ours[name], value) <= allowed, (name, s, t, error(ours[name], value), allowed)
             assert ours[name].dtype == dtype
 
@@ -291,7 +293,7 @@ REFUSED = [
     (dict(q=Q[0]), ValueError, r"q \(4, 5, 8\), .* must be \[B, heads, S, D\]"),
     (dict(q=[1.0]), TypeError, "q, k and v are list, Tensor, Tensor"),
     (dict(attn_mask=MASK, is_causal=True), ValueError, "attn_mask and is_causal=True exclude each other"),
-    (dict(attn_mask=MASK.float().requires_grad_()), ValueError, "attn_mask requires a gradient, which is not"),
+    (dict(attn_mask=MASK.float().requires_grad_()), ValueError, "requires a gradient and repeats over 4 heads"),
     (dict(attn_mask=MASK.long()), TypeError, r"attn_mask is torch\.int64: it must be .*torch\.bool.* or of a floating"),
     (dict(attn_mask=MASK.to(torch.uint8)), TypeError, r"attn_mask is torch\.uint8"),
     (dict(attn_mask=MASK.tolist()), TypeError, "attn_mask is a list"),

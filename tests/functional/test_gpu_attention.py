@@ -122,7 +122,7 @@ def test_values(kind, dim):
         assert errors[0] <= max(1.1 * errors[1], 4e-3), (name, errors)
 
 
-def test_float32_goes_head_by_head():
+def test_float32_with_a_mask():
     generator = torch.Generator().manual_seed(0)
     tensors = [wide_randn(1, 8, 65, 40, generator=generator, spread=2).cuda() for _ in range(4)]
     options = dict(attn_mask=torch.ones(65, 65, dtype=torch.bool, device="cuda").tril())

@@ -28,10 +28,13 @@ def tensors(device, dtype, batch, heads, kv_heads, queries, keys, dim, spread=2)
 
 
 def attend(q, k, v, grad, attention=tpi.attention, **options) -> dict[str, Tensor]:
+    """out and the gradients of q, k, v and the options that require one."""
+    learned = {name: x for name, x in options.items() if isinstance(x, Tensor) and x.requires_grad}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, **options)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad.to(out.dtype))
-    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    learned = {name: x.detach().requires_grad_() for name, x in learned.items()}
+    out = attention(q, k, v, **{**options, **learned})
+    grads = torch.autograd.grad(out, (q, k, v, *learned.values()), grad.to(out.dtype))
+    return {"out": out.detach()} | {f"d{name}": x for name, x in zip(("q", "k", "v", *learned), grads, strict=True)}
 
 
 def assert_same_bytes(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
@@ -72,9 +75,25 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     if softcap := options.get("softcap"):
         scores = softcap * torch.tanh(scores / softcap)
     seen = visible(q.shape[2], k.shape[2], options, q.device)
-    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(~seen.any(1, keepdim=True), 0.0)
+    scores, seen = masked(scores, seen, options.get("mask"))
+    sinks = options.get("sinks")
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    else:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
-    return weights * seen @ v.repeat_interleave(groups, 1)
+    return weights[..., : k.shape[2]] * seen @ v.repeat_interleave(groups, 1)
+
+
+def masked(scores: Tensor, seen: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """With a matrix's biases, and what it leaves visible; -inf hides, so that it needs no gradient there."""
+    if mask is None:
+        return scores, seen
+    if mask.dtype == torch.bool:
+        return scores, seen & mask
+    allowed = mask > float("-inf")
+    return scores + mask.masked_fill(~allowed, 0.0).to(scores.dtype), seen & allowed
 
 
 def naively(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, **options) -> Tensor:
@@ -89,12 +108,19 @@ def naively(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, **opt
         scores = (q @ k[:, :, keys].mT).float() * options.get("scale", q.shape[-1] ** -0.5)
         if softcap := options.get("softcap"):
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen[:, keys], -1e30)
+        mask = options.get("mask")
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-1], k.shape[2])[..., keys]
+        scores, see = masked(scores, seen[:, keys], mask)
+        scores = scores.masked_fill(~see, -1e30)
         tops.append(scores.amax(-1, keepdim=True))
-        weights = (scores - tops[-1]).exp() * seen[:, keys]
+        weights = (scores - tops[-1]).exp() * see
         totals.append(weights.sum(-1, keepdim=True))
         outs.append((weights.to(v.dtype) @ v[:, :, keys]).float())
     top = torch.stack(tops).amax(0)
     shrink = [(one - top).exp() for one in tops]
     out = sum(s * o for s, o in zip(shrink, outs, strict=True))
-    return (out / sum(s * t for s, t in zip(shrink, totals, strict=True))).to(q.dtype)
+    total = sum(s * t for s, t in zip(shrink, totals, strict=True))
+    if (sinks := options.get("sinks")) is not None:
+        total = total + (sinks.float()[:, None, None] - top).exp()
+    return (out / total).to(q.dtype)

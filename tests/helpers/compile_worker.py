@@ -126,9 +126,15 @@ def attend(dtype: torch.dtype, own_kernel: bool) -> None:
             q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)
             k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
             spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=window)
-            out, lse = attention.forward(q, k, v, spec, lengths)
-            if queries > 1:
-                attention_backward.backward(out, q, k, v, out, lse, spec, lengths)
+            masks = [None]
+            if lengths is None:
+                masks += [torch.zeros(1, 4, queries, k.shape[2], dtype=kind) for kind in (torch.bool, dtype)]
+            for mask in masks:
+                attention.forward(q, k, v, spec, lengths, torch.zeros(4), mask)
+                out, lse = attention.forward(q, k, v, spec, lengths, None, mask)
+                if queries > 1:
+                    learned = mask is not None and mask.dtype != torch.bool
+                    attention_backward.backward(out, q, k, v, out, lse, spec, lengths, None, mask, learned)
 
 
 def peers() -> None:

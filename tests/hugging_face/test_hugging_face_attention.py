@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import itertools
+from unittest import mock
 
 import hf_models
 import pytest
@@ -20,6 +21,7 @@ from tp_invariant import testing
 from tp_invariant.conversion.convert import parallelize
 from tp_invariant.hugging_face import models as hugging_face
 from tp_invariant.hugging_face.masks import visible_keys
+from tp_invariant.kernels.attention import reference, spec
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -189,7 +191,49 @@ def test_decoding_at_every_degree_on_gpus():
         assert not same and digest != digests[0] and error < 0.05, error
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK):
+    """Logits of a full forward of padded sequences, and of steps against caches that drop what a window has passed.
+
+    With short blocks of keys, because sums within one do not depend on where in it the keys are.
+    """
+    model = parallelize(hf_models.build(family), tp_group).eval()
+    caches = (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=40))
+    mask = padding("left")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with (
+        mock.patch.object(reference, "KEY_BLOCK", 4),
+        mock.patch.object(spec, "CHUNK", chunk),
+        tpi.set_tp_invariant_mode(True),
+        torch.no_grad(),
+    ):
+        results = [model(input_ids=IDS, attention_mask=mask, position_ids=positions, use_cache=False).logits]
+        for cache in caches:
+            steps = []
+            for a, b in itertools.pairwise([0, *prompts, *range(prompts[-1] + 1, 25)]):
+                given = dict(input_ids=IDS[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b])
+                steps.append(model(**given, past_key_values=cache).logits)
+            results.append(torch.cat(steps, dim=1))
+            assert any(0 < layer.keys.shape[2] < 24 for layer in cache.layers), "none dropped a key"
+        return [x[mask.bool()] for x in results]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_window_in_a_cache_at_every_degree(family):
+    """Of two sequences, one padded on the left: so their keys begin at other positions."""
+    ((expected, *steps),) = run_ranks(decoded_with_a_window, 1, family, (6, 15))
+    for got in steps:
+        assert_bitwise_equal(got, expected)
+    for results in run_ranks(decoded_with_a_window, 2, family, (3,)):
+        for got in results:
+            assert_bitwise_equal(got, expected)
+    full, *steps = decoded_with_a_window(None, family, (6, 15), chunk=1)  # the control: keys counted from the cache's
+    assert_bitwise_equal(full, expected)
+    for got in steps:
+        torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(got, full)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral"])
 def test_caches_and_chunks(family, seen):
     """A growing cache, one that drops what a window has passed, and a static one, whose end is empty."""
     model = parallelize(hf_models.build(family), None).eval()
@@ -204,8 +248,7 @@ def test_caches_and_chunks(family, seen):
             cuts = [0, 10, 17, 18, 24]
             pieces = itertools.pairwise(cuts)
             got = torch.cat([model(input_ids=IDS[:, a:b], past_key_values=cache).logits for a, b in pieces], dim=1)
-            if kind == "dynamic" or family == "qwen3":
-                assert_bitwise_equal(got, full, kind)
+            assert_bitwise_equal(got, full, kind)
             torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
     assert len(seen) == model.config.num_hidden_layers * 13, "nothing went by a matrix"
 
@@ -297,6 +340,27 @@ def test_gradients_of_padded_sequences():
         assert error < 1e-5, (name, float(error))
 
 
+def test_sinks_near_transformers_own():
+    """gpt-oss, with a sliding window in every other layer: logits, and the gradients of the sinks."""
+    config = transformers.GptOssConfig(
+        vocab_size=hf_models.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, sliding_window=7,
+        initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    results = {}
+    for name in ("eager", "tp_invariant"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        logits = model(**padded_batch("left"), use_cache=False).logits[padding("left").bool()]
+        logits.square().sum().backward()
+        results[name] = [logits.detach(), *(layer.self_attn.sinks.grad for layer in model.model.layers)]
+    for got, expected in zip(results["tp_invariant"], results["eager"], strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
 # --- masks that are no causal, full, sliding or packed one ----------------------------------------------------------
 
 SIZES = dict(batch_size=2, q_length=6, kv_length=6, q_offset=0, kv_offset=0, device="cpu")
@@ -338,7 +402,7 @@ def test_packed_ids_that_come_again_stay_a_matrix(ids, known):
 
 
 def test_a_matrix_of_ones_own(seen):
-    """4-D masks are taken as they are, by functional/attention_choice.py's ways."""
+    """4-D masks are taken as they are."""
     model = hf_models.build("llama").eval()
     mask = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
     outputs = {}
@@ -361,7 +425,7 @@ def test_what_is_refused():
     call = functools.partial(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["tp_invariant"], **{**SIZES, "batch_size": 1})
     causal = call(mask_function=masking_utils.causal_mask_function)
     run = functools.partial(hugging_face._HuggingFace(None), attention, q, k, k)
-    for name in ("position_bias", "cache", "s_aux", "sinks", "block_indices", "indices", "head_mask", "attention_bias"):
+    for name in ("position_bias", "cache", "sinks", "block_indices", "indices", "head_mask", "attention_bias"):
         with pytest.raises(ValueError, match=f"LlamaAttention passes {name}, which tpi.attention does not take"):
             run(causal, **{name: q})
     with pytest.raises(ValueError, match="passes block_size, which"):

@@ -282,8 +282,9 @@ def every_kernel():
         results = []
         for some, of_all in ((slice(None), None), (slice(0, 1), lengths)):
             tensors = [t[some] for t in (q, k, v)]
-            out, lse = reference_attention.forward(*tensors, spec, of_all)
-            results += [out, lse, *reference_attention.backward(dout[some], *tensors, out, lse, spec, of_all)]
+            sinks = tensors[0][0, :, 0, 0].float()
+            out, lse = reference_attention.forward(*tensors, spec, of_all, sinks)
+            results += [out, lse, *reference_attention.backward(dout[some], *tensors, out, lse, spec, of_all, sinks)]
         return results
 
     def of_embedding():

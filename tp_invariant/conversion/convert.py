@@ -76,8 +76,7 @@ def parallelize(
             runs, the copies take 12 bytes for each element of each parameter; if they differ, the model is not changed.
         example_inputs: the arguments with which verify calls the model: a tensor, a tuple of arguments, or a dict of
             them, the same on every rank. For a Hugging Face model the default is random token ids.
-        gemm_fn: for all linear layers, as for Linear (attention has its own kernel; with a mask as a matrix it may use
-            the process-wide or bundled gemm_fn).
+        gemm_fn: for all linear layers, as for Linear (attention has its own kernel).
 
     Raises:
         ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of

@@ -198,8 +198,11 @@ class Survey:
             self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
         elif isinstance(module, ShardedModule):
             self._problem(name, f"is a {type(module).__name__} already")
-        elif "sinks" in module._parameters:
-            self._problem(name, f"{type(module).__name__} has attention sinks, which no attention here takes")
+        elif module._parameters.get("sinks") is not None:
+            self._problem(
+                name,
+                f"{type(module).__name__} has attention sinks, one for each head, which parallelize does not shard",
+            )
         elif isinstance(module, nn.Dropout) and module.p:
             self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
         elif type(module) is nn.Linear:

@@ -216,9 +216,7 @@ def _named(out: Tensor, device: str) -> str:
     if "_AttentionBackward" in nodes:
         kernel = "Triton kernel" if device == "cuda" else "plain torch on its GEMM"
         return f"this library's own, {kernel}"
-    if any("EfficientAttention" in name for name in nodes):
-        return "SDPA's memory-efficient kernel, deterministic"
-    return "head by head" if any("HeadwiseMatmul" in name for name in nodes) else ", ".join(sorted(nodes))
+    return ", ".join(sorted(nodes))
 
 
 def _graph(node: Any) -> Iterator[Any]:

@@ -27,7 +27,16 @@ from torch.autograd import forward_ad
 
 from ..core.dtensors import refuse_dtensor
 from ..kernels.select import select
-from .attention_checks import check_lengths, check_score_options, check_tensors, in_autocasts_dtype, number
+from .attention_checks import (
+    check_first_key,
+    check_lengths,
+    check_mask,
+    check_score_options,
+    check_sinks,
+    check_tensors,
+    in_autocasts_dtype,
+    number,
+)
 
 _KERNEL_HEAD_DIM = 256  # the largest that kernels/attention/forward.py takes
 _MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
@@ -46,6 +55,9 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    first_key: int = 0,
 ) -> Tensor:
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
@@ -69,6 +81,19 @@ def attention(
             If they are given on CUDA, the device checks them and cu_seqlens without making the host wait: wrong values
             fail a device-side assertion, as an index out of range does, also in a replayed CUDA graph. The process can
             then no longer use the GPU.
+        sinks: [h] of any floating point dtype, computed with in float32: a score of each head that every query adds to
+            its softmax, with a weight and without a value (gpt-oss). Neither scaled nor capped. Their gradient is
+            complete for this call's heads: the tokens of a row of the batch are added by halves, then the rows in
+            order. So sinks are sharded as heads are; a whole copy on each rank would get a part of its gradient.
+        mask: broadcasts to [B, h, Sq, Sk]; not with packed sequences. bool: a query sees a key where it is True and the
+            other options let it. Of any other floating point dtype: added in float32 to the scaled and capped scores
+            (ALiBi); -inf hides a key. A query from which all keys are hidden gives zeros, as in torch's SDPA; under
+            finite biases alone, however low, it does not. A bias may require a gradient if it has each head's own
+            values; what it repeats is added by halves along keys and queries, then in order over the batch. The
+            gradient takes memory for [B, h, Sq, Sk] in float32.
+        first_key: the position of k's first key in its sequence: of a cache that has dropped the keys before it, which
+            the window has passed. The bits are those of a call with all keys; k and v are copied. Not with packed
+            sequences, each of which begins at position 0.
 
     Raises:
         ValueError: shapes, devices or options that are not compatible.
@@ -78,10 +103,26 @@ def attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
+    for name, option in (("sinks", sinks), ("mask", mask)):
+        if option is not None:
+            refuse_dtensor(option, name)
     q, k, v = in_autocasts_dtype(q, k, v)
     if q.device.type not in ("cuda", "cpu"):
         raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
     check_tensors(q, k, v)
+    if sinks is not None:
+        check_sinks(sinks, q)
+        sinks = sinks.float()
+    if mask is not None:
+        check_mask(mask, q, k, "mask")
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.requires_grad and torch.is_grad_enabled() and mask.shape[1] != q.shape[1]:
+            raise ValueError(
+                f"mask {tuple(mask.shape)} requires a gradient and repeats over {q.shape[1]} heads: the gradient would "
+                "be a sum over heads, of which a rank has a part; give each head its own, [.., heads, queries, keys]"
+            )
+        if cu_seqlens_q is not None:
+            raise ValueError("mask is given with cu_seqlens_q: packed sequences take causal and window alone")
     if not isinstance(causal, bool):
         raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
     head_dim, value_dim = q.shape[-1], v.shape[-1]
@@ -93,6 +134,8 @@ def attention(
     )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
+    first_key = number(first_key, int, "first_key")
+    check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
     if cu_seqlens_q is None:
         for name, given in (
             ("cu_seqlens_k", cu_seqlens_k),
@@ -113,6 +156,8 @@ def attention(
                 f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have the "
                 "same shape: an entry for each sequence, also if it has no queries or no keys"
             )
+    if first_key:
+        k, v, mask = _from_whole_chunks(k, v, mask, first_key)
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
     elif value_dim > head_dim:
@@ -122,6 +167,8 @@ def attention(
         q,
         k,
         v,
+        sinks,
+        mask,
         cu_seqlens_q,
         cu_seqlens_k,
         *longest,
@@ -131,10 +178,10 @@ def attention(
         softcap or 0.0,
     )
     out: Tensor
-    if _is_traced(q, k, v):
+    if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
         out, _ = _operator(*arguments)
     elif forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
     ):
         out = _Attention.apply(*arguments)
     else:
@@ -142,7 +189,19 @@ def attention(
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
-def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _from_whole_chunks(
+    k: Tensor, v: Tensor, mask: Tensor | None, first_key: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """With zeros before the first key, which no query sees, so that the sums over keys are cut at the same positions of
+    the sequence as with all keys."""
+    from ..kernels.attention.spec import CHUNK
+
+    before = first_key % CHUNK
+    k, v = (F.pad(x, (0, 0, before, 0)) for x in (k, v))
+    return k, v, F.pad(mask, (before, 0)) if mask is not None and mask.shape[-1] > 1 else mask
+
+
+def _is_traced(*tensors: Tensor) -> bool:
     """Whether torch traces, fakes, records or otherwise intercepts operators: then the call must be an operator.
 
     That is so under torch.compile; under a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); and
@@ -150,7 +209,7 @@ def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    return not type(q) is type(k) is type(v) is Tensor
+    return not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 # --- forward and backward -------------------------------------------------------------------------------------------
@@ -206,10 +265,19 @@ def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
     torch._assert_async((cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}")
 
 
+def _as_kernels_take(
+    q: Tensor, k: Tensor, sinks: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    return None if sinks is None else sinks.contiguous(), whole
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     max_q: int,
@@ -221,7 +289,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
-    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths)
+    sinks, mask = _as_kernels_take(q, k, sinks, mask)
+    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths, sinks, mask)
     return out, lse
 
 
@@ -232,19 +301,26 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
+    mask_grad: bool,
     max_q: int,
     max_k: int,
     causal: bool,
     scale: float,
     window: int,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, in the shapes of q, k, v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; an empty tensor for what is not asked for."""
+    from ..kernels.attention.spec import bias_grad
+
     spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
-    dq, dk, dv = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths)
-    return dq, dk, dv
+    whole = _as_kernels_take(q, k, sinks, mask)
+    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *whole, mask_grad)
+    of_mask = None if dmask is None or mask is None else bias_grad(dmask, mask.shape).to(mask.dtype)
+    return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in (dsinks, of_mask))
 
 
 class _Attention(torch.autograd.Function):
@@ -254,25 +330,34 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *options: Any) -> Tensor:
-        out, lse = _forward(q, k, v, cu_q, cu_k, *options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        sinks, mask, cu_q, cu_k, *options = others
+        out, lse = _forward(q, k, v, *others)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_AttentionBackward.apply(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+        return _gradients(
+            ctx, _AttentionBackward.apply(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options)
+        )
 
 
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         return _backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         _refuse(ctx, *grads)
+
+
+def _gradients(ctx: Any, of_tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Of all arguments of _forward; autograd takes no gradient for None."""
+    wanted = [x if needs else None for x, needs in zip(of_tensors, ctx.needs_input_grad, strict=False)]
+    return *wanted, *[None] * 8
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -293,21 +378,23 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward_operator.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
     from ..kernels.attention.spec import empty_heads
 
-    return tuple(empty_heads(x) for x in (q, k, v))
+    sinks, mask, _, _, mask_grad, *_ = others
+    of_options = (x if wanted else lse.new_empty(0) for x, wanted in ((sinks, sinks is not None), (mask, mask_grad)))
+    return *(empty_heads(x) for x in (q, k, v)), *(x.new_empty(x.shape) for x in of_options)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    q, k, v, sinks, mask, cu_q, cu_k, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, mask, cu_q, cu_k)
     ctx.mark_non_differentiable(output[1])
     ctx.options = options
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward_operator(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+    return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)

@@ -84,6 +84,48 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"q is on {q.device} and {name} on {x.device}: they must be on the same device")
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}: it must be a tensor [heads of q] or None")
+    if not sinks.dtype.is_floating_point:
+        raise TypeError(f"sinks is {sinks.dtype}: it must be of a floating point dtype")
+    if sinks.shape != q.shape[1:2] or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {tuple(sinks.shape)} on {sinks.device}: it must be [{q.shape[1]}], one for each head of q, on "
+            f"{q.device}"
+        )
+
+
+def check_mask(mask: Tensor, q: Tensor, k: Tensor, name: str) -> None:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        kind = str(mask.dtype) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(
+            f"{name} is {kind}: it must be a tensor of torch.bool, True where a query sees a key (mask.bool()), or "
+            "of a floating point dtype, added to the scores"
+        )
+    scores = (*q.shape[:3], k.shape[2])
+    fit = mask.dim() <= 4 and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
+    if not fit or mask.device != q.device:
+        raise ValueError(
+            f"{name} is {tuple(mask.shape)} on {mask.device}: it must broadcast to [B, heads, queries, keys], here "
+            f"{scores}, on {q.device}"
+        )
+
+
+def check_first_key(q: Tensor, k: Tensor, first_key: int | None, window: int | None, packed: bool) -> None:
+    if first_key is None or first_key < 0:
+        raise ValueError(f"first_key={first_key} must be at least 0, the position of k's first key in its sequence")
+    if first_key and packed:
+        raise ValueError(f"first_key={first_key} is given with cu_seqlens_q: packed sequences begin at position 0")
+    first_query = first_key + k.shape[2] - q.shape[2]
+    sees = 0 if window is None else max(0, first_query - window + 1)
+    if first_key > sees:
+        raise ValueError(
+            f"first_key={first_key} with window={window}, {q.shape[2]} queries and {k.shape[2]} keys: the first query "
+            f"sees keys from position {sees} on, which k does not have"
+        )
+
+
 def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is a {type(cu).__name__}: it must be an int32 tensor [sequences + 1]")

@@ -4,7 +4,7 @@ transformers builds a model's masks once per forward, by a function that is regi
 function. It describes a mask by a function of two positions, composed of its own parts, and by the padding tokens.
 `VisibleKeys` is derived from both: causal, sliding window, packed sequences, padding, a cache's empty end. So padded
 tokens are left out instead of masked, and a sequence has the bits that it has alone and unpadded. A mask that is not
-fully recognised remains the matrix that sdpa gets, for functional/attention_choice.py's implementations with a mask.
+fully recognised remains the matrix that sdpa gets, which attention takes too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from ..functional.attention import attention
 @dataclass(frozen=True)
 class Packing:
     """The rows of a [B * S] batch that are not padding, one sequence after another; None: all rows.
+
+    A sequence whose cache has dropped keys has others in their place, as many as move its first key to the place in a
+    chunk of keys that it has in the whole sequence; no query sees them.
 
     cu_q, cu_k, longest_q and longest_k are attention's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
     """
@@ -48,6 +51,8 @@ class Packing:
 class VisibleKeys:
     """The first `keys` keys are valid, and the last query is at the last of them; see attention for the other fields.
 
+    first: the position of the first key, of a cache that has dropped those before it.
+
     This is not a tensor: a model that computes with its mask gets an error that says so.
     """
 
@@ -55,6 +60,7 @@ class VisibleKeys:
     window: int | None
     keys: int
     packing: Packing | None
+    first: int = 0
 
     # generate makes the masks of a static cache itself, and asks of them what it asks of a matrix: this, and contiguous
     ndim = 4
@@ -152,39 +158,53 @@ def visible_keys(
     if not once or (window and not causal) or ("packed positions" in asked and packed is None):
         return None
     keys = int(q_offset) + q_length - kv_offset if causal else kv_length
-    if keys > kv_length:
+    if keys > kv_length or (kv_offset and not window):
         return None
     if packed is not None:
-        if attention_mask is not None or not q_length == keys == packed.shape[1]:
+        if attention_mask is not None or kv_offset or not q_length == keys == packed.shape[1]:
             return None
         packing = _packing_of_sequences(packed)
         return None if packing is None else VisibleKeys(causal, window, keys, packing)
     if attention_mask is None:
-        return VisibleKeys(causal, window, keys, None)
+        return VisibleKeys(causal, window, keys, None, kv_offset)
     if attention_mask.dim() != 2:
         return None
-    padding = attention_mask.bool()[:, kv_offset : kv_offset + keys]
-    padding = F.pad(padding, (0, keys - padding.shape[1]))
+    padding = attention_mask.bool()[:, : kv_offset + keys]  # of dropped keys too
+    padding = F.pad(padding, (0, kv_offset + keys - padding.shape[1]))
     starts = padding & ~F.pad(padding, (1, 0))[:, :-1]
     whole, scattered = torch.stack([padding.all(), (starts.sum(1) > 1).any()]).tolist()
     if scattered and window:  # a window counts places, which leaving tokens out changes
         return None
-    return VisibleKeys(causal, window, keys, None if whole else _packing_of_padding(padding, q_length, causal))
+    if whole:
+        return VisibleKeys(causal, window, keys, None, kv_offset)
+    return VisibleKeys(causal, window, keys, _packing_of_padding(padding, kv_offset, q_length, causal))
 
 
 def _starts(sizes: Tensor) -> Tensor:
     return F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _packing_of_padding(padding: Tensor, q_length: int, causal: bool) -> Packing:
-    """padding [B, keys]: True for a token. If the queries are the last keys, queries at padding are left out too."""
+def _packing_of_padding(padding: Tensor, dropped: int, q_length: int, causal: bool) -> Packing:
+    """padding [B, dropped + keys]: True for a token. If the queries are the last keys, queries at padding are left out
+    too."""
+    before, padding = padding[:, :dropped].sum(1), padding[:, dropped:]
     batch, keys = padding.shape
-    k_rows, cu_k = padding.flatten().nonzero().squeeze(1), _starts(padding.sum(1))
+    places = torch.arange(batch * keys, device=padding.device).view(batch, keys)
+    taken = padding
+    if dropped:
+        from ..kernels.attention.spec import CHUNK
+
+        # a sequence's first token stands for the keys that fill a chunk before it
+        fill = torch.arange(CHUNK - 1, device=padding.device) < (before % CHUNK * padding.any(1)).unsqueeze(1)
+        first = places.gather(1, padding.int().argmax(1, keepdim=True))
+        taken, places = torch.cat([fill, padding], 1), torch.cat([first.expand_as(fill), places], 1)
+    k_rows, cu_k, keys_in_rows = places[taken], _starts(taken.sum(1)), taken.shape[1]
     if not causal:
         cu_q = torch.arange(0, (batch + 1) * q_length, q_length, dtype=torch.int32, device=padding.device)
-        return Packing(None, k_rows, cu_q, cu_k, q_length, keys)
+        return Packing(None, k_rows, cu_q, cu_k, q_length, keys_in_rows)
     of_queries = padding[:, keys - q_length :]
-    return Packing(of_queries.flatten().nonzero().squeeze(1), k_rows, _starts(of_queries.sum(1)), cu_k, q_length, keys)
+    q_rows = of_queries.flatten().nonzero().squeeze(1)
+    return Packing(q_rows, k_rows, _starts(of_queries.sum(1)), cu_k, q_length, keys_in_rows)
 
 
 def _first(packed: Tensor) -> Tensor:
@@ -214,7 +234,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any
     """attention over the visible keys: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 at padding."""
     k, v = k[:, :, : visible.keys], v[:, :, : visible.keys]
     if visible.packing is None:
-        return attention(q, k, v, causal=visible.causal, window=visible.window, **options)
+        return attention(q, k, v, causal=visible.causal, window=visible.window, first_key=visible.first, **options)
     packing = visible.packing.to(q.device)
     out = attention(
         _pack(q, packing.q_rows),

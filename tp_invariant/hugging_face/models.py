@@ -135,12 +135,12 @@ def register_attention() -> None:
         tpi.hugging_face.register_attention()
         model = AutoModelForCausalLM.from_pretrained(.., attn_implementation="tp_invariant")
 
-    Causal and full attention, sliding windows, softcaps; padding on either side is left out, so that a sequence has the
-    bits that it has alone; packed sequences by position_ids or transformers' cu_seq_lens_q, ..; caches, static ones
-    too, for a query or a chunk at a time. A row of logits then has the same bits in a prefill and in decoding, if all
-    else in the model is invariant too (`parallelize`) and the cache holds all tokens: one that drops those that a
-    sliding window has passed cuts the keys at other places. Masks of other kinds are taken as a matrix, head by head or
-    by SDPA's memory-efficient kernel (functional/attention_choice.py).
+    Causal and full attention, sliding windows, softcaps, sinks (gpt-oss); padding on either side is left out, so that a
+    sequence has the bits that it has alone; packed sequences by position_ids or transformers' cu_seq_lens_q, ..;
+    caches, static ones too, for a query or a chunk at a time. A row of logits then has the same bits in a prefill and
+    in decoding, if all else in the model is invariant too (`parallelize`), also with a cache that drops what a sliding
+    window has passed. Masks of other kinds are taken as a
+    matrix (`mask` of tpi.attention).
 
     torch.compile breaks the graph where the model makes its masks, which are no tensors; fullgraph=True is an error.
     A model that asks transformers for neither mask nor attention (DeBERTa) runs its own, whatever the name: nothing
@@ -148,8 +148,8 @@ def register_attention() -> None:
 
     Raises (at a forward):
         ValueError: dropout; output_attentions, which nothing has; a window without a mask that would say where it
-            stands; and whatever else a model hands its attention that this one does not know: sinks, position biases,
-            chosen blocks or indices, paged caches.
+            stands; and whatever else a model hands its attention that this one does not know: position biases, chosen
+            blocks or indices, paged caches.
         NotImplementedError, AttributeError: a model that computes with its mask (GPT-J, Bloom).
     """
     from transformers import AttentionInterface
@@ -265,14 +265,16 @@ class _HuggingFace:
         scaling: float | None = None,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """s_aux: the sinks of this rank's heads, [h]."""
         if self.original is not None and not is_tp_invariant_mode_enabled():
             if isinstance(attention_mask, VisibleKeys):
                 raise RuntimeError(
                     "the TP-invariant mode was turned off inside a forward: keep it the same for all of it"
                 )
-            given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, **others)
+            given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, s_aux=s_aux, **others)
             given = {name: value for name, value in given.items() if value is not None}
             return self._stock(module)(module, query, key, value, attention_mask, **given)
         check_no_dropout(dropout, "attention dropout")
@@ -289,7 +291,7 @@ class _HuggingFace:
                 f"{type(module).__name__} passes {name}, which tpi.attention does not take: without it the values "
                 "would be others than the model means"
             )
-        options: dict[str, Any] = dict(scale=scaling, softcap=softcap)
+        options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux)
         if isinstance(attention_mask, VisibleKeys):
             out = attend(query, key, value, _with_packing(attention_mask, others), **options)
         elif any(others.get(name) is not None for name in _PACKED):

@@ -35,7 +35,7 @@ def surrounded(shape, dtype, seed):
     return whole[:, :tokens].transpose(1, 2)
 
 
-def by(monkeypatch, own, idle, *args):
+def by(monkeypatch, own, idle, *args, **options):
     """forward by the Hopper kernel or not, split over chunks as on a GPU with this many multiprocessors.
 
     With 1, decode steps are not split either, which are split on any GPU that has memory for it.
@@ -53,7 +53,7 @@ def by(monkeypatch, own, idle, *args):
         patch.setattr(kernels, "_max_scratch", lambda cache: 0 if idle == 1 else 2**28)
         if not own:
             patch.setattr(kernels, "_has_own_kernel", lambda *args: False)
-        out, lse = kernels.forward(*args)
+        out, lse = kernels.forward(*args, **options)
     assert [plan.parts is None for plan in plans] == [own], "which kernel ran"
     return {"out": out, "lse": lse}
 
@@ -67,10 +67,12 @@ def test_the_bits_are_those_of_the_triton_kernel(monkeypatch, device, dtype, dim
     for queries, keys in SIZES:
         q = surrounded((2, 4, queries, dim), dtype, queries)
         k, v = (surrounded((2, 2, keys, dim), dtype, keys + i) for i in (1, 2))
-        ours = by(monkeypatch, True, 1, q, k, v, spec)
-        assert not any(value.isnan().any() for value in ours.values())
-        for idle in (1, 10**6):
-            assert_same_bytes(by(monkeypatch, False, idle, q, k, v, spec), ours, f"{queries} queries, {keys} keys")
+        for sinks in (None, torch.tensor([5.0, -1.0, float("-inf"), 30.0], device="cuda")):
+            ours = by(monkeypatch, True, 1, q, k, v, spec, sinks=sinks)
+            assert not any(value.isnan().any() for value in ours.values())
+            for idle in (1, 10**6):
+                theirs = by(monkeypatch, False, idle, q, k, v, spec, sinks=sinks)
+                assert_same_bytes(theirs, ours, f"{queries} queries, {keys} keys, sinks {sinks}")
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -122,7 +124,7 @@ from tp_invariant.kernels.attention.hopper import BUFFERS, forward_kernel
 from tp_invariant.kernels.attention.tiles import forward_tile
 
 for dim in (64, 128):
-    for flags in ((False,) * 4, (True, False, False, False), (True,) * 4):
+    for flags in ((False,) * 5, (True, False, False, False, False), (True,) * 5):  # the last: SINKS
         tile = forward_tile(dim, torch.bfloat16)
         names = forward_kernel.arg_names
         values = (dim, tile.queries, tile.keys, *BUFFERS, 512, 8, *flags)
@@ -131,6 +133,7 @@ for dim in (64, 128):
         types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "factor": "fp32", "inverse_cap": "fp32"}
         types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[{tile.keys}, {dim}],{layout!r}>")
         types |= dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+        types["sinks_ptr"] = "*fp32"
         source = GluonASTSource(
             forward_kernel, {name: types.get(name, "i32") for name in names},
             {(names.index(name),): value for name, value in constants.items()},

@@ -15,6 +15,7 @@ from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, pa
 import tp_invariant as tpi
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
+from tp_invariant.kernels.attention import spec
 from tp_invariant.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on a CPU")
@@ -53,6 +54,104 @@ def test_values(queries, keys, heads, kind):
     for name, value in exact.items():
         errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
         assert errors[0] <= max(1.2 * errors[1], 4 * torch.finfo(torch.float32).eps), (name, errors)
+
+
+def with_sinks(heads, **options):
+    return options | dict(sinks=torch.tensor([0.5, 4.0, -2.0, float("-inf")])[:heads].requires_grad_())
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "softcap"])
+def test_sinks(kind):
+    """Values, a decode step that another kernel folds, and half of the heads."""
+    case = data(60, 60, spread=0)
+    options = with_sinks(4, **SMALL[kind])
+    exact = attend(*(x.double() for x in case), plainly, **options)
+    theirs, ours = attend(*case, plainly, **options), attend(*case, **options)
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+        assert errors[0] <= max(1.2 * errors[1], 8 * torch.finfo(torch.float32).eps), (name, errors)
+    half = attend(*(fresh(x.chunk(2, 1)[0]) for x in case), **with_sinks(2, **SMALL[kind]))
+    of_sinks = {"dsinks": half.pop("dsinks")}
+    assert_same_bytes(of_sinks, {"dsinks": ours.pop("dsinks")[:2]}, "half of the heads")
+    assert_same_bytes(half, part_of(ours, 1, 0, 2), "half of the heads")
+    q, k, v, _ = case
+    step = tpi.attention(fresh(q[:, :, -1:]), k, v, **options)
+    assert_same_bytes({"out": step}, {"out": ours["out"][:, :, -1:]}, "a decode step")
+    without = tpi.attention(q, k, v, **SMALL[kind])
+    assert not torch.equal(without[:, :3], ours["out"][:, :3]) and torch.equal(without[:, 3], ours["out"][:, 3])
+
+
+def masks(heads):
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.rand(1, 4, 60, 60, generator=generator) * 8 - 4)[:, :heads]
+    hidden = torch.rand(60, 60, generator=generator) < 0.4
+    hidden[:, 16:33], hidden[0] = True, True
+    return {
+        "bool": ~hidden,
+        "bias": values.masked_fill(hidden, -torch.inf).requires_grad_(),
+        "of keys": values[:, :, :1].detach().requires_grad_(),
+        "in 16 bit": values[0].bfloat16().requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("mask", masks(4))
+@pytest.mark.parametrize("kind", ["full", "window", "softcap"])
+def test_masks(kind, mask):
+    """Values, half of the heads, and a decode step that another kernel folds."""
+    case, given = data(60, 60, spread=0), masks(4)[mask]
+    options = SMALL[kind] | dict(mask=given)
+    as_64 = given if given.dtype == torch.bool else given.detach().double().requires_grad_()
+    exact = attend(*(x.double() for x in case), plainly, **SMALL[kind], mask=as_64)
+    ours = attend(*case, **options)
+    theirs = attend(
+        *case, plainly, **SMALL[kind], mask=as_64.detach().float().requires_grad_() if "dmask" in ours else given
+    )
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+        floor = torch.finfo(ours[name].dtype).eps
+        assert errors[0] <= max(1.2 * errors[1], 16 * floor if floor < 1e-6 else floor), (name, errors)
+    half = attend(*(fresh(x.chunk(2, 1)[0]) for x in case), **SMALL[kind] | dict(mask=masks(2)[mask]))
+    if "dmask" in half:
+        expected = ours.pop("dmask")[..., :2, :, :]
+        assert_same_bytes({"dmask": half.pop("dmask")}, {"dmask": expected}, "half of the heads")
+    assert_same_bytes(half, part_of(ours, 1, 0, 2), "half of the heads")
+    q, k, v, _ = case
+    for at in (0, 59):
+        own = given if given.shape[-2] == 1 else given[..., at : at + 1, :]
+        stop = at + 1 if kind != "full" else 60
+        step = tpi.attention(
+            fresh(q[:, :, at : at + 1]), k[:, :, :stop], v[:, :, :stop],
+            **options | dict(mask=own if own.shape[-1] == 1 else own[..., :stop]),
+        )  # fmt: skip
+        assert_same_bytes({"out": step}, {"out": ours["out"][:, :, at : at + 1]}, "a decode step")
+
+
+@pytest.mark.parametrize("dim, of_values", [(24, 16), (16, 24), (20, 20)])
+def test_head_sizes(dim, of_values):
+    """Those of keys and values may differ, and are padded to one that the kernels have."""
+    q, k, v, grad = tensors("cpu", torch.float32, 1, 4, 2, 20, 40, 24, spread=0)
+    case = q[..., :dim], k[..., :dim], v[..., :of_values], grad[..., :of_values]
+    ours, exact = attend(*case, causal=True), attend(*(x.double() for x in case), plainly, causal=True)
+    for name, value in exact.items():
+        assert ours[name].shape == value.shape
+        error = float((ours[name].double() - value).norm() / value.norm())
+        assert error <= 8 * torch.finfo(torch.float32).eps, (name, error)
+    half = attend(*(fresh(x.chunk(2, 1)[1]) for x in case), causal=True)
+    assert_same_bytes(half, part_of(ours, 1, 1, 2), "half of the heads")
+
+
+def test_a_cache_that_has_dropped_keys(monkeypatch):
+    """A decode step, whose chunks another kernel folds, and several queries; the control tells no position."""
+    monkeypatch.setattr(spec, "CHUNK", 32)
+    q, k, v, _ = data(100, 100)
+    options = dict(causal=True, window=20, sinks=torch.ones(4))
+    whole, differ = tpi.attention(q, k, v, **options), 0
+    for start, stop, first in ((99, 100, 80), (70, 71, 37), (60, 90, 41), (35, 36, 16)):
+        mine = fresh(q[:, :, start:stop]), fresh(k[:, :, first:stop]), fresh(v[:, :, first:stop])
+        got = tpi.attention(*mine, **options, first_key=first)
+        assert_same_bytes({"out": got}, {"out": whole[:, :, start:stop]}, f"from {first} to {stop}")
+        differ += not torch.equal(tpi.attention(*mine, **options), got)
+    assert differ
 
 
 @pytest.mark.parametrize("kind", ["window", "softcap"])
