@@ -112,8 +112,8 @@ def _attend(
 @triton.jit(
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb",
-        "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles", "window",
-        "factor", "inverse_cap", "chunks", "part_rows", "places", "matrix_ptr", "stride_mb", "stride_mh", "stride_mq",
+        "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles",
+        "window", "factor", "inverse_cap", "chunks", "part_rows", "places", "matrix_ptr", "stride_mb", "stride_mh", "stride_mq",
         "stride_mk",
     ]
 )  # fmt: skip
@@ -326,7 +326,9 @@ def _plan(
         ),
         grid=(programs, head_dim // v_columns, slots),
         merge=launch(merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
-        merge_numbers=(tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks, *merge_constants),
+        merge_numbers=(
+            tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks, *merge_constants,
+        ),
         merge_grid=(part_rows * pairs, 1, 1),
         parts=places * (head_dim + 2),
     )  # fmt: skip
