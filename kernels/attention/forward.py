@@ -113,8 +113,8 @@ def _attend(
     do_not_specialize=[
         "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb",
         "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles",
-        "window", "factor", "inverse_cap", "chunks", "part_rows", "places", "matrix_ptr", "stride_mb", "stride_mh", "stride_mq",
-        "stride_mk",
+        "window", "factor", "inverse_cap", "chunks", "part_rows", "places", "matrix_ptr", "stride_mb", "stride_mh",
+        "stride_mq", "stride_mk",
     ]
 )  # fmt: skip
 def _forward_kernel(
