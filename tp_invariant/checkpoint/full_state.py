@@ -175,7 +175,7 @@ def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str,
                     f"{value.placements} (fully_shard?): torch.distributed.checkpoint and get_state_dict take it, with "
                     "tp_invariant.checkpoint.as_boxes"
                 )
-            if _says_the_same(value, specs.get(id(value), WHOLE)):
+            if says_the_same(value, specs.get(id(value), WHOLE)):
                 continue
         check_dense(f"{name} in the model's state dict", value)
     held = {id(value) for value in state.values()}
@@ -196,7 +196,7 @@ def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str,
     }
 
 
-def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
+def says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
     """Whether a DTensor is whole on every rank where the spec says so, and else is on the mesh of the spec's group."""
     if all(placement.is_replicate() for placement in tensor.placements):
         return spec.dim is None or spec.group.size == 1

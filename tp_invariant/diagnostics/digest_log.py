@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint.full_state import WHOLE, Entry, run_on_all_ranks
+from ..checkpoint.full_state import WHOLE, Entry, run_on_all_ranks, says_the_same
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import check_agreement
 from ..core import bits
 from ..core.bits import slice_hashes
+from ..core.dtensors import is_dtensor, local_of
 from ..core.layout import unshard
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..layers.parameters import named_shard_specs
+from ..layers.parameters import ShardSpec, named_shard_specs
 from ..version import __version__
 
 FORMAT = "tp_invariant digest log 1"
@@ -52,6 +53,9 @@ class DigestLog:
         path: the file; its folder must exist.
         model: of this library's layers; parameters of other modules count as whole on every rank.
         tp_group: a ProcessGroup or 1-D DeviceMesh; None is TP=1.
+
+    Raises:
+        ValueError: a parameter that fully_shard has sharded.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class DigestLog:
             "mode": is_tp_invariant_mode_enabled(),
             "device": next((_device_name(p) for p in model.parameters()), "none"),
             "parameters": {
-                name: f"{str(p.dtype).removeprefix('torch.')} {list(Entry(p, spec).full_shape)}"
+                name: f"{str(p.dtype).removeprefix('torch.')} {list(_entry(name, p, spec).full_shape)}"
                 for name, p, spec in named_shard_specs(model)
             },
         }
@@ -105,8 +109,10 @@ class DigestLog:
         scalars = {"loss": loss, "gradient norm": gradient_norm}
         entries = {name: _scalar_entry(value) for name, value in scalars.items() if value is not None}
         named = list(named_shard_specs(self.model))
-        gradients = {f"gradient {name}": None if p.grad is None else Entry(p.grad, spec) for name, p, spec in named}
-        parameters = {f"parameter {name}": Entry(p, spec) for name, p, spec in named}
+        gradients = {
+            f"gradient {name}": None if p.grad is None else _entry(name, p.grad, spec) for name, p, spec in named
+        }
+        parameters = {f"parameter {name}": _entry(name, p, spec) for name, p, spec in named}
         tensors, differ = self._digests({**entries, **gradients, **parameters})
         digest = bits.digest(tensors)[:32]
         record: dict[str, Any] = {"step": step}
@@ -155,6 +161,16 @@ class DigestLog:
 
 def _device_name(tensor: Tensor) -> str:
     return torch.cuda.get_device_name(tensor.device) if tensor.device.type == "cuda" else tensor.device.type
+
+
+def _entry(name: str, tensor: Tensor, spec: ShardSpec) -> Entry:
+    """Raises: ValueError: a DTensor of which the ranks of tp_group have other parts than the spec says."""
+    if is_dtensor(tensor) and (tensor.device_mesh.ndim > 1 or not says_the_same(tensor, spec)):
+        raise ValueError(
+            f"{name} is placed as {tensor.placements} on {tensor.device_mesh} (fully_shard?): DigestLog takes DTensors "
+            "over the ranks of tp_group alone; tp_invariant.testing.digest of a full_state_dict takes others"
+        )
+    return Entry(local_of(tensor), spec)
 
 
 def _scalar_entry(value: Tensor | float) -> Entry:

@@ -1,1 +1,3 @@
 """Modules and parameters: how parameters are sharded, initialised and shared; gradient clipping."""
+
+from . import ddp as ddp
