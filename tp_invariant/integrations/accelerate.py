@@ -11,8 +11,8 @@
             optimizer.zero_grad()
     tp_invariant.checkpoint.save("folder", accelerator.unwrap_model(model), optimizer.optimizer)
 
-accelerate's own wraps every model in DistributedDataParallel over all ranks, which is refused, and gives each rank
-another batch.
+Give optimizers and schedulers to `prepare` too, as accelerate's examples do. accelerate's own Accelerator wraps every
+model in DistributedDataParallel over all ranks, which is refused, and gives each rank another batch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.grad_norm import clip_grad_norm_
+from .optimizers import check_optimizer
+from .ranks import Ranks
 
 _CHECKPOINT = (
     "would write and read each rank's shards as if they were whole: use tp_invariant.checkpoint.save and .load, with "
@@ -37,11 +39,17 @@ class Accelerator(accelerate.Accelerator):
 
     Every rank counts as the one process of a run without data parallelism: `num_processes` is 1, `gather` and
     `reduce` return what they get, and loaders are not split. `is_main_process` is accelerate's: rank 0 alone logs.
+    Seed what shuffles alike on every rank: the first batch of each model is compared between the ranks.
+
+    For data parallel ranks besides, take integrations.trainer.Trainer, or a loop with data_parallel.MicroBatchTree.
 
     Raises:
         ValueError: mixed_precision other than "no" and "bf16"; DeepSpeed, FSDP, Megatron-LM, parallelism_config,
-            torch.compile, split_batches and dispatch_batches.
+            torch.compile, split_batches and dispatch_batches. At `prepare`: a model that is sharded over less than
+            all ranks of the job; what `check_optimizer` of optimizers.py refuses.
     """
+
+    ranks: Ranks | None = None  # of the model; the Trainer sets it
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -78,7 +86,26 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Autocast alone: accelerate wraps no model that is for evaluation."""
+        if self.ranks is None:
+            self.ranks = Ranks(model, None)
+            if self.state.num_processes not in (1, self.ranks.size):
+                raise ValueError(
+                    f"the job has {self.state.num_processes} ranks, and the model is sharded over {self.ranks.size}: "
+                    "data parallel ranks need integrations.trainer.Trainer, or a loop with data_parallel.MicroBatchTree"
+                )
+            self._compare_first(model, self.ranks)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def _compare_first(self, model: nn.Module, ranks: Ranks) -> None:
+        def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ranks.check_batches([args, kwargs])
+            handle.remove()
+
+        handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+        check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        return super().prepare_optimizer(optimizer, *args, **options)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """The loader of every batch; its workers have the same seeds on every rank."""

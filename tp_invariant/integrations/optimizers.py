@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.optim import (
     ASGD,
     SGD,
@@ -29,14 +30,14 @@ def _differs_in_16_bits(kind: type, group: dict) -> bool:
     return kind in (SGD, ASGD) or (kind is Adam and bool(group["weight_decay"]))
 
 
-def check_optimizer(optimizer: Optimizer, rank: int) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Refuses an optimizer whose bits depend on where a parameter is cut.
 
     Raises:
         TypeError: it is none of torch's elementwise ones, and does not say takes_shards = True.
         ValueError: one of these in a form that rounds differently at a cut: fused on a CPU, among others.
     """
-    kind = type(optimizer)
+    kind, rank = type(optimizer), dist.get_rank() if dist.is_initialized() else 0
     if getattr(optimizer, "takes_shards", False):
         return
     if kind not in _ELEMENTWISE:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.full_state import model_group, run_on_all_ranks
 from ..comm.collectives import Group, ranks_of, resolve_group
 from ..comm.wire import gather_objects
-from ..consistency.differences import differences, format_values
+from ..consistency.differences import differences, format_values, mark
+from ..core.bits import leaves, tensor_hash
 from ..core.dtensors import is_dtensor
 from ..data_parallel.micro_batch_tree import resolve_dp_group
 
@@ -68,6 +69,13 @@ class Ranks:
         """Raises: ValueError: on every rank: the first of `facts` that ranks have different values of."""
         for name, values in differences(self.gather(facts)).items():
             raise ValueError(f"the {self.size} ranks differ in {name}: {format_values(values)}. {advice}")
+
+    def check_batches(self, batches: Any) -> None:
+        """Raises: ValueError: on every rank: ranks have read different batches, by a hash of everything in them."""
+        everything = leaves([dict(batch) if isinstance(batch, Mapping) else batch for batch in batches])
+        own = mark([(name, int(tensor_hash(x)) if isinstance(x, Tensor) else x) for name, x in everything])
+        advice = "Every rank must read the same examples in the same order: seed what shuffles or augments them alike"
+        self.check_alike({"the batches of a step, by their hash": own}, advice)
 
 
 def options(settings: Any, names: Mapping[str, Any], advice: Mapping[str, str], rank: int, where: str) -> None:

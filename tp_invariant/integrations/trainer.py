@@ -44,15 +44,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checkpoint import load, save
 from ..checkpoint.full_state import Entry, full_state_dict
 from ..comm.collectives import Group, gather_uneven
-from ..consistency.differences import mark
-from ..core.bits import leaves, tensor_hash
 from ..core.dtensors import local_of
 from ..data_parallel import MicroBatchTree
 from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
-from .optimizers import check_optimizer
 from .ranks import Ranks, options
 
 FOLDER = "tp_invariant"  # in a checkpoint of transformers'
@@ -195,15 +192,11 @@ class Trainer(transformers.Trainer):
         """transformers makes accelerate's Accelerator here, and has no place for another."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator
+        self.accelerator.ranks = self.ranks
         self.accelerator.check_settings()
         self.gather_function = self.accelerator.gather_for_metrics
 
     # --- a step -----------------------------------------------------------------------------------------------------
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(model)
-        check_optimizer(getattr(optimizer, "optimizer", optimizer), self.ranks.index)
-        return optimizer
 
     def _prepare_for_training(self, *args: Any, **others: Any) -> Any:
         self._trees.clear()  # parameters may have been frozen since
@@ -216,10 +209,7 @@ class Trainer(transformers.Trainer):
             ValueError: on every rank: ranks have read different ones; a dataset without a length ended inside a step.
         """
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.ranks.check_alike(
-            {"the batches of a step": _hash(samples)},
-            "Every rank must read the same examples in the same order: seed what shuffles or augments them alike",
-        )
+        self.ranks.check_batches(samples)
         if 0 < len(samples) < num_batches:
             raise ValueError(
                 f"the dataset ended after {len(samples)} of a step's {num_batches} micro-batches on rank "
@@ -408,12 +398,6 @@ _OWN = {"local_rank", "hub_token"}  # of each rank, and not to be shown
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _hash(batches: Any) -> int:
-    """A hash of everything in the batches, for comparing them between ranks."""
-    everything = leaves([dict(batch) if hasattr(batch, "keys") else batch for batch in batches])
-    return mark([(name, int(tensor_hash(x)) if isinstance(x, Tensor) else x) for name, x in everything])
 
 
 def _generator_states(device: torch.device) -> dict[str, Any]:
