@@ -141,14 +141,13 @@ def test_ten_steps_have_the_bits_of_one_process(at_one, tmp_path, degree, kind):
 
 
 def test_a_run_goes_on_at_another_degree(at_one, tmp_path):
-    """From a checkpoint of TP=1, at TP=1, 2 and 4. With which batches is up to Lightning."""
+    """From a checkpoint of TP=1, at TP=1 and 2. With which batches is up to Lightning."""
     expected, folder = at_one
     options = dict(resume=str(folder / "step=5.ckpt"))
     (one,) = run_on(1, tmp_path / "1", **options)
     assert len(one["norms"]) == 5 and max(one["losses"]) < max(expected["losses"][:10]) - 0.5, "it goes on"
-    for degree, kind in ((2, "group"), (4, "mesh")):
-        for got in run_on(degree, tmp_path / str(degree), kind=kind, **options):
-            assert_bitwise_equal(got, one)
+    for got in run_on(2, tmp_path / "2", **options):
+        assert_bitwise_equal(got, one)
 
 
 def loaded(tp_group: Any, folder: Any) -> Any:

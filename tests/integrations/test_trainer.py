@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import hf_models
+import numpy
 import pytest
 import torch
 import transformers
@@ -371,7 +372,14 @@ def test_the_example(tmp_path):
 
 def differing(tp_group: Any, folder: Any) -> list[str]:
     """Ranks with other options; then with other examples."""
+    from tp_invariant.integrations.ranks import Ranks
+
     rank = tp_group.rank()
+    ranks = Ranks(tpi.Linear(4, 4, parallel_mode="column", tp_group=tp_group), None)
+    ranks.check_batches([{"cache": object(), "text": "a", "array": numpy.arange(3)}])  # alike
+    for part in (str(rank), numpy.arange(3) + rank, torch.arange(3) + rank):
+        with pytest.raises(ValueError, match="differ in the batches of a step"):
+            ranks.check_batches([{"part": part}])
     return [
         refused(tp_group, folder, ValueError, seed=rank),
         refused(tp_group, folder, ValueError, train=True, train_dataset=Examples(seed=rank)),

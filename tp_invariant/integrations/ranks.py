@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
+import numpy
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,17 +74,15 @@ class Ranks:
     def check_batches(self, batches: Any) -> None:
         """Raises: ValueError: on every rank: ranks have read different batches, by a hash of everything in them."""
         everything = leaves([dict(batch) if isinstance(batch, Mapping) else batch for batch in batches])
-        own = mark([(name, int(tensor_hash(x)) if isinstance(x, Tensor) else x) for name, x in everything])
+        own = mark([(name, _value(x)) for name, x in everything])
         advice = "Every rank must read the same examples in the same order: seed what shuffles or augments them alike"
         self.check_alike({"the batches of a step, by their hash": own}, advice)
 
 
-def options(settings: Any, names: Mapping[str, Any], advice: Mapping[str, str], rank: int, where: str) -> None:
-    """Raises: ValueError: an option of `settings` that is none of ours to honour has another value than its default."""
-    for name, default in names.items():
-        value = getattr(settings, name)
-        if value != default and (value or default):
-            raise ValueError(
-                f"{where}: {name}={value!r} on rank {rank} is not supported, only {default!r}: "
-                f"{advice.get(name, 'it is not known here')}"
-            )
+def _value(x: Any) -> Any:
+    """What of a batch's part is compared; of an object of unknown kind, whose repr may hold an address, its type."""
+    if isinstance(x, Tensor):
+        return int(tensor_hash(x))
+    if isinstance(x, numpy.ndarray):
+        return x.shape, x.tobytes()
+    return x if x is None or isinstance(x, (str, int, float, complex, bytes)) else type(x).__qualname__

@@ -50,7 +50,7 @@ from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
-from .ranks import Ranks, options
+from .ranks import Ranks
 
 FOLDER = "tp_invariant"  # in a checkpoint of transformers'
 _logger = logging.getLogger("tp_invariant")
@@ -356,7 +356,13 @@ def _own_arguments(
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(args)
     }
-    options(args, {k: v for k, v in defaults.items() if k not in HONOURED}, _ADVICE, ranks.index, "TrainingArguments")
+    for name, default in defaults.items():
+        value = getattr(args, name)
+        if name not in HONOURED and value != default and (value or default):
+            raise ValueError(
+                f"TrainingArguments: {name}={value!r} on rank {ranks.index} is not supported, only {default!r}: "
+                f"{_ADVICE.get(name, 'it is not known here')}"
+            )
     facts = {f"TrainingArguments.{name}": repr(getattr(args, name)) for name in defaults if name not in _OWN}
     ranks.check_alike(facts, "Give the same on every rank")
     steps = args.gradient_accumulation_steps
