@@ -1,6 +1,7 @@
 """tpi.attention's kernel against torch's SDPA backends, in one run on one GPU.
 
     python benchmarks/bench_attention.py --out benchmarks/results/attention_h200
+    python benchmarks/bench_attention.py --random 40 --seed 1 --seconds 150 --json FILE
 
 bf16, causal, head size 128, 32 query and 8 key heads, batch 1, random data: forward, and forward with backward, of 2048
 to 16384 tokens; and a decode step of one query token against 8192 cached ones at batch 1 to 64, called from Python,
@@ -11,7 +12,7 @@ time, beside that of a device-to-device copy in the same run, which counts bytes
 backend takes no shared key heads: it gets them repeated, outside of the timed part. --chunks 256 512 1024 has ours also
 with its keys cut at other places than they are (attention_spec.CHUNK), forward and decode: what that costs and gains.
 Writes OUT.csv, OUT.md and OUT.png. With --small a short run in small sizes, on a CPU too, that shows only that the
-script works.
+script works. --random: shapes that are drawn (random_attention.py); --help has their ranges.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.deterministic
 import triton
+from gpu_timing import in_graph
+from random_shapes import add_options, check_options
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -55,22 +58,25 @@ def deterministic() -> Iterator[None]:
 
 
 def sdpa(backend: SDPBackend, strictly: bool = False) -> Callable[..., Callable[[], object]]:
-    """run(q, k, v, causal, grad) -> what to time; grad None is forward alone."""
+    """run(q, k, v, causal, grad) -> what to time; grad None is forward alone. mask: in place of causal."""
     repeats = backend == SDPBackend.EFFICIENT_ATTENTION
 
-    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, grad: Tensor | None) -> Callable[[], object]:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, grad: Tensor | None, mask: Tensor | None = None
+    ) -> Callable[[], object]:
         if repeats:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).detach() for x in (k, v))
             k, v = (x.requires_grad_(grad is not None) for x in (k, v))
 
         def attend() -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=not repeats)
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=causal and mask is None, enable_gqa=not repeats
+            )
 
-        def once() -> None:
+        def once() -> list[Tensor]:
             with sdpa_kernel(backend), deterministic() if strictly else contextlib.nullcontext():
                 out = attend()
-                if grad is not None:
-                    torch.autograd.grad(out, (q, k, v), grad)
+                return [out] if grad is None else [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
         return once
 
@@ -100,21 +106,6 @@ def cut_at(chunk: int) -> Callable[..., Callable[[], object]]:
         return once
 
     return run
-
-
-def in_graph(fns: list[Callable[[], object]]) -> Callable[[], object]:
-    """Their work on the GPU, replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for fn in 3 * fns:
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for fn in fns:
-            fn()
-    return graph.replay
 
 
 def captured(runs: dict[str, list[Callable[[], object]]]) -> dict[str, Callable[[], object]]:
@@ -276,13 +267,19 @@ def plot(rows: list[dict], out: Path, cached: int) -> None:
 
 
 def main() -> None:
+    import random_attention  # which imports this module
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="path without an ending; .csv, .md and .png are written")
+    parser.add_argument("--out", help="path without an ending; .csv, .md and .png are written")
     parser.add_argument("--milliseconds", type=int, default=50, help="for each timing (default 50)")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="cut the keys here too, say 256 512 1024")
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU too, to see that the script works")
+    add_options(parser, random_attention.RANGES)
     options = parser.parse_args()
+    check_options(parser, options)
+    if options.random is not None:
+        sys.exit(random_attention.main(options))
     step = kernels.forward_tile(HEAD_DIM, torch.bfloat16).keys
     if wrong := [chunk for chunk in options.chunks if chunk < step or chunk % step]:
         parser.error(f"--chunks {wrong}: a chunk is a multiple of {step} keys, the kernels' step")

@@ -3,6 +3,7 @@
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200 --wgrad
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200 --plot
+    python benchmarks/bench_gemm.py --random 150 --seed 1 [--few-rows] --seconds 150 --json FILE
 
 bf16 forward, dgrad and wgrad of Qwen3-8B's layers and of their shards at TP=4, and decoding, on random data. The
 baseline is batch_invariant_ops' published configuration (128 x 128 x 64 tiles, 8 warps, 3 stages, pointer loads). The
@@ -13,6 +14,7 @@ OUT.md.
 --wgrad: weight gradients in fp32 instead, as they go into main_grad: written, added to what is there (cuBLAS: torch.mm
 with fp32 output, then add_), and with the accumulator promoted. Writes OUT_wgrad.csv and OUT_wgrad.md.
 --plot: draws OUT.png from OUT.csv; needs no GPU.
+--random: shapes that are drawn (random_gemm.py) against cuBLAS; --help has their ranges.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import random_gemm
 import torch
 import triton
 from einops import rearrange
-from tune_gemm import LAYERS, large_shapes, operands
+from random_shapes import add_options, check_options
+from tune_gemm import operands
 
 from tp_invariant.kernels.gemm.matmul import matmul, matmul_rank_major
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
+LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "fc1": (4096, 24576), "fc2": (12288, 4096)}  # name: (K, N)
 BASELINE = MatmulConfig(128, 128, 64, 8, 3)
 IN_PLACE = [  # M, N, K, P, partition_stride, k_dim of B: forward of O and FC2, dgrad of QKV and gated FC1, TP=4
     (2048, 4096, 4096, 4, 1, 1),
@@ -50,6 +55,19 @@ ERRORS = [
     ("dgrad", 2048, 4096, 24576),
     ("wgrad", 4096, 4096, 8192),
 ]
+
+
+def large_shapes() -> list[tuple[str, int, int, int]]:
+    """(layout, M, N, K) of forward, dgrad and wgrad, of whole layers and of their shards at TP=4."""
+    shapes = set()
+    for name, (k, n) in LAYERS.items():
+        column = name in ("qkv", "fc1")
+        for world in (1, 4):
+            for tokens in (2048, 8192, 32768):
+                k_local, n_local = (k, n // world) if column else (k // world, n)
+                shapes |= {("fwd", tokens, n_local, k_local), ("dgrad", tokens, k_local, n_local)}
+                shapes.add(("wgrad", n_local, k_local, tokens))
+    return sorted(shapes)
 
 
 def decoding() -> list[tuple[str, int, int, int]]:
@@ -190,12 +208,17 @@ def plot(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="path without an ending; .csv and .md are written")
+    parser.add_argument("--out", help="path without an ending; .csv and .md are written")
     parser.add_argument("--milliseconds", type=int, default=15, help="for each timing (default 15)")
     parser.add_argument("--rounds", type=int, default=4, help="timings of each (default 4)")
     parser.add_argument("--wgrad", action="store_true", help="weight gradients in fp32 alone; see above")
     parser.add_argument("--plot", action="store_true", help="draw OUT.png from OUT.csv, and nothing else")
+    add_options(parser, random_gemm.RANGES)
+    parser.add_argument("--few-rows", action="store_true", help="with --random: few rows, in a CUDA graph")
     options = parser.parse_args()
+    check_options(parser, options)
+    if options.random is not None:
+        sys.exit(random_gemm.main(options))
     out = Path(options.out)
     if options.plot:
         return plot(out)

@@ -1,12 +1,13 @@
 """The bundled norm kernels against torch's and against a copy, in one run on one GPU.
 
     python benchmarks/bench_norm.py --out benchmarks/results/norm_h200
+    python benchmarks/bench_norm.py --random 100 --seed 1 --seconds 150 --json FILE
 
 bf16, random data. A kernel's rate is the bytes that it must read and write over its time; `share` is that over the rate
 of a device-to-device copy in the same run. dw stands for the weight gradients with their fold. "forward, kept" and
 "forward, loaded again" are forward with the row in registers or not, whatever `kernels.rowwise.norm.keeps_row` says of
 it, and "32 registers" with no more of them a thread, so that more rows run at a time; their bits are checked to be
-forward's. Writes OUT.csv and OUT.md.
+forward's. Writes OUT.csv and OUT.md. --random: shapes that are drawn (random_norm.py); --help has their ranges.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import random_norm
 import torch
 import torch.nn.functional as F
 import triton
+from random_shapes import add_options, check_options
 
 from tp_invariant.functional.norm import ROWS_PER_SUM
 from tp_invariant.kernels.launch import Launches
@@ -110,10 +113,14 @@ def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="path without an ending; .csv and .md are written")
+    parser.add_argument("--out", help="path without an ending; .csv and .md are written")
     parser.add_argument("--milliseconds", type=int, default=20, help="for each timing (default 20)")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each (default 3)")
+    add_options(parser, random_norm.RANGES)
     options = parser.parse_args()
+    check_options(parser, options)
+    if options.random is not None:
+        sys.exit(random_norm.main(options))
     rows = []
     for hidden in HIDDEN:
         source = torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16)

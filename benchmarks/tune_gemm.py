@@ -1,62 +1,94 @@
-"""Times the TMA kernel's configurations on the shapes of Qwen3-8B's layers and writes kernels/gemm/matmul_table.py.
+"""Measures the TMA kernel's tiles on drawn shapes, and fits and tests the times in kernels/gemm/matmul_table.py.
 
-    python benchmarks/tune_gemm.py --out tune.json --table kernels/gemm/matmul_table.py
-    python benchmarks/tune_gemm.py --out tune.json --table kernels/gemm/matmul_table.py --lacking
+    python benchmarks/tune_gemm.py --measure rows.jsonl --seconds 400 --seed 7
+    python benchmarks/tune_gemm.py --fit rows.jsonl --table kernels/gemm/matmul_table.py
+    python benchmarks/tune_gemm.py --measure others.jsonl --seconds 120 --seed 8 --test
 
-The second times only the shapes that the table lacks, and leaves the rest of it. Needs a Hopper GPU. Configurations are
-compiled by several processes first, since compiling takes longer than timing.
+The first needs a Hopper GPU: it draws bf16 shapes, times every candidate on each, and appends a line of JSON a shape.
+The second needs none: it fits the microseconds of each candidate as a sum of what a product makes it do (`features` in
+kernels/gemm/matmul_configs.py), keeps the candidates that are worth it, and says how good the choice is on shapes that
+it was not fitted to (a fifth of the shapes at a time). The third says the same of the table that is in use, on other
+shapes. Every candidate's result is compared with the first one's, byte by byte.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+import math
 import multiprocessing
+import random
 import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import torch
-import triton
 
-from tp_invariant.kernels.gemm import matmul_table
-from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, fits_tma
+from tp_invariant.kernels.gemm.aligned_copies import copied_matmul, copy_features, generic_features
+from tp_invariant.kernels.gemm.matmul import matmul
+from tp_invariant.kernels.gemm.matmul_configs import (
+    MatmulConfig,
+    Product,
+    choose_config,
+    estimated_us,
+    features,
+    fits_tma,
+    is_sensible,
+    shared_memory_of,
+)
+from tp_invariant.kernels.gemm.matmul_configs import (
+    fit as fit_to_memory,
+)
 from tp_invariant.kernels.gemm.matmul_tma import tma_matmul, tma_operands
 
-FEW = (16, 32, 64, 128)  # rows of decoding that are timed; the table takes the next of them
-ROUNDS = 4  # timings of each configuration
-LAYERS = {"qkv": (4096, 6144), "o": (4096, 4096), "fc1": (4096, 24576), "fc2": (12288, 4096)}  # name: (K, N)
-LARGE = [
-    *(MatmulConfig(128, 256, 64, 8, stages, group, halves)
-      for stages, halves in ((3, False), (4, True)) for group in (4, 8, 16, 24)),
-    *(MatmulConfig(128, 256, 64, 8, 3, group, True) for group in (8, 16)),  # the one of these with room for fp32 output
-    *(MatmulConfig(256, 128, 64, 8, stages, group, halves) for stages, halves, group in ((3, False, 8), (4, True, 16))),
-    *(MatmulConfig(128, 192, 64, 8, stages, group, True) for stages, group in ((4, 4), (4, 8), (5, 8), (4, 16))),
-    MatmulConfig(128, 128, 64, 4, 4, 8),
-    MatmulConfig(128, 128, 64, 4, 4, 16),
-    MatmulConfig(128, 128, 64, 8, 5, 8),
-    MatmulConfig(128, 128, 128, 4, 3, 8, True),
-    MatmulConfig(128, 96, 128, 4, 3, 8, True),
-    MatmulConfig(64, 256, 64, 4, 4, 8, True),
-    MatmulConfig(64, 256, 64, 4, 5, 8, True),
-]  # fmt: skip
-SMALL = [
+SIDES, FEW_ROWS, ROWS = (64, 32768), (1, 256), (256, 32768)
+LAYOUTS = ("fwd", "dgrad", "wgrad")
+KEPT = 28  # candidates that the table has; more are not worth it
+KEPT_OF_A_FORM = 6  # of those that fit with fp32 output, added to what is there, promoted
+CANDIDATES = [
     config
-    for m, n, k, warps, stages in (
-        (16, 16, 256, 4, 6), (16, 32, 128, 4, 8), (16, 32, 256, 4, 5), (16, 64, 128, 4, 6), (16, 64, 256, 4, 3),
-        (16, 128, 64, 4, 6), (16, 192, 128, 4, 3),
-        (32, 16, 256, 4, 6), (32, 32, 256, 4, 5), (32, 64, 128, 4, 6), (32, 64, 256, 4, 4), (32, 192, 128, 4, 3),
-        (64, 32, 128, 4, 8), (64, 32, 256, 4, 4), (64, 48, 128, 4, 6), (64, 64, 128, 4, 6), (64, 64, 256, 4, 3),
-        (64, 128, 64, 4, 6), (64, 192, 128, 4, 3),
-        (128, 32, 128, 4, 5), (128, 48, 128, 4, 4), (128, 48, 128, 8, 4), (128, 64, 128, 4, 4), (128, 64, 128, 8, 4),
-        (128, 128, 64, 4, 6), (128, 128, 128, 8, 3), (128, 192, 64, 8, 5), (128, 192, 64, 8, 4),
-        # for few columns, where a tile's walk over K is all the time: fewer warps, that wait less for each other
-        (16, 16, 256, 1, 6), (16, 16, 256, 2, 6), (16, 16, 512, 2, 3), (16, 16, 512, 4, 3), (16, 32, 256, 2, 5),
-        (32, 16, 256, 2, 6), (32, 16, 512, 2, 3), (64, 16, 256, 4, 5), (64, 16, 512, 4, 2), (128, 16, 256, 4, 2),
+    for fields in (
+        # large tiles: the last number is how many rows of tiles start one after another
+        *((128, 256, 64, 8, 3, group, False) for group in (4, 8, 16, 24)),
+        *((128, 256, 64, 8, 4, group, True) for group in (4, 8, 16, 24, 32)),
+        *((128, 256, 64, 8, 3, group, True) for group in (8, 16)),  # these have room for fp32 output
+        *((256, 128, 64, 8, 3, group, False) for group in (4, 8)),
+        *((256, 128, 64, 8, 4, group, True) for group in (4, 8, 16)),
+        *((128, 192, 64, 8, 4, group, True) for group in (4, 8, 16)),
+        (128, 256, 32, 8, 5, 8, True), (128, 192, 64, 8, 5, 8, True), (128, 192, 64, 4, 4, 8, True),
+        (256, 96, 64, 8, 4, 8, True), (256, 64, 64, 4, 4, 8, False), (256, 64, 64, 8, 4, 8, False),
+        (128, 128, 32, 4, 6, 8, False), (128, 128, 64, 4, 4, 8, False), (128, 128, 64, 4, 4, 16, False),
+        (128, 128, 64, 4, 6, 8, False), (128, 128, 64, 8, 4, 8, True), (128, 128, 64, 8, 5, 8, False),
+        (128, 128, 128, 4, 3, 8, True), (128, 128, 128, 8, 3, 8, False), (128, 96, 128, 4, 3, 8, True),
+        (64, 256, 64, 4, 4, 8, True), (64, 256, 64, 4, 5, 8, True), (64, 256, 128, 4, 2, 8, True),
+        # for less work than there are multiprocessors
+        (128, 64, 64, 4, 6, 8, False), (128, 64, 128, 4, 4, 8, False), (128, 64, 128, 8, 4, 8, False),
+        (128, 48, 128, 4, 4, 8, True), (128, 48, 128, 8, 4, 8, True), (128, 32, 128, 4, 5, 8, False),
+        (128, 16, 256, 4, 2, 8, False), (64, 192, 64, 4, 5, 8, True), (64, 192, 128, 4, 3, 8, True),
+        (64, 128, 64, 4, 6, 8, False), (64, 128, 128, 4, 4, 8, False), (64, 96, 128, 4, 4, 8, True),
+        (64, 64, 64, 4, 8, 8, False), (64, 64, 128, 4, 6, 8, False), (64, 64, 256, 4, 3, 8, False),
+        (64, 48, 128, 4, 6, 8, True), (64, 32, 128, 4, 8, 8, False), (64, 32, 256, 4, 4, 8, False),
+        (64, 16, 256, 4, 5, 8, False), (64, 16, 512, 4, 2, 8, False),
+        # for few rows: bound by reading b, or where there are few columns too by the walk over K
+        (32, 192, 128, 4, 3, 8, True), (32, 64, 128, 4, 6, 8, False), (32, 64, 256, 4, 4, 8, False),
+        (32, 32, 256, 4, 5, 8, False), (32, 16, 256, 4, 6, 8, False), (32, 16, 256, 2, 6, 8, False),
+        (32, 16, 512, 2, 3, 8, False), (16, 192, 128, 4, 3, 8, True), (16, 128, 64, 4, 6, 8, False),
+        (16, 64, 128, 4, 6, 8, False), (16, 64, 256, 4, 3, 8, False), (16, 32, 128, 4, 8, 8, False),
+        (16, 32, 256, 4, 5, 8, False), (16, 32, 256, 2, 5, 8, False), (16, 16, 256, 4, 6, 8, False),
+        (16, 16, 256, 2, 6, 8, False), (16, 16, 256, 1, 6, 8, False), (16, 16, 512, 4, 3, 8, False),
+        (16, 16, 512, 2, 3, 8, False),
     )
-    if fits_tma(config := MatmulConfig(m, n, k, warps, stages, 8, n % 3 == 0), 2)
+    if fits_tma(config := MatmulConfig(*fields), 2)
 ]  # fmt: skip
+Row = dict[str, Any]
+Table = dict[str, dict[MatmulConfig, tuple[float, ...]]]
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
 
 
 def operands(layout: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,31 +99,20 @@ def operands(layout: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.T
     return a, b
 
 
-def large_shapes() -> list[tuple[str, int, int, int]]:
-    """(layout, M, N, K) of forward, dgrad and wgrad, of whole layers and of their shards at TP=4."""
-    shapes = set()
-    for name, (k, n) in LAYERS.items():
-        column = name in ("qkv", "fc1")
-        for world in (1, 4):
-            for tokens in (2048, 8192, 32768):
-                k_local, n_local = (k, n // world) if column else (k // world, n)
-                shapes |= {("fwd", tokens, n_local, k_local), ("dgrad", tokens, k_local, n_local)}
-                shapes.add(("wgrad", n_local, k_local, tokens))
-    return sorted(shapes)
+def drawn(seed: int) -> Iterator[tuple[str, int, int, int]]:
+    """(layout, M, N, K) without end; each third has few rows. Sizes are multiples of 64, 16, 8, or nothing."""
+    rng = random.Random(seed)
 
+    def side(low: int, high: int) -> int:
+        unit = rng.choices((64, 16, 8, 1), (0.4, 0.2, 0.3, 0.1))[0]
+        return max(unit, round(low * (high / low) ** rng.random() / unit) * unit)
 
-def owned_shapes() -> list[tuple[str, int, int, int]]:
-    """What a rank computes of the products whose K is sharded, where it owns rows: forward and dgrad."""
-    shapes = set()
-    for name, (k, n) in LAYERS.items():
-        for rows in {tokens // world for tokens in (2048, 8192) for world in (2, 4, 8)}:
-            shapes.add(("dgrad", rows, k, n) if name in ("qkv", "fc1") else ("fwd", rows, n, k))
-    return sorted(shapes)
-
-
-def small_shapes() -> list[tuple[str, int, int, int]]:
-    """Decoding: few rows, forward; of whole layers and, in either kind of layer, of a rank's columns."""
-    return sorted(("fwd", m, n // world, k) for m in FEW for k, n in LAYERS.values() for world in (1, 2, 4, 8))
+    while True:
+        few = rng.random() < 1 / 3
+        layout, n, k = rng.choice(LAYOUTS), side(*SIDES), side(*SIDES)
+        m = side(*ROWS) if not few else rng.choice((rng.randint(*FEW_ROWS), 2 ** rng.randint(0, 8)))
+        if 1e7 < 2.0 * m * n * k < 1.2e13 and m * k + n * k + m * n < 1.5e9:
+            yield layout, m, n, k
 
 
 def _run(config: MatmulConfig, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -110,106 +131,289 @@ def _compile(job: tuple[str, MatmulConfig]) -> str | None:
     return None
 
 
-def fit(rows: list[dict], layout: str) -> list[tuple[tuple, float, float]]:
-    """(configuration, fixed_us, us_per_k) of a round of tiles, by least squares of the relative error."""
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    points: dict[tuple, list[tuple[float, float, float]]] = {}
+class Clock:
+    """Times calls as a CUDA graph of them replays, so that no host is waited for."""
+
+    def __init__(self) -> None:
+        self.keeper = torch.cuda.CUDAGraph()  # without it the pool would go with the first graph
+        with torch.cuda.graph(self.keeper):
+            self.held = torch.zeros(1, device="cuda")
+
+    def microseconds(self, calls: Sequence[Callable[[], torch.Tensor]]) -> float:
+        """Of one call: the median of three replays."""
+        graph, times = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph, pool=self.keeper.pool()):
+            for call in calls:
+                call()
+        graph.replay()
+        for _ in range(3):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            graph.replay()
+            after.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * before.elapsed_time(after) / len(calls))
+        graph.reset()
+        return statistics.median(times)
+
+
+def measure(clock: Clock, shape: tuple[str, int, int, int], bad: set[str]) -> Row:
+    """Microseconds: cuBLAS before and after, the bundled kernel as it is, and every candidate, or copies of operands
+    that TMA cannot address."""
+    layout, m, n, k = shape
+    copies = max(1, min(12, math.ceil(120e6 / (2 * (m * k + n * k + m * n)))))  # beyond the L2 cache
+    sets = [operands(*shape) for _ in range(copies)]
+    count = copies * max(1, round(400 / copies / max(5, 2 * m * n * k / 6e8)))  # about 400 us in a graph
+
+    def times(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+        function(*sets[0])
+        return clock.microseconds([lambda s=sets[i % copies]: function(*s) for i in range(count)])
+
+    row: Row = {"shape": shape, "cublas": times(torch.matmul), "now": times(matmul)}
+    wanted = matmul(*sets[0]).view(torch.uint8)
+    if tma_operands(*sets[0], torch.bfloat16) is None:
+
+        def copied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            c = copied_matmul(a, b, None, a.dtype, always=True)
+            assert c is not None
+            return c
+
+        def generic(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            config = choose_config(m, n, k, a.dtype)
+            return matmul(a, b, config=fit_to_memory(config, 2, shared_memory_of(a.device.index)))
+
+        row |= {"copied": times(copied), "generic": times(generic)}
+        row["same bits"] = all(torch.equal(wanted, f(*sets[0]).view(torch.uint8)) for f in (copied, generic))
+    else:
+        chosen = [c for c in CANDIDATES if f"{layout} {c}" not in bad and is_sensible(c, m, n)]
+        row["same bits"] = all(torch.equal(wanted, _run(c, *sets[0]).view(torch.uint8)) for c in chosen)
+        row["times"] = sorted((times(lambda a, b, c=c: _run(c, a, b)), astuple(c)) for c in chosen)
+    row["cublas"] = math.sqrt(row["cublas"] * times(torch.matmul))
+    return row
+
+
+def measure_all(options: argparse.Namespace) -> list[Row]:
+    start = time.monotonic()
+    jobs = [(layout, config) for layout in LAYOUTS for config in CANDIDATES]
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        failed = [message for message in pool.map(_compile, jobs, chunksize=2) if message]
+    print(f"compiled in {time.monotonic() - start:.0f} s; failed: {len(failed)}", *failed, sep="\n", flush=True)
+    clock, rows, bad = Clock(), [], {message.split(":")[0] for message in failed}
+    with open(options.measure, "a") as file:
+        for shape in drawn(options.seed):
+            if time.monotonic() - start > options.seconds:
+                break
+            rows.append(measure(clock, shape, bad))
+            file.write(json.dumps(rows[-1]) + "\n")
+            file.flush()
+    wrong = [row["shape"] for row in rows if not row["same bits"]]
+    print(f"{len(rows)} shapes of seed {options.seed}; other bits: {wrong or 'none'}", flush=True)
+    return rows
+
+
+# --- what is fitted -------------------------------------------------------------------------------------------------
+
+
+def non_negative(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
+    """Coefficients of least relative error that are not negative (Lawson and Hanson's active set), with less weight for
+    the points that fit worst."""
+    rows, us = (torch.tensor(part, dtype=torch.float64) for part in zip(*points, strict=True))
+    relative, weight = rows / us[:, None], torch.ones_like(us)
+    for _ in range(4):
+        found = _active_set(relative * weight[:, None], weight)
+        weight = (relative @ found - 1).abs().clamp_min(0.05) ** -0.5
+    return tuple(round(x, 6) for x in found.tolist())
+
+
+def _active_set(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    gram, right = a.T @ a, a.T @ b
+    x, active = torch.zeros_like(right), torch.zeros(len(right), dtype=torch.bool)
+    for _ in range(3 * len(right)):
+        gradient = (right - gram @ x).masked_fill(active, -math.inf)
+        if gradient.max() < 1e-9:
+            break
+        active[gradient.argmax()] = True
+        while True:
+            solution = torch.zeros_like(x)
+            places = active.nonzero().flatten()
+            solution[places] = torch.linalg.lstsq(gram[places][:, places], right[places, None]).solution.flatten()
+            falling = active & (solution <= 0)
+            if not falling.any():
+                x = solution
+                break
+            x = x + (x / (x - solution))[falling].min() * (solution - x)
+            active &= x > 1e-12
+            x = x.masked_fill(~active, 0.0)
+    return x
+
+
+def product_of(row: Row, multiprocessors: int) -> Product:
+    layout, m, n, k = row["shape"]
+    row_a, row_b = m if layout == "wgrad" else k, k if layout == "fwd" else n
+    return Product(
+        m, n, k, layout == "wgrad", layout == "fwd", row_a % 16 > 0, row_b % 16 > 0, 2, multiprocessors
+    )  # fmt: skip
+
+
+def fit(rows: Sequence[Row], multiprocessors: int, kept: Sequence[MatmulConfig] | None = None) -> Table:
+    points: dict[str, dict[MatmulConfig, list]] = {layout: collections.defaultdict(list) for layout in LAYOUTS}
     for row in rows:
-        row_layout, m, n, k = row["shape"]
-        if layout == ("few rows" if m <= FEW[-1] else row_layout):
-            for us, config in row["times"]:
-                tiles = triton.cdiv(m, config[0]) * triton.cdiv(n, config[1])
-                points.setdefault(tuple(config), []).append((triton.cdiv(tiles, multiprocessors), k, us))
-    entries = []
-    for config, seen in points.items():
-        rounds, ks, us = (torch.tensor(column, dtype=torch.float64) for column in zip(*seen, strict=True))
-        design = torch.stack([rounds / us, rounds * ks / us], dim=1)
-        fixed, per_k = torch.linalg.lstsq(design, torch.ones(len(seen), 1, dtype=torch.float64)).solution.flatten()
-        entries.append((config, round(max(fixed.item(), 0.0), 3), round(per_k.item(), 6)))
-    return sorted(entries)
+        layout = row["shape"][0]
+        for us, fields in row.get("times", ()):
+            config = MatmulConfig(*fields)
+            if kept is None or config in kept:
+                points[layout][config].append((features(config, product_of(row, multiprocessors)), us))
+    return {
+        layout: {config: non_negative(found) for config, found in each.items() if len(found) > 12}
+        for layout, each in points.items()
+    }
 
 
-def write_table(rows: list[dict], path: Path, rounds: dict, measured: dict) -> None:
-    """kernels/gemm/matmul_table.py: the best configuration of each shape, and for other shapes what a round takes.
+def worth_keeping(rows: Sequence[Row]) -> list[MatmulConfig]:
+    """One after another the candidate that brings the shapes nearest to their best time; for each form of a call."""
+    rows = [row for row in rows if "times" in row]
+    best = [row["times"][0][0] for row in rows]
+    times: dict[MatmulConfig, dict[int, float]] = collections.defaultdict(dict)
+    for i, row in enumerate(rows):
+        for us, fields in row["times"]:
+            times[MatmulConfig(*fields)][i] = us
 
-    rounds, measured: of the table before that stay; rounds are fitted anew if there are none.
-    """
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    def greedy(candidates: list[MatmulConfig], count: int) -> list[MatmulConfig]:
+        chosen: list[MatmulConfig] = []
+        now = [20 * us for us in best]
+
+        def loss(config: MatmulConfig) -> float:
+            return sum(math.log(min(us, times[config].get(i, us)) / best[i]) for i, us in enumerate(now))
+
+        while len(chosen) < min(count, len(candidates)):
+            chosen.append(min((c for c in candidates if c not in chosen), key=loss))
+            now = [min(us, times[chosen[-1]].get(i, us)) for i, us in enumerate(now)]
+        return chosen
+
+    found = greedy(list(times), KEPT)
+    for accumulate, promoted in ((False, False), (True, False), (False, True), (True, True)):
+        fitting = [c for c in times if fits_tma(c, 4, accumulate, promoted)]
+        found += [c for c in greedy(fitting, KEPT_OF_A_FORM) if c not in found]
+    return sorted(found, key=astuple)
+
+
+def estimate(table: Table, row: Row, multiprocessors: int) -> MatmulConfig:
+    """The candidate that was timed and has the least estimated time."""
+    layout = row["shape"][0]
+    timed = [MatmulConfig(*fields) for _, fields in row["times"]]
+
+    def us(config: MatmulConfig) -> float:
+        return estimated_us(table[layout][config], features(config, product_of(row, multiprocessors)))
+
+    return min((config for config in timed if config in table[layout]), key=us)
+
+
+def say(name: str, rows: Sequence[Row], chosen_us: Sequence[float]) -> None:
+    """How the chosen times stand to cuBLAS's and to the best candidate's."""
+    for label, few in (("few rows", True), ("others", False)):
+        pairs = [(row, us) for row, us in zip(rows, chosen_us, strict=True) if (row["shape"][1] <= FEW_ROWS[1]) == few]
+        if not pairs:
+            continue
+        parts = []
+        for of, speeds in (
+            ("cuBLAS", sorted(row["cublas"] / us for row, us in pairs)),
+            ("the best", sorted(min(best_of(row), us) / us for row, us in pairs)),
+        ):
+            mean = math.exp(statistics.fmean(map(math.log, speeds)))
+            parts.append(f"of {of} {mean:.3f}, 5th percentile {speeds[len(speeds) // 20]:.3f}, least {speeds[0]:.3f}")
+        print(f"{name}, {len(pairs)} shapes with {label}: {'; '.join(parts)}", flush=True)
+
+
+def best_of(row: Row) -> float:
+    return row["times"][0][0] if "times" in row else min(row["copied"], row["generic"])
+
+
+def cross_validated(rows: Sequence[Row], kept: Sequence[MatmulConfig], multiprocessors: int) -> None:
+    rows = [row for row in rows if "times" in row]
+    chosen: list[float] = [0.0] * len(rows)
+    for fold in range(5):
+        table = fit([row for i, row in enumerate(rows) if i % 5 != fold], multiprocessors, kept)
+        for i in range(fold, len(rows), 5):
+            config = astuple(estimate(table, rows[i], multiprocessors))
+            chosen[i] = next(us for us, fields in rows[i]["times"] if tuple(fields) == config)
+    say("fitted to other shapes", rows, chosen)
+
+
+def fit_copies(rows: Sequence[Row], table: Table, multiprocessors: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Coefficients of what copies take besides the product, and of the generic kernel on such operands."""
+    copies, generic = [], []
+    for row in rows:
+        if "copied" not in row:
+            continue
+        layout, m, n, k = row["shape"]
+        unaligned = (m if layout == "wgrad" else k) % 8 > 0, (k if layout == "fwd" else n) % 8 > 0, n % 8 > 0
+        x = product_of(row, multiprocessors)
+        x = x._replace(a_split=x.a_split and not unaligned[0], b_split=x.b_split and not unaligned[1])
+        product = min(estimated_us(coefficients, features(config, x)) for config, coefficients in table[layout].items())
+        if row["copied"] > product:
+            copies.append((copy_features(m, n, k, unaligned, 2), row["copied"] - product))
+        generic.append((generic_features(m, n, k, unaligned, torch.bfloat16, multiprocessors), row["generic"]))
+    return non_negative(copies), non_negative(generic)
+
+
+def write_table(path: Path, table: Table, copies: tuple, generic: tuple, source: str, multiprocessors: int) -> None:
     lines = [
-        f'"""What benchmarks/tune_gemm.py measured on {torch.cuda.get_device_name()} (sm90), bf16, torch',
-        f"{torch.__version__}, triton {triton.__version__}: generated, do not edit. Sets speed, never bits.",
+        f'"""What benchmarks/tune_gemm.py fitted: {source}.',
+        "",
+        "Generated, do not edit. Sets speed, never bits.",
         "",
         "A configuration is (block_m, block_n, block_k, num_warps, num_stages, group_m, halves).",
         '"""',
         "",
         "Fields = tuple[int, int, int, int, int, int, bool]",
         f"MEASURED_MULTIPROCESSORS = {multiprocessors}",
-        f"FEW = {FEW}  # up to so many rows a product is bound by reading b; those that were measured",
         'LAYOUTS = {(False, True): "fwd", (False, False): "dgrad", (True, False): "wgrad", (True, True): "wgrad"}',
         "",
-        "# layout: (configuration, microseconds of a round of tiles, microseconds more for each k)",
-        "ROUNDS: dict[str, tuple[tuple[Fields, float, float], ...]] = {",
+        "# layout: configuration: microseconds for each of matmul_configs.features",
+        "TIMES: dict[str, dict[Fields, tuple[float, ...]]] = {",
     ]
-    for layout in ("few rows", "fwd", "dgrad", "wgrad"):
-        lines += [f'    "{layout}": (', *(f"        {e}," for e in rounds.get(layout) or fit(rows, layout)), "    ),"]
-    lines += ["}", "", "# (layout, M, N, K): the fastest configuration", "MEASURED: dict[tuple, Fields] = {"]
-    best = measured | {tuple(row["shape"]): tuple(row["times"][0][1]) for row in rows}
-    lines += [f"    {shape}: {config},".replace("'", '"') for shape, config in best.items()]
-    path.write_text("\n".join([*lines, "}"]) + "\n")
+    for layout in LAYOUTS:
+        entries = sorted((astuple(config), times) for config, times in table[layout].items())
+        lines += [f'    "{layout}": {{', *(f"        {config}: {times}," for config, times in entries), "    },"]
+    lines += [
+        "}",
+        "# microseconds for each of aligned_copies.copy_features and generic_features",
+        f"COPIES = {copies}",
+        f"GENERIC = {generic}",
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="JSON file for all timings")
-    parser.add_argument("--table", type=Path, required=True, help="the table to write")
-    parser.add_argument("--milliseconds", type=int, default=20, help="how long to time each (default 20)")
-    parser.add_argument("--seconds", type=float, default=480, help="stop after this long (default 480)")
-    parser.add_argument("--lacking", action="store_true", help="time only shapes that the table lacks")
-    parser.add_argument("--workers", type=int, default=14, help="compiling processes (default 14)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="append the times of drawn shapes, as JSON lines")
+    parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
+    parser.add_argument("--seconds", type=float, default=400, help="stop after so long (default 400)")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile (default 14)")
+    parser.add_argument("--test", action="store_true", help="say how good the choice of the table in use is")
+    parser.add_argument("--fit", type=Path, nargs="+", metavar="FILE", help="fit to these times")
+    parser.add_argument("--table", type=Path, help="with --fit: write the table here")
+    parser.add_argument("--multiprocessors", type=int, default=132, help="of the GPU of --fit's times (default 132)")
     options = parser.parse_args()
-    start = time.monotonic()
-    print(f"torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    large = [config for config in LARGE if fits_tma(config, 2)]
-    jobs = [(layout, config) for layout in ("fwd", "dgrad", "wgrad") for config in large]
-    jobs += [("fwd", config) for config in SMALL]
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        failed = [message for message in pool.map(_compile, jobs, chunksize=1) if message]
-    print(f"compiled in {time.monotonic() - start:.0f} s; failed: {len(failed)}", *failed, sep="\n", flush=True)
-    bad = {message.split(":")[0] for message in failed}
-    rows: list[dict] = []
-    rounds, measured = (matmul_table.ROUNDS, matmul_table.MEASURED) if options.lacking else ({}, {})
-    shapes = [s for s in dict.fromkeys(small_shapes() + large_shapes() + owned_shapes()) if s not in measured]
-    for layout, m, n, k in shapes:
-        if time.monotonic() - start > options.seconds:
-            print("out of time", flush=True)
-            break
-        a, b = operands(layout, m, n, k)
-
-        def median_us(fn) -> float:
-            rep = options.milliseconds / ROUNDS
-            return 1e3 * triton.testing.do_bench(fn, warmup=2, rep=rep, return_mode="median")
-
-        chosen = [
-            config
-            for config in (SMALL if m <= FEW[-1] else large)
-            if f"{layout} {config}" not in bad and (m > FEW[-1] or config.block_m <= max(64, 2 * m))
-        ]
-        timed: dict[MatmulConfig | None, list[float]] = {config: [] for config in (None, *chosen)}
-        for turn in range(ROUNDS):
-            # in turn, forwards and backwards, so that clocks and heat fall on all alike
-            for config in list(timed)[:: -1 if turn % 2 else 1]:
-                timed[config].append(
-                    median_us(lambda a=a, b=b, c=config: torch.matmul(a, b) if c is None else _run(c, a, b))
-                )
-        stock = statistics.median(timed.pop(None))
-        times = sorted((statistics.median(us), astuple(config)) for config, us in timed.items() if config)
-        rows.append({"shape": (layout, m, n, k), "cublas_us": stock, "times": times})
-        best = times[0]
-        print(f"{layout:5} {m:6} {n:6} {k:6} cublas {stock:8.1f} best {best[0]:8.1f} {stock / best[0]:.3f} {best[1]}",
-              flush=True)  # fmt: skip
-        with open(options.out, "w") as file:
-            json.dump(rows, file)
-        write_table(rows, options.table, rounds, measured)
+    if options.measure is None and options.fit is None:
+        parser.error("--measure or --fit is needed")
+    if options.measure is not None:
+        rows = measure_all(options)
+        if options.test:
+            say("as it is", rows, [row["now"] for row in rows])
+    if options.fit is not None:
+        rows = [json.loads(line) for file in options.fit for line in file.read_text().splitlines()]
+        kept = worth_keeping(rows)
+        cross_validated(rows, kept, options.multiprocessors)
+        table = fit(rows, options.multiprocessors, kept)
+        copies, generic = fit_copies(rows, table, options.multiprocessors)
+        print(f"{len(kept)} of {len(CANDIDATES)} candidates kept; copies {copies}; generic kernel {generic}")
+        if options.table is not None:
+            source = f"{len(rows)} drawn shapes, bf16, {options.multiprocessors} multiprocessors (sm90)"
+            write_table(options.table, table, copies, generic, source, options.multiprocessors)
 
 
 if __name__ == "__main__":

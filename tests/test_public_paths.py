@@ -15,7 +15,7 @@ PATHS = {  # what the README and the pages name
     "checkpoint": "save load",
     "data_parallel": "FixedOrderReduceScatter MicroBatchTree TokenCount fix_reduction_order fixed_order_hook",
     "determinism": "Report Row checkpoint_kwargs deterministic enable report",
-    "gemm": "GemmFn bundled bundled_gemm_fn gemm set_default_gemm_fn",
+    "gemm": "GemmFn autotune bundled bundled_gemm_fn gemm set_default_gemm_fn",
     "graphs": "GraphedLayers graph_layers",
     "hugging_face": "register_attention",
     "kernels.tensor_core": "HOPPER Recipe matmul model",

@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
+from .aligned_copies import copied_matmul
+from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
 from .operands import check_bias, check_kinds, check_operands
@@ -167,7 +169,7 @@ def matmul(
         promote_every: None, or the number of k, a multiple of 128, after which the accumulator is added to a second
             one. It changes the order of K and so the bits. See output.py.
         config: tile shape for this module's kernel, for tests and tuning. None uses `choose_config`, and on Hopper the
-            TMA kernel if possible. Neither changes a bit.
+            TMA kernel if possible, of copies if need be. Neither changes a bit.
 
     Returns:
         out, or contiguous [M, N]. Accumulated in fp32; fp32 operands are multiplied in IEEE fp32, never TF32.
@@ -193,12 +195,19 @@ def matmul(
     a, b, bias = _no_negated_views(a, b, bias)
     m, k = a.shape
     n = b.shape[1]
-    if config is None and (operands := tma_operands(a, b, out_dtype, out)) is not None:
-        with launch_on(a, "matmul"):
-            return tma_matmul(
-                operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
-            )
     if config is None:
+        operands = tma_operands(a, b, out_dtype, out)
+        with launch_on(a, "matmul"):
+            if operands is None or operands.b.stride(0) % 16:
+                c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
+                if c is not None:
+                    return c
+            if operands is not None:
+                return tma_matmul(
+                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
+                )
+    if config is None:
+        check_unmeasured(a)
         spare = accumulate or promote_every is not None
         config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
         if a.is_cuda:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from .matmul_table import FEW, LAYOUTS, MEASURED, MEASURED_MULTIPROCESSORS, ROUNDS
+from .matmul_table import LAYOUTS, TIMES
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -102,40 +105,64 @@ def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, 
     return fits_registers and stages + c_tiles * config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
 
 
-def choose_tma_config(
-    m: int,
-    n: int,
-    k: int,
-    a_transposed: bool,
-    b_transposed: bool,
-    out_itemsize: int,
-    multiprocessors: int,
-    accumulate: bool = False,
-    promoted: bool = False,
-) -> MatmulConfig:
-    """The TMA kernel's tile shape: the measured one if the table has this shape, else that of the least estimated time.
+def is_sensible(config: MatmulConfig, m: int, n: int) -> bool:
+    """False for tiles that are mostly outside of C, and for small ones of a large C: these are not timed nor taken."""
+    if config.block_m > max(64, 2 * _power_of_two(m)) or config.block_n > max(32, 2 * _power_of_two(n)):
+        return False
+    share = config.block_m * config.block_n / (128 * 256)
+    tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
+    return not ((tiles > 1000 and share < 0.53) or (tiles > 500 and share < 1 / 3))
 
-    A GPU computes one tile on each multiprocessor at a time, so the estimate is the number of such rounds times the
-    time of a round in the table. No choice changes bits.
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+class Product(NamedTuple):
+    """A product of 16-bit operands, as the estimate of its time sees it: its sizes, and how A and B are in memory.
+
+    a_split, b_split: whether rows in memory are no multiple of 32 bytes, the unit in which the L2 cache is read
     """
-    layout = LAYOUTS[a_transposed, b_transposed]
 
-    def usable(config: MatmulConfig) -> bool:
-        return fits_tma(config, out_itemsize, accumulate, promoted)
+    m: int
+    n: int
+    k: int
+    a_transposed: bool
+    b_transposed: bool
+    a_split: bool
+    b_split: bool
+    out_itemsize: int
+    multiprocessors: int
 
-    few = m <= FEW[-1]
-    rows = next(rows for rows in FEW if m <= rows) if few else m
-    measured = MEASURED.get((layout, rows, n, k)) if multiprocessors == MEASURED_MULTIPROCESSORS else None
-    if measured is not None and usable(config := MatmulConfig(*measured)):
-        return config
 
-    def estimate(entry: tuple[tuple, float, float]) -> float:
-        config, fixed_us, us_per_k = MatmulConfig(*entry[0]), *entry[1:]
-        tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
-        return _cdiv(tiles, multiprocessors) * (fixed_us + k * us_per_k)
+def features(config: MatmulConfig, x: Product) -> tuple[float, ...]:
+    """What a product makes the TMA kernel do; the table has microseconds for each.
 
-    entries = ROUNDS["few rows"] if few else ROUNDS[layout]
-    return MatmulConfig(*min((entry for entry in entries if usable(MatmulConfig(*entry[0]))), key=estimate)[0])
+    A launch; rounds of tiles, since a GPU computes one tile on each multiprocessor at a time; K of these rounds, in
+    thousands; the same as if the last round were shared by all; megabytes of A, B and C; megabytes that tiles read; of
+    these, those of a split A and of a split B; the share of multiprocessors that have a tile at all.
+    """
+    tiles = _cdiv(x.m, config.block_m) * _cdiv(x.n, config.block_n)
+    rounds, shared = _cdiv(tiles, x.multiprocessors), tiles / x.multiprocessors
+    steps_k = _cdiv(x.k, config.block_k) * config.block_k
+    megabytes = (2 * (x.m * x.k + x.n * x.k) + x.out_itemsize * x.m * x.n) * 1e-6
+    read_a, read_b = (2e-6 * tiles * block * steps_k for block in (config.block_m, config.block_n))
+    work = rounds, 1e-3 * rounds * steps_k, 1e-3 * shared * steps_k
+    return 1.0, *work, megabytes, read_a + read_b, x.a_split * read_a, x.b_split * read_b, min(1.0, shared)
+
+
+def estimated_us(coefficients: Sequence[float], quantities: Sequence[float]) -> float:
+    return sum(map(operator.mul, coefficients, quantities))
+
+
+def tma_configs(x: Product, accumulate: bool = False, promoted: bool = False) -> list[tuple[float, MatmulConfig]]:
+    """The table's configurations that fit, with their estimated microseconds, the fastest first. None changes bits."""
+    found = [
+        (not is_sensible(config, x.m, x.n), estimated_us(coefficients, features(config, x)), config)
+        for fields, coefficients in TIMES[LAYOUTS[x.a_transposed, x.b_transposed]].items()
+        if fits_tma(config := MatmulConfig(*fields), x.out_itemsize, accumulate, promoted)
+    ]
+    return [(us, config) for _, us, config in sorted(found, key=operator.itemgetter(0, 1))]
 
 
 @functools.cache

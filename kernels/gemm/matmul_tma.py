@@ -24,11 +24,12 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
 from ..launch import Launch, cdiv
-from .matmul_configs import MatmulConfig, choose_tma_config, promoted_block_k
+from . import autotune
+from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
 from .output import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
-_MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
+MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 
 
 @triton.jit
@@ -176,7 +177,7 @@ class TmaOperands(NamedTuple):
     piece_k: int = 0
 
 
-def _tma_layout(x: Tensor) -> tuple[Tensor, bool] | None:
+def tma_layout(x: Tensor) -> tuple[Tensor, bool] | None:
     """x or its transpose, whichever has contiguous rows that TMA can address, and whether it is the transpose."""
     if x.data_ptr() % _ALIGNMENT:
         return None
@@ -195,11 +196,11 @@ def _is_hopper(index: int) -> bool:
 
 
 @functools.cache
-def _multiprocessors(index: int) -> int:
+def multiprocessors_of(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _supports_tma(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
+def supports_tma(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
     """Whether the TMA kernel supports the device, the dtypes and the row stride of C."""
     if not a.is_cuda or a.dtype not in HALF_DTYPES or not _is_hopper(a.device.index):
         return False
@@ -209,11 +210,11 @@ def _supports_tma(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:
 def tma_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> TmaOperands | None:
     """The kernel's operands for a [M, K] @ b [K, N] (into out), or None if TMA cannot address them."""
     (m, k), n = a.shape, b.shape[1]
-    if not _supports_tma(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > _MAX_SIDE:
+    if not supports_tma(a, n if out is None else out.stride(0), out_dtype) or max(m, n, k) > MAX_SIDE:
         return None
     if out is not None and (out.data_ptr() % _ALIGNMENT or out.stride(0) < n or out.stride(1) != 1):
         return None
-    a_stands, b_stands = _tma_layout(a), _tma_layout(b)
+    a_stands, b_stands = tma_layout(a), tma_layout(b)
     if a_stands is None or b_stands is None:
         return None
     return TmaOperands(a_stands[0], b_stands[0], a_stands[1], b_stands[1], m, n, k)
@@ -228,12 +229,12 @@ def rank_major_operands(
     """
     ranks, m, k_local = a.shape
     n = b.shape[2 - b_k_dim]
-    if not _supports_tma(a, n, out_dtype) or not a.is_contiguous() or not b.is_contiguous():
+    if not supports_tma(a, n, out_dtype) or not a.is_contiguous() or not b.is_contiguous():
         return None
     piece_k, left_over = divmod(k_local, stride)
-    if left_over or piece_k % 16 or ranks * max(m, n, k_local) > _MAX_SIDE:
+    if left_over or piece_k % 16 or ranks * max(m, n, k_local) > MAX_SIDE:
         return None
-    a_stands, b_stands = _tma_layout(a.view(-1, k_local)), _tma_layout(b.view(-1, b.shape[2]))
+    a_stands, b_stands = tma_layout(a.view(-1, k_local)), tma_layout(b.view(-1, b.shape[2]))
     if a_stands is None or b_stands is None:
         return None
     return TmaOperands(a_stands[0], b_stands[0], False, b_k_dim == 1, m, n, ranks * k_local, ranks, piece_k)
@@ -255,15 +256,17 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(
     m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
+    a_split: bool, b_split: bool,
     dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, accumulate: bool,
     promote_every: int | None, index: int, config: MatmulConfig | None,
 ) -> _Plan:  # fmt: skip
-    multiprocessors = _multiprocessors(index)
+    multiprocessors = multiprocessors_of(index)
     if config is None:
         promoted = bool(promote_every)
-        config = choose_tma_config(
-            m, n, k, a_transposed, b_transposed, out_dtype.itemsize, multiprocessors, accumulate, promoted
-        )
+        product = Product(
+            m, n, k, a_transposed, b_transposed, a_split, b_split, out_dtype.itemsize, multiprocessors
+        )  # fmt: skip
+        config = tma_configs(product, accumulate, promoted)[0][1]
     block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
@@ -307,6 +310,7 @@ class _Prepared(NamedTuple):
 
 _MAX_PREPARED = 4096
 _prepared: dict[tuple, _Prepared] = {}
+autotune.on_change.append(lambda: _prepared.clear())
 
 
 def call_key(
@@ -349,6 +353,26 @@ def repeat_call(key: tuple | None) -> Tensor | None:
     return c
 
 
+def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Whether rows in memory are no multiple of 32 bytes."""
+    return a.stride(0) % 16 > 0, b.stride(0) % 16 > 0
+
+
+def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool) -> tuple[MatmulConfig | None, bool]:
+    """The measured configuration of a product, whose output c is left alone. See `autotune.configuration`."""
+    has_bias, index = bias is not None, c.get_device()
+    scratch = functools.cache(lambda: torch.empty_strided(c.shape, c.stride(), device=c.device, dtype=c.dtype))
+
+    def launch(config: MatmulConfig) -> None:
+        tma_matmul(x, bias, c.dtype, config, out=scratch(), accumulate=accumulate)
+
+    call = autotune.Call(
+        x.m, x.n, x.k, x.a_transposed, x.b_transposed, *_split(x.a, x.b),
+        x.a.dtype, c.dtype, has_bias, accumulate, index,
+    )  # fmt: skip
+    return autotune.configuration(call, launch)
+
+
 def tma_matmul(
     x: TmaOperands,
     bias: Tensor | None,
@@ -365,12 +389,15 @@ def tma_matmul(
     config: for tests and tuning; None takes the table's. key: `call_key`, to remember the call for `repeat_call`.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
-    if bias is not None and n * bias.stride(0) > _MAX_SIDE:
+    if bias is not None and n * bias.stride(0) > MAX_SIDE:
         bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address must not be remembered
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
+    if config is None and ranks == 1 and promote_every is None and autotune.is_enabled():
+        config, settled = _autotuned(x, bias, c, accumulate)
+        key = key if settled else None
     launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
-        m, n, k, ranks, piece_k, a_transposed, b_transposed,
+        m, n, k, ranks, piece_k, a_transposed, b_transposed, *_split(a, b),
         a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
     )  # fmt: skip
     c_position = 2 if narrow_block is None else 3

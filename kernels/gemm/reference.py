@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autotune import check_unmeasured
 from .operands import check_operands
 from .output import check_output, check_promotion
 
@@ -147,6 +148,7 @@ def _matmul(
     promote_every: int | None = None,
 ) -> Tensor:
     check_cpu_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
+    check_unmeasured(a)
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     panels = None if check_promotion(promote_every) is None else promote_every // K_BLOCK
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

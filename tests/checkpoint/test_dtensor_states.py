@@ -10,6 +10,7 @@ import torch
 from meshes import init_device_mesh, mesh_or_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import tp_invariant as tpi
@@ -27,13 +28,15 @@ class Model(nn.Module):
         self.head = tpi.Linear(16, 32, parallel_mode="column", gather_output=True, bias=False, tp_group=tp)
         self.head.weight = self.embed.weight
         self.foreign = nn.Linear(16, 16)
+        self.odd = nn.Linear(16, 6)  # of which fully_shard gives some of four ranks nothing
         self.register_buffer("count", torch.zeros(3))
         if isinstance(tp, DeviceMesh):
             tpi.replicate_(self, tp)
 
     def forward(self, ids):
         gate, up = self.fc1(self.embed(ids)).chunk(2, -1)
-        return self.head(self.foreign(self.fc2(gate.relu() * up)))
+        y = self.foreign(self.fc2(gate.relu() * up))
+        return self.head(y) * self.odd(y)[..., :1]
 
 
 def step(model, optimizer, seed):
@@ -44,8 +47,10 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def make(tp, seed=0, steps=2):
-    model = Model(tp, seed)
+def make(tp, seed=0, steps=2, bias=True, dp=None):
+    model = Model(tp, seed, bias)
+    if dp is not None:
+        fully_shard(model, mesh=dp, shard_placement_fn=tpi.fsdp_placement)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i in range(steps):
         step(model, optimizer, i)
@@ -59,23 +64,27 @@ def everything(model, optimizer):
     return [*states, (tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer))]
 
 
-def saved(tp_group, kind, folder):
-    model, optimizer = make(mesh_or_group(tp_group, kind))
+def saved(tp_group, kind, folder, bias=True):
+    model, optimizer = make(mesh_or_group(tp_group, kind), bias=bias)
     tpi.checkpoint.save(f"{folder}/ours", model, optimizer)
     return everything(model, optimizer)
 
 
-def loaded(tp_group, kind, folder, full):
-    """From the folder, and from full states; into a model of other values."""
+def loaded(tp_group, kind, folder, full, bias=True):
+    return load_both_ways(lambda: make(mesh_or_group(tp_group, kind), seed=1, steps=1, bias=bias), [folder], full)
+
+
+def load_both_ways(make_other, folders, full):
+    """From the folders, and from full states; into models of other values."""
     results = []
-    for way in ("folder", "full"):
-        model, optimizer = make(mesh_or_group(tp_group, kind), seed=1, steps=1)
-        if way == "folder":
+    for folder in (*folders, None):
+        model, optimizer = make_other()
+        if folder is not None:
             tpi.checkpoint.load(f"{folder}/ours", model, optimizer)
         else:
             tpi.load_full_state_dict(model, full[0])
             tpi.load_full_optimizer_state_dict(model, optimizer, full[1])
-        if kind == "mesh":
+        if DTensor in map(type, model.parameters()):
             assert {type(p) for p in model.parameters()} == {DTensor}
             kinds = {type(s[key]) for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
             assert kinds == {DTensor}
@@ -101,6 +110,69 @@ def test_our_checkpoints_and_full_states(tmp_path):
         for other_size, other_kind in {(1, "mesh"), (2, "mesh"), (4, "group" if kind == "mesh" else "mesh")}:
             for results in run_ranks(loaded, other_size, other_kind, str(folder), expected[0]):
                 testing.assert_bitwise_equal(results, [expected, expected])
+
+
+def fully_sharded_states(tp_group, sizes, folder, older, expected):
+    """Writes a folder; and reads it, older ones, and full states, which are the expected bits."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    model, optimizer = make(mesh["tp"], bias=False, dp=mesh["dp"])
+    with torch.no_grad():
+        model(torch.arange(12))  # after which a model keeps the gathered weights
+    few = mesh["dp" if sizes[0] == 1 else "tp"]
+    text = refused(ValueError, lambda: tpi.checkpoint.save(f"{folder}/other", model, optimizer, group=few))
+    assert "over the ranks [0, 1, 2, 3] (fully_shard), and the group has the ranks" in text
+    tpi.checkpoint.save(f"{folder}/ours", model, optimizer)
+    assert len(tpi.full_state_dict(model, rank0_only=True)) == (len(expected[0][0]) if tp_group.rank() == 0 else 0)
+    testing.assert_bitwise_equal(everything(model, optimizer), expected)
+    with torch.no_grad():
+        model.odd.weight.to_local().add_(tp_group.rank() == 1)  # another copy of a part, unless nobody else has it
+    if sizes == (4, 1):
+        tpi.full_state_dict(model)
+        alone = make(None, seed=1, steps=0, bias=False, dp=mesh["dp"])[0]  # fully_shard without tensor parallelism
+        tpi.load_full_state_dict(alone, expected[0][0])
+        testing.assert_bitwise_equal(tpi.full_state_dict(alone), expected[0][0])
+    else:
+        text = refused(RuntimeError, lambda: tpi.checkpoint.save(f"{folder}/ours", model, optimizer))
+        assert "odd.weight: " in text
+    results = load_both_ways(lambda: make(mesh["tp"], 1, 1, False, mesh["dp"]), [folder, *older], expected[0])
+    testing.assert_bitwise_equal(results, [expected] * len(results))
+    plain = Model(mesh["tp"].get_group(), 0, bias=False)
+    fully_shard(plain, mesh=mesh["dp"])
+    if mesh["tp"].size() > 1:
+        text = refused(TypeError, lambda: tpi.full_state_dict(plain))
+        assert "embed.weight in the model's state dict" in text and "needs a DeviceMesh as tp_group" in text
+
+
+def test_checkpoints_and_full_states_after_fully_shard(tmp_path):
+    """Any dp x tp writes and reads, and models that are not fully sharded."""
+    folders = {name: str(tmp_path / name) for name in ("plain", "2x2", "1x4", "4x1")}
+    for folder in folders.values():
+        (tmp_path / folder).mkdir()
+    expected = run_ranks(saved, 2, "group", folders["plain"], False)[0]
+    testing.assert_bitwise_equal(run_ranks(lambda tp_group: everything(*make(tp_group, bias=False)), 1)[0], expected)
+    for name, older in {"2x2": ["plain"], "1x4": ["2x2"], "4x1": ["2x2", "plain"]}.items():
+        sizes = tuple(map(int, name.split("x")))
+        run_ranks(fully_sharded_states, 4, sizes, folders[name], [folders[other] for other in older], expected)
+    for size, kind, name in ((1, "mesh", "2x2"), (2, "group", "4x1"), (2, "mesh", "2x2")):
+        for results in run_ranks(loaded, size, kind, folders[name], expected[0], False):
+            testing.assert_bitwise_equal(results, [expected, expected])
+
+
+def dtensors_given(tp_group):
+    model, optimizer = make(mesh_or_group(tp_group, "mesh"))
+    other, other_optimizer = make(mesh_or_group(tp_group, "mesh"), seed=1)
+    before = everything(*make(mesh_or_group(tp_group, "mesh"), seed=1))
+    text = refused(TypeError, lambda: tpi.load_full_state_dict(other, model.state_dict()))
+    assert "embed.weight in the state dict is a DTensor placed as (Shard(dim=0),): only full tensors" in text
+    full = tpi.full_optimizer_state_dict(model, optimizer)
+    full["state"]["fc1.weight"]["exp_avg"] = optimizer.state[model.fc1.weight]["exp_avg"]
+    text = refused(TypeError, lambda: tpi.load_full_optimizer_state_dict(other, other_optimizer, full))
+    assert "exp_avg in the optimizer's state of fc1.weight is a DTensor" in text
+    testing.assert_bitwise_equal(everything(other, other_optimizer), before)
+
+
+def test_dtensors_in_place_of_full_tensors():
+    run_ranks(dtensors_given, 2)
 
 
 # --- torch's own ------------------------------------------------------------------------------------------------------
@@ -162,15 +234,13 @@ def torchs_state(tp_group, kind, folder):
     return first
 
 
-def from_dcp(tp_group, kind, folder, asked):
+def from_dcp(tp_group, kind, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model, optimizer = make(mesh_or_group(tp_group, kind), seed=1, steps=1)
     states = get_state_dict(model, optimizer)
     states = {"model": states[0], "optimizer": states[1]}
-    if asked:
-        states = tpi.checkpoint.as_boxes(states)
     dcp.load(states, checkpoint_id=f"{folder}/dcp", process_group=tp_group)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     return everything(model, optimizer)
@@ -185,7 +255,7 @@ def test_torchs_state_dicts_and_checkpoints(tmp_path):
             expected = expected or result
             testing.assert_bitwise_equal(result, expected)
         for other in {1, 2, 4} - {size}:
-            for result in run_ranks(from_dcp, other, "mesh", str(folder), size == 4):
+            for result in run_ranks(from_dcp, other, "mesh", str(folder)):
                 testing.assert_bitwise_equal(result, expected)
 
 
@@ -197,7 +267,6 @@ def from_rank_0(tp_group, sizes):
         set_model_state_dict,
         set_optimizer_state_dict,
     )
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     first = get_state_dict(*make(mesh["tp"]), options=StateDictOptions(full_state_dict=True))
@@ -293,7 +362,6 @@ def refused(kind, call) -> str:
 def fully_sharded(tp_group, sizes, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     start = testing.full_parameters(Model(mesh["tp"], 0, bias=False))
@@ -304,14 +372,13 @@ def fully_sharded(tp_group, sizes, folder):
     calls = [
         lambda: tpi.clip_grad_norm_(default.parameters(), 1.0),
         optimizer.step,
-        lambda: tpi.checkpoint.as_boxes(default.state_dict()),
+        default.fc1.weight.__create_chunk_list__,  # as torch.distributed.checkpoint does
         lambda: testing.full_parameters(default),
         lambda: tpi.full_state_dict(default),
+        lambda: tpi.load_full_state_dict(default, {}),
     ]
     for call in calls:
         assert "shard_placement_fn=tp_invariant.fsdp_placement" in refused(ValueError, call)
-    text = refused(TypeError, lambda: tpi.load_full_state_dict(default, {}))
-    assert "embed.weight in the model's state dict is a DTensor tensor on several mesh dims" in text
     biased = Model(mesh["tp"], 0)
     text = refused(ValueError, lambda: fully_shard(biased, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement))
     assert "a parameter of shape (64,) is placed as (_StridedShard(dim=0, sf=2),)" in text

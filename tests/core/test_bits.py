@@ -7,9 +7,11 @@ import struct
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_invariant.core.bits import leaves, raw_bytes
-from tp_invariant.testing import assert_bitwise_equal, digest
+from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks
 
 DTYPES = (
     torch.bfloat16,
@@ -277,3 +279,22 @@ def test_leaves_whose_bytes_are_not_known_are_refused(leaf):
 
 def test_the_order_of_keys_is_not_compared():
     assert digest({"a": 1, "b": 2.0}) == digest({"b": 2.0, "a": 1})
+
+
+def of_dtensors(tp_group):
+    """Comparisons see this rank's part, without the others: here only one rank finds a difference."""
+    mesh = DeviceMesh.from_group(tp_group, "cpu")
+    local = torch.arange(8.0).view(4, 2) + tp_group.rank()
+    one, other = (DTensor.from_local(local.clone(), mesh, [Shard(0)]) for _ in range(2))
+    assert_bitwise_equal({"a": one}, {"a": other})
+    assert_bitwise_equal(one, local)
+    assert digest([one]) == digest([local])
+    if tp_group.rank() == 1:
+        other.to_local()[2, 1] += 1
+        with pytest.raises(AssertionError, match=r"1 of 8 elements differ; the first at index \(2, 1\): 6.0"):
+            assert_bitwise_equal(one, other)
+        assert digest(one) != digest(other)
+
+
+def test_dtensors():
+    run_ranks(of_dtensors, 2, device="cpu")

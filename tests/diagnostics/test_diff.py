@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import resolve_group
@@ -107,6 +109,8 @@ class Model(nn.Module):
 def train(tp_group, path, steps=3, first=0, change=None):
     """Trains and logs; change: (step, parameter, rank) of a bit that is flipped unnoticed."""
     model = Model(tp_group)
+    if isinstance(tp_group, DeviceMesh):
+        tpi.replicate_(model, tp_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rank = resolve_group(tp_group).rank
     digests = []
@@ -130,6 +134,25 @@ def write_unlike(tp_group, path):
     if resolve_group(tp_group).rank:
         model.fc2.weight.grad = torch.zeros_like(model.fc2.weight)
     tpi.DigestLog(path, model, tp_group=tp_group).write(0)
+
+
+def train_over_a_mesh(tp_group, path):
+    return train(DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)), path)
+
+
+def fully_sharded(tp_group, path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model, mesh=DeviceMesh.from_group(tp_group, "cpu"))
+    tpi.DigestLog(path, model, tp_group=None)
+
+
+def test_parameters_that_are_dtensors(logs, tmp_path, mode_on):
+    """The lines of plain shards; after fully_shard an error."""
+    path = tmp_path / "mesh.log"
+    run_ranks(train_over_a_mesh, 2, str(path))
+    assert path.read_text() == logs["on2"].read_text()
+    with pytest.raises(RankError, match=r"0.weight is placed as \(Shard\(dim=0\),\) .* \(fully_shard\)"):
+        run_ranks(fully_sharded, 2, str(tmp_path / "other.log"))
 
 
 @pytest.fixture(scope="module")

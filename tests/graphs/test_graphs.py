@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from hf_models import build
 from simulated_ranks import ON_GPUS
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import tp_invariant as tpi
 from tp_invariant.comm import peer_copies
@@ -133,11 +136,12 @@ def emulating(device=DEVICE):
 class Block(torch.nn.Module):
     """x [S, B, hidden] -> x plus a product and a gated MLP of it; also its mean, and how often it was called."""
 
-    def __init__(self, hidden, ffn, device, dtype, **options):
+    def __init__(self, hidden, ffn, device, dtype, stride, **options):
         super().__init__()
         place = dict(device=device, dtype=dtype, bias=False, **options)
         norm = dict(normalization="RMSNorm", parallel_mode="column")
-        pieces = dict(partition_sizes=(hidden // 2, hidden // 4, hidden // 4))  # of the features between the two
+        sizes = (hidden // 2, hidden // 4, hidden // 4)  # of the features between the two
+        pieces = dict(partition_stride=stride) if stride else dict(partition_sizes=sizes)
         self.qkv = tpi.LayerNormLinear(hidden, hidden, **pieces, **norm, **place)
         self.o = tpi.Linear(hidden, hidden, parallel_mode="row", **pieces, **place)
         self.fc1 = tpi.LayerNormLinear(hidden, 2 * ffn, partition_stride=2, **norm, **place)
@@ -155,9 +159,9 @@ class Block(torch.nn.Module):
         return (x + y if residual else y), {"mean": x.detach().mean(), "kind": "block"}
 
 
-def model_of(tp_group, hidden=HIDDEN, ffn=FFN, layers=2, dtype=torch.float32, device=DEVICE):
+def model_of(tp_group, hidden=HIDDEN, ffn=FFN, layers=2, dtype=torch.float32, device=DEVICE, stride=None):
     torch.manual_seed(0)
-    options = dict(tp_group=tp_group, sequence_parallel=tp_group is not None, device=device, dtype=dtype)
+    options = dict(tp_group=tp_group, sequence_parallel=tp_group is not None, device=device, dtype=dtype, stride=stride)
     return torch.nn.ModuleList(Block(hidden, ffn, **options) for _ in range(layers)).train()
 
 
@@ -165,6 +169,10 @@ def x_of(group, tokens=TOKENS, hidden=HIDDEN, step=0, dtype=torch.float32, devic
     full = torch.randn(tokens, 1, hidden, generator=torch.Generator().manual_seed(step)) * torch.logspace(-2, 2, hidden)
     mine = full.chunk(group.size)[group.rank]
     return mine.to(device, dtype).clone().requires_grad_()
+
+
+def tp_of(tp_group, kind, device):
+    return DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
 
 
 def through(model, x, **options):
@@ -177,9 +185,14 @@ def _whole(t, group):
     return start_gather_major(t, group).wait().flatten(0, 1) if group.size > 1 else t
 
 
-def train(tp_group, graphed, device, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
-    """Full outputs, input gradients and parameters after three steps of two micro-batches each."""
-    group, model = resolve_group(tp_group), model_of(tp_group, hidden, ffn, dtype=dtype, device=device)
+def train(tp_group, graphed, device, kind=None, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32):
+    """Full outputs, input gradients and parameters after three steps of two micro-batches each.
+
+    `kind` "mesh": parameters are DTensors; "group": the same model without.
+    """
+    tp_group = tp_of(tp_group, kind, device)
+    group = resolve_group(tp_group)
+    model = model_of(tp_group, hidden, ffn, dtype=dtype, device=device, stride=None if kind is None else 2)
     if graphed:
         handle = graphs.graph_layers(model, lambda: through(model, x_of(group, tokens, hidden, 0, dtype, device)))
     optimizer, results = torch.optim.SGD(model.parameters(), lr=1e-3), []
@@ -190,6 +203,8 @@ def train(tp_group, graphed, device, tokens=TOKENS, hidden=HIDDEN, ffn=FFN, dtyp
             y = through(model, x)
             (y.square().sum() * 2.0**-12).backward()  # the same gradient of y whatever a rank holds
             results += [_whole(y.detach(), group), _whole(x.grad, group)]
+        grads = {type(p.grad) for p in model.parameters()}
+        assert grads == {DTensor if kind == "mesh" else torch.Tensor}
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     if graphed:
@@ -235,16 +250,30 @@ def test_the_bits_of_the_layers_as_they_are():
     torch.testing.assert_close(whole.double(), x.detach(), rtol=1e-4, atol=1e-4)
 
 
-def captured_passes(tp_group):
+def trained_as(tp_group, kind, graphed, mode=True):
+    return trained(tp_group, graphed, mode, kind=kind)
+
+
+def test_parameters_that_are_dtensors():
+    """The bits of plain shards, in graphs and without."""
+    want = run_ranks(trained_as, 1, "group", False, device="cpu")[0][0]
+    for ranks, graphed in ((1, True), (2, True), (2, False)):
+        found = run_ranks(trained_as, ranks, "mesh", graphed, device="cpu")
+        assert {rank[0] for rank in found} == {want}, (ranks, graphed)
+    assert run_ranks(trained_as, 2, "mesh", True, False, device="cpu")[0][0] != want, "the control: other bits show"
+
+
+def captured_passes(tp_group, kind):
     Captured.passes, Captured.left_over = [], 0
     with emulating("cpu"), tpi.set_tp_invariant_mode(True):
-        model = model_of(tp_group, device="cpu")
+        model = model_of(tp_of(tp_group, kind, "cpu"), device="cpu", stride=2)
         graphs.graph_layers(model, lambda: through(model, x_of(resolve_group(tp_group), device="cpu")))
     return Captured.passes, Captured.left_over
 
 
-def test_weights_are_gathered_ahead_within_a_graph_and_never_past_it():
-    for passes, left_over in run_ranks(captured_passes, 2, device="cpu"):
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_weights_are_gathered_ahead_within_a_graph_and_never_past_it(kind):
+    for passes, left_over in run_ranks(captured_passes, 2, kind, device="cpu"):
         assert passes == [["ahead", "ahead"]] * 4, "two weights in each forward and in each backward of two layers"
         assert left_over == 0
 
@@ -266,11 +295,11 @@ def test_a_loss_of_the_step_before_does_not_matter():
         assert_bitwise_equal(grads, [p.grad for p in own])
 
 
-def hf_steps(tp_group, graphed, device, sizes):
+def hf_steps(tp_group, graphed, device, sizes, kind="group"):
     """Losses and parameters of a Qwen3's steps, with its decoder layers as graphs or not."""
     with emulating(device), tpi.set_tp_invariant_mode(True):
         model = build("qwen3", torch.bfloat16 if device == "cuda" else torch.float32, **sizes).to(device)
-        model = tpi.parallelize(model, tp_group, sequence_parallel=True)
+        model = tpi.parallelize(model, tp_of(tp_group, kind, device), sequence_parallel=True)
 
         def batch(step):
             ids = torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(step)).to(device)
@@ -294,7 +323,8 @@ def test_a_hugging_face_model():
     """Its layers take a mask that is not a tensor, and cosines and sines, by name."""
     pytest.importorskip("transformers")
     want = run_ranks(hf_steps, 1, False, "cpu", {}, device="cpu")
-    assert set(run_ranks(hf_steps, 2, True, "cpu", {}, device="cpu")) == set(want)
+    for kind in ("group", "mesh"):
+        assert set(run_ranks(hf_steps, 2, True, "cpu", {}, kind, device="cpu")) == set(want)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -518,6 +548,42 @@ elsewhere = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE))
 def test_layers_that_a_graph_would_get_wrong(does, problem):
     with emulating(), pytest.raises(ValueError, match=rf"layers\[0\] \(Odd\).*{problem}|{problem}"):
         odd(does, there(2, 4))
+
+
+def of_a_mesh(tp_group):
+    """Modules that are not this library's: replicated and frozen parameters; and what is refused."""
+    mesh, x = tp_of(tp_group, "mesh", "cpu"), torch.randn(2, 4)
+    with emulating("cpu"):
+        layers = [Odd(lambda m, x: x @ m.weight * m.scale) for _ in range(2)]
+        for layer in layers:
+            layer.scale = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+            tpi.replicate_(layer, mesh)
+        graphs.graph_layers(layers[:1], lambda: layers[0](x))
+        for layer in layers:
+            layer(x).square().sum().backward()
+            layer(x).sum().backward()
+        assert_bitwise_equal(layers[0].weight.grad.to_local(), layers[1].weight.grad.to_local())
+        torch.testing.assert_close(layers[0](x).detach(), x @ layers[0].weight.to_local().detach() * 2)
+        for key in ("weight", "scale"):
+            y = layers[0](x)
+            with torch.no_grad():
+                getattr(layers[0], key).mul_(2.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        layers[0].weight._local_tensor = layers[0].weight._local_tensor.clone()
+        with pytest.raises(ValueError, match="lies elsewhere"):
+            layers[0](x)
+        layer = Odd(lambda m, x: x @ m.weight)
+        whole = fully_shard(torch.nn.Sequential(layer), mesh=mesh)
+        for problem in ("fully_shard's are gathered anew", "is fully_shard's, which is gathered anew"):
+            with pytest.raises(ValueError, match=rf"weight of layers\[0\] \(Odd\) .*{problem}"):
+                graphs.graph_layers([layer], lambda: None)
+            with torch.no_grad():
+                whole(x)  # after which the gathered ones stay
+
+
+def test_dtensors_of_other_modules_and_of_fully_shard():
+    run_ranks(of_a_mesh, 2, device="cpu")
 
 
 def test_an_argument_that_is_written_to_is_refused():
@@ -744,14 +810,30 @@ def test_on_gpus(ranks, transport):
         assert off[0] != off[1]
 
 
-def _trained_on_gpus(ranks, graphed, transport, mode=True):
-    found = run_ranks(_large, ranks, graphed, mode, transport, device="cuda")
+@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+def test_parameters_that_are_dtensors_on_gpus(ranks):
+    """Graphs with DTensors have the bits of graphs with plain shards, and of the layers as they are."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
+    if ranks not in (1, 2, 4):
+        pytest.skip("the tokens do not divide")
+    want = _trained_on_gpus(1, False, "nccl", kind="group")[0]
+    for kind, graphed in (("mesh", True), ("mesh", False), ("group", True)):
+        for transport in ("auto", "nccl") if graphed else ("auto",):
+            assert _trained_on_gpus(ranks, graphed, transport, kind=kind)[0] == want, (kind, graphed, transport)
+    if ranks > 1:
+        off = [_trained_on_gpus(r, True, "nccl", mode=False, kind="mesh")[0] for r in (1, ranks)]
+        assert off[0] != off[1]
+
+
+def _trained_on_gpus(ranks, graphed, transport, mode=True, kind=None):
+    found = run_ranks(_large, ranks, graphed, mode, transport, kind, device="cuda")
     assert len({rank[0] for rank in found}) == 1
     return found[0][0], found[0][1], min(rank[2] for rank in found)
 
 
-def _large(tp_group, graphed, mode, transport):
-    return trained(tp_group, graphed, mode, "cuda", transport, **LARGE)
+def _large(tp_group, graphed, mode, transport, kind):
+    return trained(tp_group, graphed, mode, "cuda", transport, kind=kind, **LARGE)
 
 
 @pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
@@ -761,4 +843,5 @@ def test_a_hugging_face_model_on_gpus(ranks):
         pytest.skip("the heads do not divide")
     sizes = dict(hidden_size=128, intermediate_size=256)
     want = run_ranks(hf_steps, 1, False, "cuda", sizes, device="cuda")
-    assert set(run_ranks(hf_steps, ranks, True, "cuda", sizes, device="cuda")) == set(want)
+    for kind in ("group", "mesh"):
+        assert set(run_ranks(hf_steps, ranks, True, "cuda", sizes, kind, device="cuda")) == set(want)

@@ -75,7 +75,7 @@ def hopper():
 
 def products(dtype: torch.dtype, tma: bool) -> None:
     a, b, bias = torch.zeros(256, 512, dtype=dtype), torch.zeros(512, 384, dtype=dtype), torch.zeros(384, dtype=dtype)
-    with mock.patch.object(matmul_tma, "_supports_tma", lambda *args: tma):
+    with mock.patch.object(matmul_tma, "supports_tma", lambda *args: tma):
         for x, y in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)):
             matmul.matmul(x, y, bias=bias)
         matmul.matmul(a, b, out=torch.zeros(256, 384), accumulate=True)

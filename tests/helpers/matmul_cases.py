@@ -46,9 +46,9 @@ def operands(shape, layout, dtype):
 def every_config():
     """The configurations above and all of the table."""
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
-    from tp_invariant.kernels.gemm.matmul_table import MEASURED, ROUNDS
+    from tp_invariant.kernels.gemm.matmul_table import TIMES
 
-    fields = {*CONFIGS, *MEASURED.values(), *(entry[0] for entries in ROUNDS.values() for entry in entries)}
+    fields = {*CONFIGS, *(config for times in TIMES.values() for config in times)}
     return [MatmulConfig(*each) for each in sorted(fields)]
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import logging
+import pickle
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cloudpickle
 import hf_models
 import pytest
 import torch
@@ -24,6 +28,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm import meeting
 from tp_invariant.core.dtensors import local_of
+from tp_invariant.hugging_face.saving import install_saving
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -360,6 +365,35 @@ def sharded_by_transformers(world_group):
         model.maybe_distribute_model(model, config, meshes)
         texts.append(refused(ValueError, lambda model=model, group=group: tpi.parallelize(model, group)))
     return texts
+
+
+def test_the_functions_of_a_model_do_not_hold_it():
+    """It is freed when the last reference is; a copy has functions of its own."""
+
+    class Model:
+        save_pretrained: Any
+        resize_token_embeddings: Any
+
+        def get_input_embeddings(self):
+            return mock.Mock(num_embeddings=self.rows)
+
+    model = Model()
+    install_saving(model)
+    model.rows = 4
+    twins = copy.deepcopy(model), pickle.loads(cloudpickle.dumps(model))
+    for rows, twin in enumerate(twins, start=5):
+        twin.rows = rows
+        assert twin.resize_token_embeddings(rows).num_embeddings == rows
+    assert model.resize_token_embeddings(4).num_embeddings == 4
+    save, freed = model.save_pretrained, weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="the model of this save_pretrained is gone"):
+        save("folder")
 
 
 def test_a_model_that_transformers_has_sharded():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils import prune
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -398,6 +399,26 @@ def parametrized() -> nn.Module:
     linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
     torch.nn.utils.parametrize.register_parametrization(linear, "bias", Halved())
     return linear
+
+
+def alone_with_hooks(tp_group):
+    for how in (torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm, prune_all):
+        torch.manual_seed(0)
+        linear = how(nn.Linear(4, 4))
+        with pytest.raises(ValueError, match=r"weight of the Linear that was given to replicate_ .*nn\.Sequential"):
+            tpi.replicate_(linear, on_mesh(tp_group))
+        around = tpi.replicate_(nn.Sequential(linear), on_mesh(tp_group))
+        around(torch.ones(2, 4)).square().sum().backward()
+        assert {type(p.grad) for p in around.parameters()} == {DTensor}
+
+
+def prune_all(linear):
+    return prune.l1_unstructured(linear, "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_hooks_that_compute_a_weight_of_a_module_alone():
+    run_ranks(alone_with_hooks, 2)
 
 
 FOREIGN = {

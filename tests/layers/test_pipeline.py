@@ -241,6 +241,46 @@ def test_norms_of_stages(kind):
         assert "the TP-invariant mode is" in other_mode
 
 
+def of_tied(world):
+    """Norms and gradients of three parameters: of one model, and of two stages which both hold the first."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "pp", "tp"))
+    stage = mesh["pp"].get_local_rank()
+
+    def make(seed):
+        layer = tpi.Linear(20, 24, parallel_mode="column", bias=False, tp_group=mesh["tp"])
+        spec, full = layer.shard_spec("weight"), torch.randn(24, 20, generator=torch.Generator().manual_seed(seed))
+        layer.weight.grad = spec.placed(spec.local(full))
+        return layer.weight
+
+    with tpi.set_tp_invariant_mode(True):
+        parameters = [make(seed) for seed in range(3)]
+        whole = tpi.clip_grad_norm_(parameters, 0.1), [p.grad.full_tensor() for p in parameters]
+        tied, *others = (make(seed) for seed in range(3))
+        own = [tied, others[0]] if stage == 0 else [others[1], tied]
+        twice = tpi.clip_grad_norm_(own, 1e9, pp_group=mesh["pp"])
+        tied.shared = mesh["tp"].get_local_rank() == 1
+        with pytest.raises(RuntimeError, match="shared=True"):
+            tpi.clip_grad_norm_(own, 0.1, pp_group=mesh["pp"])
+        tied.shared = stage == 1
+        largest = tpi.clip_grad_norm_(own, 1e9, pp_group=mesh["pp"], norm_type=torch.inf)
+        alone = tpi.clip_grad_norm_([tied], 1e9)
+        staged = tpi.clip_grad_norm_(own, 0.1, pp_group=mesh["pp"]), [p.grad.full_tensor() for p in (tied, *others)]
+    return whole, staged, twice, largest, alone, stage
+
+
+def test_a_parameter_that_two_stages_hold():
+    """It counts once where the second is marked, and both are scaled."""
+    full = [torch.randn(24, 20, generator=torch.Generator().manual_seed(seed)).double() for seed in range(3)]
+    exact = torch.cat(full).norm()
+    for whole, staged, twice, largest, alone, stage in run_ranks(of_tied, RANKS):
+        testing.assert_bitwise_equal(staged[0], whole[0])
+        mine = [0, 1] if stage == 0 else [0, 2]
+        testing.assert_bitwise_equal([staged[1][i] for i in mine], [whole[1][i] for i in mine])
+        assert (staged[0].double() - exact).abs() < 1e-6 * exact < (twice.double() - exact).abs()
+        assert largest == torch.stack(full).abs().max().float()
+        torch.testing.assert_close(alone.double(), full[0].norm(), rtol=1e-6, atol=0)
+
+
 def with_an_empty_stage(world):
     """A stage without parameters gets the norm of the other."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "pp", "tp"))

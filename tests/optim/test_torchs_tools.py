@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, mesh_or_group
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
+from tp_invariant.optim import step_checks
 from tp_invariant.testing import run_ranks
 
 KINDS = ("group", "mesh")
@@ -36,9 +38,10 @@ class Block(nn.Module):
         torch.manual_seed(0)
         self.gated = tpi.LayerNormLinear(32, 128, parallel_mode="column", partition_stride=2, tp_group=tp)
         self.down = tpi.Linear(64, 32, parallel_mode="row", tp_group=tp)
+        self.norm = tpi.ParallelNorm(32, normalization="LayerNorm", bias=True, tp_group=tp)
 
     def forward(self, x):
-        gate, up = self.gated(x).chunk(2, -1)
+        gate, up = self.gated(self.norm(x)).chunk(2, -1)
         return x + self.down(gate.relu() * up)
 
 
@@ -273,12 +276,33 @@ def test_torchs_scaler_over_plain_shards_is_refused():
         run_ranks(scaled, 2, "group", torch.amp.GradScaler, FORMS[0], 1)
 
 
+def read_once(tp_group):
+    """How often steps have asked parameters for their group: the first two, a third, and one of more parameters."""
+    model, _ = with_grads(tp_group, "group")
+    optimizer, counts = torch.optim.SGD(model.down.parameters(), lr=1e-3), []
+    with mock.patch.object(step_checks, "carried_group", wraps=step_checks.carried_group) as asked:
+        for step in range(5):
+            if step == 3:
+                optimizer.add_param_group({"params": [*model.norm.parameters()]})
+            optimizer.step()
+            counts.append(asked.call_count)
+            asked.reset_mock()
+    return counts
+
+
+def test_steps_read_what_parameters_carry_until_all_is_compared():
+    for first, second, third, more, again in run_ranks(read_once, 2):
+        assert first and second and more and third == again == 0
+
+
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 MAKE = {
     "AdamW, for-loop": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
     "AdamW, foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
     "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "AdamW, for-loop, capturable": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False, capturable=True),
+    "AdamW, foreach, capturable": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True, capturable=True),
     "SGD, for-loop": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, foreach=False),
     "SGD, foreach": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, foreach=True),
 }
@@ -288,7 +312,8 @@ def optimized(tp_group, kind, name):
     model, x = with_grads(tp_group, kind)
     optimizer = MAKE[name](model.parameters())
     for _ in range(3):
-        optimizer.step()
+        with mock.patch("torch.optim.adam._get_capturable_supported_devices", lambda *_, **__: ["cpu"]):
+            optimizer.step()
         optimizer.zero_grad()
         model(x).square().sum().backward()
     return testing.full_parameters(model)
@@ -414,6 +439,7 @@ def copied(tp_group, kind):
         results.append((testing.full_grads(other), tpi.clip_grad_norm_(other.parameters(), 1.0)))
     new = {name: (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()}
     torch.func.functional_call(model, new, (x,)).square().sum().backward()
+    assert all(hasattr(p, "tensor_model_parallel") for p in new.values())
     full = {name: _whole(model, name, p.grad) for name, p in new.items()}
     norm = tpi.clip_grad_norm_(new.values(), 1.0)
     exact = sum(g.double().square().sum() for g in full.values()).sqrt()
@@ -477,6 +503,31 @@ def refused_parametrizations(tp_group):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 def test_parametrizations_over_what_is_sharded_are_refused():
     run_ranks(refused_parametrizations, 2)
+
+
+def pruned(tp_group):
+    ways = {
+        "weight": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        "bias": lambda layer: prune.random_unstructured(layer, "bias", 0.5),
+    }
+    for name, way in ways.items():
+        model, x = with_grads(tp_group, "group")
+        way(model.gated)
+        text = refused(ValueError, lambda model=model, x=x: model(x))
+        assert f"{name} of a LayerNormLinear on rank {tp_group.rank()} is pruned" in text and "prune.remove(" in text
+    prune.remove(model.gated, "bias")
+    y = model(x).detach()
+    for whole in ("gated.layer_norm_weight", "down.bias"):  # of what is whole on every rank each has the same mask
+        layer, _, name = whole.partition(".")
+        prune.l1_unstructured(model.get_submodule(layer), name, 0.5)
+    assert not torch.equal(model(x).detach(), y)
+
+
+def test_pruned_shards_are_refused():
+    run_ranks(pruned, 2)
+    alone = tpi.Linear(8, 8, parallel_mode="row")
+    prune.l1_unstructured(alone, "weight", 0.5)
+    assert alone(torch.ones(2, 8)).isfinite().all()
 
 
 # --- export ---------------------------------------------------------------------------------------------------------

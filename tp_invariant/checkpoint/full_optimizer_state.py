@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core.bits import leaves
 from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import ShardSpec
-from .full_state import WHOLE, Entry, gather_entries, model_group, run_on_all_ranks, tensor_specs
+from .full_state import WHOLE, Entry, check_whole, entry_of, gather_entries, model_group, run_on_all_ranks, tensor_specs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -66,6 +66,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         parameters, specs = dict(model.named_parameters()), tensor_specs(model)
         result: dict[str, dict[str, Any]] = {}
         for name, values in state["state"].items():
+            check_whole(values, f"the optimizer's state of {name}")
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     parameter = parameters[name]
@@ -77,7 +78,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     for name, values in targets.items():
         for key, target in values.items():
             if isinstance(target, Entry):
-                target.tensor.copy_(target.spec.local(state["state"][name][key]))
+                target.fill(state["state"][name][key])
     install_optimizer_state(model, optimizer, state["param_groups"], targets)
 
 
@@ -85,13 +86,14 @@ def state_target(
     name: str, key: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, spec: ShardSpec
 ) -> Entry:
     """A new tensor to load one full state tensor into: sharded like its parameter, or a scalar on the CPU."""
-    local = local_of(parameter)
-    if shape == Entry(local, spec).full_shape:
-        return Entry(torch.zeros_like(local, dtype=dtype, requires_grad=False), spec)
+    like = entry_of(parameter, spec)
+    if shape == like.full_shape:
+        local = torch.zeros_like(like.tensor, dtype=dtype, requires_grad=False)
+        return Entry(local, spec, None if like.placed is None else _like_parameter(local, like.placed))
     if shape:
         raise ValueError(
             f"the optimizer's state {key!r} of {name} has shape {tuple(shape)} where the parameter has "
-            f"{tuple(Entry(local, spec).full_shape)}"
+            f"{tuple(like.full_shape)}"
         )
     return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
 
@@ -175,7 +177,7 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
                 )
             if isinstance(value, Tensor):
                 like = value.shape == parameter.shape
-                value = Entry(local_of(value), specs[id(parameter)] if like else WHOLE)
+                value = entry_of(value, specs[id(parameter)]) if like else Entry(local_of(value), WHOLE)
                 if not like and value.tensor.dim():
                     raise ValueError(
                         f"the optimizer's state {key!r} of {name} has shape {tuple(value.tensor.shape)}: only tensors "

@@ -10,22 +10,27 @@ if copies differ it is not known which is right. This costs a pass over these te
 from __future__ import annotations
 
 import hashlib
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.collectives import Group, ranks_of
+from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
 from ..core.bits import raw_bytes, tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
+from ..core.pieces import pieces_of
 from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
 
 if TYPE_CHECKING:
@@ -47,14 +52,37 @@ class Entry:
 
     @property
     def full_shape(self) -> torch.Size:
-        shape, spec = list(self.tensor.shape), self.spec
+        spec, placed = self.spec, self.placed
+        shape = list(self.tensor.shape if placed is None else placed.shape)
         if spec.dim is not None:
-            shape[spec.dim] = shape[spec.dim] * spec.group.size - spec.padding
+            shape[spec.dim] = shape[spec.dim] * (1 if placed is not None else spec.group.size) - spec.padding
         return torch.Size(shape)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the tensor is, each on a rank of its own but for replicas."""
+        if self.placed is None:
+            return 1 if self.spec.dim is None else self.spec.group.size
+        sizes = zip(self.placed.placements, self.placed.device_mesh.shape, strict=True)
+        return math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+    def full(self) -> Tensor:
+        """The full tensor, on every rank. A collective."""
+        return self.spec.full(self.tensor if self.placed is None else self.placed)
+
+    def fill(self, full: Tensor) -> None:
+        """Copies this rank's part of the full tensor to its place."""
+        with torch.no_grad():
+            if self.spec.padding:
+                self.tensor.detach().zero_()  # no piece covers the padding
+            for offsets, view in self.pieces():
+                view.copy_(full[tuple(map(slice, offsets, map(add, offsets, view.shape)))])
 
     def pieces(self) -> list[tuple[torch.Size, Tensor]]:
         """(offsets in the full tensor, view of this rank's tensor) of each box; there are partition_stride boxes."""
         spec, local = self.spec, self.tensor.detach()
+        if self.placed is not None:
+            return self._placed_pieces(self.placed)
         if spec.dim is None:
             return [(torch.Size([0] * local.dim()), local)]
         world, total = spec.group.size, local.shape[spec.dim] * spec.group.size
@@ -67,6 +95,16 @@ class Entry:
             if size > 0:
                 boxes.append((torch.Size(offsets), local.narrow(spec.dim, here, size)))
             here, before = here + width, before + piece
+        return boxes
+
+    def _placed_pieces(self, placed: DTensor) -> list[tuple[torch.Size, Tensor]]:
+        """Those of a DTensor that fully_shard has cut: of a rank that has nothing, none."""
+        boxes, dim = [], self.spec.dim
+        for offsets, view in pieces_of(placed, self.tensor.detach()):
+            if dim is not None and self.spec.padding:
+                view = view.narrow(dim, 0, max(0, min(view.shape[dim], self.full_shape[dim] - offsets[dim])))
+            if view.numel() or not placed.numel():
+                boxes.append((offsets, view))
         return boxes
 
 
@@ -83,11 +121,46 @@ class IncompatibleKeys(NamedTuple):
 def model_group(model: nn.Module) -> Group:
     """The tensor-parallel group of a model's layers; one of size 1 if no layer is sharded.
 
-    If layers have different groups (TP=4 and TP=2), it is the group that contains the ranks of all others.
+    If layers have different groups (TP=4 and TP=2), it is the group that contains the ranks of all others. If
+    fully_shard has cut parameters over other ranks too, it is a process group of these and those, where there is one:
+    often all ranks of the job.
 
     Raises:
         ValueError: layers have different groups, and none contains the ranks of all; names a layer of each.
     """
+    reshard(model)
+    base = _largest_group(model)
+    cut = [p.device_mesh for _, p, spec in named_shard_specs(model) if spec.is_cut_further(p)]
+    if cut:
+        ranks = set(ranks_of(base)).union(*(on_mesh(mesh).ranks for mesh in cut))
+        for process_group in c10d._world.pg_map:  # in the order in which they were made, on every rank
+            if set(dist.get_process_group_ranks(process_group)) == ranks:
+                return resolve_group(process_group)
+    return base
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives the model fully_shard's parameters again where, after a forward alone, it still has the gathered ones."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def check_members(entries: Mapping[str, Entry], group: Group) -> None:
+    """Raises ValueError unless the ranks over which fully_shard has cut a tensor are all in the group."""
+    for name, entry in entries.items():
+        if entry.placed is None:
+            continue
+        ranks = sorted(on_mesh(entry.placed.device_mesh).ranks)
+        if not set(ranks) <= set(ranks_of(group)):
+            raise ValueError(
+                f"{name} is placed as {entry.placed.placements} over the ranks {ranks} (fully_shard), and the group "
+                f"has the ranks {ranks_of(group)}: give the group of all ranks that have parts of the model as `group`"
+            )
+
+
+def _largest_group(model: nn.Module) -> Group:
     groups: dict[int, tuple[str, Group]] = {}
     for name, _, spec in named_shard_specs(model):
         if spec.group.size > 1:
@@ -147,17 +220,19 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} is a {kind} tensor: only dense plain tensors are supported")
 
 
-def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str, Entry]:
+def entry_of(tensor: Tensor, spec: ShardSpec) -> Entry:
+    return Entry(local_of(tensor), spec, tensor if spec.is_cut_further(tensor) else None)
+
+
+def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict, buffers included, with how each tensor is sharded.
 
-    Args:
-        fully_sharded: take DTensors that fully_shard has cut over other mesh dims too.
-
     Raises:
-        TypeError: the state dict has other values than plain tensors and DTensors of this library's layers and
-            `replicate_`.
-        ValueError: see `tensor_specs`; or the state dict lacks a sharded parameter.
+        TypeError: the state dict has other values than plain tensors and DTensors of this library's layers,
+            `replicate_` and fully_shard; or fully_shard has cut plain shards.
+        ValueError: see `tensor_specs` and `check_placements`; or the state dict lacks a sharded parameter.
     """
+    reshard(model)
     specs = tensor_specs(model)
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -165,18 +240,14 @@ def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str,
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
         if is_dtensor(value):
             check_placements(value)
-            group = specs.get(id(value), WHOLE).group  # of plain shards it is not on fully_shard's mesh
-            on_mesh = set(ranks_of(group)) <= set(value.device_mesh.mesh.flatten().tolist())
-            if value.device_mesh.ndim > 1 and fully_sharded and on_mesh:
+            spec = specs.get(id(value), WHOLE)
+            if spec.is_cut_further(value) or _says_the_same(value, spec):
                 continue
-            if value.device_mesh.ndim > 1:
-                raise TypeError(
-                    f"{name} in the model's state dict is a DTensor tensor on several mesh dims, placed as "
-                    f"{value.placements} (fully_shard?): torch.distributed.checkpoint and get_state_dict take it, with "
-                    "tp_invariant.checkpoint.as_boxes"
-                )
-            if says_the_same(value, specs.get(id(value), WHOLE)):
-                continue
+            raise TypeError(
+                f"{name} in the model's state dict is a DTensor placed as {value.placements} on {value.device_mesh}, "
+                f"which does not say how it is cut over the ranks {ranks_of(spec.group)} of its layer's tp_group: "
+                "fully_shard needs a DeviceMesh as tp_group"
+            )
         check_dense(f"{name} in the model's state dict", value)
     held = {id(value) for value in state.values()}
     for name, parameter in model.named_parameters():
@@ -186,17 +257,10 @@ def model_entries(model: nn.Module, *, fully_sharded: bool = False) -> dict[str,
                 f"the model's state dict has another tensor in place of {name}, which is sharded: remove the state "
                 "dict hook that replaces it, because the sharding of its result is not known"
             )
-    return {
-        name: Entry(
-            local_of(tensor),
-            specs.get(id(tensor), WHOLE),
-            tensor if is_dtensor(tensor) and tensor.device_mesh.ndim > 1 else None,
-        )
-        for name, tensor in state.items()
-    }
+    return {name: entry_of(tensor, specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
 
 
-def says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
+def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
     """Whether a DTensor is whole on every rank where the spec says so, and else is on the mesh of the spec's group."""
     if all(placement.is_replicate() for placement in tensor.placements):
         return spec.dim is None or spec.group.size == 1
@@ -248,12 +312,14 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
     own: dict[str, tuple[str, str, tuple[int, ...] | None]] = {}
     for key, entry in entries.items():
         name, spec = key if isinstance(key, str) else ".".join(key), entry.spec
-        sharded = spec.dim is not None and spec.group.size > 1
+        sharded = entry.parts > 1
         kind = f"{entry.tensor.dtype} {tuple(entry.full_shape)}"
         part = f"part {spec.group.rank} of {spec.group.size} of " if sharded else ""
-        alike = not sharded or spec.group.size != group.size  # otherwise each part is on one rank only
+        if entry.placed is not None:
+            part = f"the part at {', '.join(str(list(offsets)) for offsets, _ in entry.pieces())} of "
+        alike = not sharded or entry.parts != group.size  # otherwise each part is on one rank only
         value = tuple(int(tensor_hash(view)) for _, view in entry.pieces()) if alike else None
-        own[name] = (f"{kind} in {spec.group.size} parts" if sharded else kind), part, value
+        own[name] = (f"{kind} in {entry.parts} parts" if sharded else kind), part, value
     everyone = gather_objects(own, group)
     problems = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
@@ -272,6 +338,16 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
             "from the same weights and give them the same gradients. Statistics of each rank's own data: save one "
             "replica, or make them equal first:\n" + "\n".join(problems[:_SHOWN]) + more
         )
+
+
+def check_whole(tensors: Mapping[str, Any], what: str) -> None:
+    """Raises TypeError for a DTensor."""
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name} in {what} is a DTensor placed as {tensor.placements}: only full tensors can be loaded here, "
+                "such as those of tp_invariant.full_state_dict; DTensors are for model.load_state_dict"
+            )
 
 
 def check_match(
@@ -325,7 +401,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
         RuntimeError: on every rank, if the copies of a replicated parameter or buffer differ; names them.
     """
     group = model_group(model)
-    entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model, fully_sharded=True))
+    entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model))
     return gather_entries(entries, group, rank0_only, cpu_offload)
 
 
@@ -342,7 +418,7 @@ def gather_entries(
         check_replicas("gathering full tensors", entries, group)
     full: dict[Any, Tensor] = {}
     for name, entry in entries.items():
-        tensor = entry.spec.full(entry.tensor if entry.placed is None else entry.placed)
+        tensor = entry.full()
         if not rank0_only or group.rank == 0:
             full[name] = tensor.cpu() if cpu_offload else tensor
     return full
@@ -365,6 +441,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
     Raises:
         ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named; or,
             whatever `strict`, two values for tied names.
+        TypeError: in the same way, DTensors.
     """
     entries, group = model_entries(model), model_group(model)
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
@@ -374,6 +451,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
             given[id(entry.tensor)].append(name)
 
     def check() -> IncompatibleKeys:
+        check_whole(state_dict, "the state dict")
         wanted = {name: entry for name, entry in entries.items() if name in found or not given[id(entry.tensor)]}
         keys = check_match(wanted, found, strict=strict, source="state dict")
         for first, *others in filter(None, given.values()):
@@ -386,8 +464,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
         return keys
 
     keys = run_on_all_ranks(group, "load_full_state_dict", check)
-    with torch.no_grad():
-        for name, entry in entries.items():
-            if name in state_dict:
-                entry.tensor.copy_(entry.spec.local(state_dict[name]))
+    for name, entry in entries.items():
+        if name in state_dict:
+            entry.fill(state_dict[name])
     return keys

@@ -41,6 +41,7 @@ from .full_state import (
     Entry,
     check_dense,
     check_match,
+    check_members,
     check_replicas,
     error_of_ranks,
     model_entries,
@@ -73,7 +74,8 @@ def save(
     Args:
         optimizer: its state and param_groups are saved too.
         extra: rank 0's is saved: nested dicts, lists, tuples, numbers, strings, None, tensors (a step, RNG states).
-        group: the ranks that call; None for the model's own tp_group. With data parallelism give the group of all
+        group: the ranks that call; None for the model's own tp_group, and after fully_shard for a process group of all
+            ranks that have parts of the model, if there is one. With other data parallelism give the group of all
             ranks, or call it on one replica.
 
     Raises:
@@ -106,6 +108,7 @@ def save(
             values["optimizer"] = _pack(state, "optimizer", tensors)
         own: dict[str, Entry] = {}
         values["extra"] = _pack(dict(extra or {}), "extra", own)
+        check_members(tensors, ranks)
         _check_storable(tensors | own, safetensors)
         json.dumps(values)  # before anything is written
         return tensors, own, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
@@ -165,6 +168,7 @@ def load(
         values = index.values
         offered = {name.removeprefix("model."): found for name, found in saved.items() if name.startswith("model.")}
         entries = model_entries(model)
+        check_members(entries, ranks)
         check_match(entries, offered, strict=True, source=f"checkpoint {folder}")
         once, aliases = _once(entries)
         for name, tied in aliases.items():

@@ -6,9 +6,10 @@ Activations are [..., features] or [rows, features]; see core/layout.py for the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -127,6 +128,28 @@ def ranks_of(group: Group) -> list[int]:
     if group.process_group is None:
         return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
     return dist.get_process_group_ranks(group.process_group)
+
+
+class OnMesh(NamedTuple):
+    """The ranks of a whole DeviceMesh, and this rank's group along each of its dims: none if this rank is not on it."""
+
+    ranks: frozenset[int]
+    groups: tuple[Group, ...]
+
+
+_on_meshes: dict[int, tuple[weakref.ref[DeviceMesh], OnMesh]] = {}
+
+
+def on_mesh(mesh: DeviceMesh) -> OnMesh:
+    """What torch computes anew whenever a mesh is asked, in 30 to 100 us: too long for every parameter of a model."""
+    key = id(mesh)  # equal meshes may have other groups
+    known = _on_meshes.get(key)
+    if known is not None and known[0]() is mesh:
+        return known[1]
+    dims = range(mesh.ndim) if mesh.get_coordinate() is not None else ()
+    found = OnMesh(frozenset(mesh.mesh.flatten().tolist()), tuple(resolve_group(mesh.get_group(dim)) for dim in dims))
+    _on_meshes[key] = weakref.ref(mesh, lambda _: _on_meshes.pop(key, None)), found
+    return found
 
 
 _prefetch_groups: dict[Group, Group] = {}

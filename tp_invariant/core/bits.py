@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtensors import local_of
+
 # leaves whose repr is complete; empty containers are leaves, see `leaves`
 _PLAIN = (bool, int, complex, str, bytes, list, tuple, dict, torch.dtype, torch.device)
 
@@ -21,7 +23,8 @@ _STEP, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements in row-major order: uint8 [numel, itemsize], on the CPU."""
+    """The bytes of a tensor's elements (of a DTensor's local ones), row-major: uint8 [numel, itemsize], on the CPU."""
+    tensor = local_of(tensor)
     # a clone, because contiguous() leaves a single element's odd stride, which view(dtype) refuses
     if tensor.layout != torch.strided:
         raise TypeError(f"a {tensor.layout} tensor has no bytes in row-major order: compare tensor.to_dense()")
@@ -30,7 +33,10 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 
 def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
-    """(name, leaf) for each leaf of nested mappings, sequences and dataclasses; names as in an expression: [0]['x']."""
+    """(name, leaf) for each leaf of nested mappings, sequences and dataclasses; names as in an expression: [0]['x'].
+
+    Of a DTensor it is this rank's part: what looks at a leaf must not wait for other ranks, which may not look.
+    """
     if isinstance(obj, (Mapping, list, tuple)) and not obj:
         yield name or "value", obj  # an empty container is a leaf, so that it is compared too
     elif isinstance(obj, Mapping):
@@ -43,14 +49,14 @@ def leaves(obj: Any, name: str = "") -> Iterable[tuple[str, Any]]:
         for field in dataclasses.fields(obj):
             yield from leaves(getattr(obj, field.name), f"{name}.{field.name}")
     else:
-        yield name or "value", obj
+        yield name or "value", local_of(obj)
 
 
 def digest(obj: Any) -> str:
     """SHA-256, as 64 hex digits, of everything in `obj`: structure, dtypes, shapes and raw bytes of its tensors.
 
     -0.0 and 0.0 differ, and so do NaNs with different payloads. Strides, devices and the order of a mapping's keys have
-    no effect.
+    no effect. Of a DTensor it sees this rank's part, as a plain tensor.
 
     Raises:
         TypeError: a leaf that is not a tensor, number, string, bytes, dtype, device or None.
@@ -76,6 +82,8 @@ def digest(obj: Any) -> str:
 
 def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
     """Asserts that two nested containers of tensors (or plain values) have equal bytes, dtype and shape at every leaf.
+
+    Of a DTensor it sees this rank's part, as a plain tensor.
 
     Raises:
         AssertionError: names the first leaf that differs, the number of differing elements, and the index, both values

@@ -107,6 +107,24 @@ class _Local(torch.autograd.Function):
         return grad_like(grad.contiguous(), ctx.x)
 
 
+def placed_like(leaf: Tensor, local: Tensor, like: DTensor) -> DTensor:
+    """`like` over other memory: a DTensor of `local`, which is `leaf` outside of autograd and gets its gradient."""
+    placed: DTensor = _Placed.apply(leaf, (local, like))  # in a tuple, in which autograd looks for no inputs
+    placed.__dict__.update(like.__dict__)  # a parameter, with what it says of itself
+    return placed
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, made_of: tuple[Tensor, DTensor]) -> Any:
+        return grad_like(*made_of)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return local_of(grad), None
+
+
 def as_dtensor(local: Tensor, like: tuple[DeviceMesh, tuple[Placement, ...]], name: str) -> DTensor:
     """An activation as a DTensor on a mesh with these placements. Its gradient is not added up over ranks.
 

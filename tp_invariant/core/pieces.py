@@ -52,7 +52,7 @@ def mend_torch() -> None:
 def _asked_in_boxes(method: Any) -> Any:
     @functools.wraps(method)
     def in_boxes(self: DTensor, *args: Any) -> Any:
-        return method(as_boxes_of(self), *args)
+        return method(_as_boxes(self), *args)
 
     return in_boxes
 
@@ -73,7 +73,7 @@ def _strides(tensor: DTensor) -> list[int]:
     ]
 
 
-def as_boxes_of(tensor: DTensor) -> DTensor:
+def _as_boxes(tensor: DTensor) -> DTensor:
     """The same DTensor, in the same memory, which offers a box for each piece; itself if it is one box.
 
     Raises:
@@ -86,7 +86,7 @@ def as_boxes_of(tensor: DTensor) -> DTensor:
 
     local: Any = tensor._local_tensor.detach()
     # views of another alias: a view holds its base, and of `local`, which will hold them, that would be a cycle in C++
-    boxes: dict[Size, Tensor] = dict(_pieces(tensor, tensor._local_tensor.detach()))
+    boxes: dict[Size, Tensor] = dict(pieces_of(tensor, tensor._local_tensor.detach()))
 
     shape = tensor.shape
 
@@ -109,18 +109,25 @@ def _filled(tensor: DTensor, full: Tensor) -> DTensor:
     """`tensor` with the values of `full`, in its own memory; in new memory if it is on the meta device."""
     old = tensor._local_tensor.detach()
     local = torch.empty_like(old, device=full.device) if old.is_meta else old
-    for offsets, view in _pieces(tensor, local):
+    for offsets, view in pieces_of(tensor, local):
         view.copy_(full[tuple(slice(start, start + size) for start, size in zip(offsets, view.shape, strict=True))])
     new: Any = type(tensor)
     return new(local, tensor._spec, requires_grad=False) if old.is_meta else tensor
 
 
-def _pieces(tensor: DTensor, local: Tensor) -> list[tuple[Size, Tensor]]:
-    """(offsets in the full tensor, view of `local`, which is like this rank's tensor) of each piece."""
+def pieces_of(tensor: DTensor, local: Tensor) -> list[tuple[Size, Tensor]]:
+    """(offsets in the full tensor, view of `local`, which is like this rank's tensor) of each piece, if only one.
+
+    Raises:
+        ValueError: see `_strides`; or pieces that are not of one size.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     strides = _strides(tensor)
+    if max(strides) == 1:
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return [(Size(offsets), local)]
     axis = max(range(len(strides)), key=strides.__getitem__)
     placement, stride, mesh = tensor.placements[axis], strides[axis], tensor.device_mesh
     dim, ranks = placement.dim, mesh.size(axis)  # type: ignore[attr-defined]

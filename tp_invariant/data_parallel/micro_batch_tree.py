@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of, resolve_group
+from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, on_mesh, ranks_of, resolve_group
 from ..comm.liveness import DeadRankError
 from ..consistency.agreement import compare_environments
 from ..consistency.differences import format_values, gather_differences
@@ -113,7 +113,7 @@ def _check_alike(facts: dict[str, Any], group: Group) -> None:
 
 def _is_cut_by(parameter: Tensor, group: Group) -> bool:
     """Whether other ranks of the group have parts of the parameter: fully_shard's doing, over data parallel ranks."""
-    return is_dtensor(parameter) and len(set(ranks_of(group)) & set(parameter.device_mesh.mesh.flatten().tolist())) > 1
+    return is_dtensor(parameter) and len(on_mesh(parameter.device_mesh).ranks.intersection(ranks_of(group))) > 1
 
 
 def _is_cut_over(parameter: DTensor, group: Group) -> bool:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint.full_state import WHOLE, Entry, run_on_all_ranks, says_the_same
+from ..checkpoint.full_state import WHOLE, Entry, entry_of, run_on_all_ranks
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import check_agreement
 from ..core import bits
 from ..core.bits import slice_hashes
-from ..core.dtensors import is_dtensor, local_of
 from ..core.layout import unshard
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..layers.parameters import ShardSpec, named_shard_specs
@@ -53,9 +52,6 @@ class DigestLog:
         path: the file; its folder must exist.
         model: of this library's layers; parameters of other modules count as whole on every rank.
         tp_group: a ProcessGroup or 1-D DeviceMesh; None is TP=1.
-
-    Raises:
-        ValueError: a parameter that fully_shard has sharded.
     """
 
     def __init__(
@@ -164,13 +160,13 @@ def _device_name(tensor: Tensor) -> str:
 
 
 def _entry(name: str, tensor: Tensor, spec: ShardSpec) -> Entry:
-    """Raises: ValueError: a DTensor of which the ranks of tp_group have other parts than the spec says."""
-    if is_dtensor(tensor) and (tensor.device_mesh.ndim > 1 or not says_the_same(tensor, spec)):
+    entry = entry_of(tensor, spec)
+    if entry.placed is not None:
         raise ValueError(
-            f"{name} is placed as {tensor.placements} on {tensor.device_mesh} (fully_shard?): DigestLog takes DTensors "
-            "over the ranks of tp_group alone; tp_invariant.testing.digest of a full_state_dict takes others"
+            f"{name} is placed as {entry.placed.placements} on {entry.placed.device_mesh} (fully_shard): DigestLog "
+            "needs slices that a rank holds whole. Compare tp_invariant.full_state_dict(model), which gathers"
         )
-    return Entry(local_of(tensor), spec)
+    return entry
 
 
 def _scalar_entry(value: Tensor | float) -> Entry:

@@ -1,5 +1,6 @@
 """Every matrix product: the gemm_fn, which rank computes what (owner maps), and gathers that start ahead of use."""
 
+from ..kernels.gemm.autotune import autotune
 from .gemm_fn import (
     BUNDLED_DTYPES,
     GemmFn,
@@ -23,6 +24,7 @@ __all__ = [
     "BUNDLED_DTYPES",
     "GemmFn",
     "RankMajor",
+    "autotune",
     "bundled",
     "bundled_gemm_fn",
     "check_callable",

@@ -16,17 +16,21 @@ import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..core.dtensors import is_dtensor, local_of, placed_like
 from ..gemm.scheduler import scheduler
 from .arguments import Call, fill, flatten, reached_leaves
 from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks
 from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions, cpu_randomness
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class GraphedLayers:
@@ -109,7 +113,9 @@ def graph_layers(
         check_same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
         steps = [_Step(call, allow_unused_input) for call in recorded]
         drawn = cpu_randomness()
-        with _ahead_in_graphs(), _parameter_replacements(layers) as parameters:
+        with _ahead_in_graphs(), _parameter_replacements(layers) as (parameters, places):
+            for step, own in zip(steps, places, strict=True):
+                step.places = own
             versions = [[t._version for t in step.call.tensors] for step in steps]
             replays = torch.cuda.make_graphed_callables(
                 tuple(steps),
@@ -153,18 +159,21 @@ class _Recorded:
 
 
 class _Step:
-    """A layer as a function of tensors only: those of its arguments, then its parameters, which it ignores."""
+    """A layer as a function of plain tensors only: those of its arguments, then its parameters, which it ignores."""
 
     def __init__(self, recorded: _Recorded, allow_unused: bool) -> None:
         self._forward, self._name, self._modes = recorded.layer.forward, recorded.name, recorded.modes
         self._parameters = [key for key, p in recorded.layer.named_parameters() if p.requires_grad]
         self._allow_unused, self._checked = allow_unused, False
         self.call = recorded.call
+        self.places: list[_Place] = []
         self.output_tree: Any = None
         self.differentiable: list[bool] = []  # which of the tensors that it returns
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = fill(self.call.tree, tensors[: len(self.call.tensors)])
+        for place in self.places:
+            place.renew()
         scheduler.enter((id(self), "forward"))
         with ExitStack() as modes:
             active = list(map(id, _get_current_function_mode_stack()))
@@ -259,27 +268,58 @@ def _ahead_in_graphs() -> Iterator[None]:
         scheduler.keep, scheduler.ahead_in_graphs = before
 
 
+class _Place(NamedTuple):
+    """Where a layer has a parameter that is a DTensor: it computes with one that is made of a plain leaf at each call.
+
+    A graph repeats what plain tensors do: it gets the leaf, and gives the leaf's gradient.
+    """
+
+    names: list[tuple[nn.Module, str]]
+    leaf: Tensor
+    local: Tensor  # the leaf outside of autograd: always the same object, by which the scheduler knows a weight
+    like: DTensor
+
+    def renew(self) -> None:
+        placed: Any = placed_like(self.leaf, self.local, self.like)
+        for module, key in self.names:
+            module._parameters[key] = placed
+
+
 @contextmanager
-def _parameter_replacements(layers: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Replaces each trained parameter by a new one with the same memory.
+def _parameter_replacements(
+    layers: Sequence[nn.Module],
+) -> Iterator[tuple[list[tuple[Tensor, ...]], list[list[_Place]]]]:
+    """Replaces each trained parameter by a new one with the same memory. Yields those of each layer, as plain leaves.
 
     Autograd binds a leaf to the stream of an autograd graph that may still be alive (the loss of the previous step),
     and that stream is not captured.
     """
-    found: dict[int, nn.Parameter] = {}
-    modules = [module for layer in layers for module in layer.modules()]
-    places = [(module, key, p) for module in modules for key, p in module._parameters.items()]
-    for module, key, p in places:
-        if p is not None and p.requires_grad:
+    found: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    leaves: list[tuple[Tensor, ...]] = []
+    dtensors: list[list[_Place]] = []
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for layer in layers:
+        names: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for module in layer.modules():
+            for key, p in module._parameters.items():
+                if p is not None and p.requires_grad:
+                    names.setdefault(id(p), (p, []))[1].append((module, key))
+                    before.append((module, key, p))
+        for p, _ in names.values():
             if id(p) not in found:
-                found[id(p)] = nn.Parameter(p.detach())
-                found[id(p)].__dict__.update(p.__dict__)
-            module._parameters[key] = found[id(p)]
+                leaf = nn.Parameter(local_of(p).detach())
+                leaf.__dict__.update({} if is_dtensor(p) else p.__dict__)
+                found[id(p)] = leaf, leaf.detach()
+        leaves.append(tuple(found[id(p)][0] for p in layer.parameters() if p.requires_grad))
+        dtensors.append([_Place(where, *found[key], p) for key, (p, where) in names.items() if is_dtensor(p)])
+    for module, key, was in before:
+        if not is_dtensor(was):
+            module._parameters[key] = found[id(was)][0]
     try:
-        yield [tuple(p for p in layer.parameters() if p.requires_grad) for layer in layers]
+        yield leaves, dtensors
     finally:
-        for module, key, p in places:
-            module._parameters[key] = p
+        for module, key, was in before:
+            module._parameters[key] = was
 
 
 @contextmanager

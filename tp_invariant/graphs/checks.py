@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..comm.collectives import Group, ranks_of
 from ..comm.wire import gather_objects
 from ..consistency.differences import format_ranks, gather_differences
+from ..core.dtensors import is_dtensor, local_of
+from ..core.fsdp import resharded_whole
 from .graphed_call import GraphedForward
 
 
 def problem_with(layer: nn.Module, name: str) -> str:
     """Why a layer cannot be captured, "" if it can."""
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(layer, nn.Module):
         return f"{name} is no nn.Module"
     if isinstance(layer.__dict__.get("forward"), GraphedForward):
@@ -26,8 +26,8 @@ def problem_with(layer: nn.Module, name: str) -> str:
     if not layer.training:
         return f"{name} is in eval(): call train() first"
     for key, held in (*layer.named_parameters(), *layer.named_buffers()):
-        if isinstance(held, DTensor):
-            return f"{key} of {name} is a DTensor (fully_shard?), which is gathered anew for each call"
+        if problem := _placement_problem(held, layer):
+            return f"{key} of {name} {problem}"
         if not on_gpu(held):
             return f"{key} of {name} is on {held.device}: CUDA graphs need all of it on the current GPU"
     if not any(parameter.requires_grad for parameter in layer.parameters()):
@@ -45,6 +45,22 @@ def problem_with(layer: nn.Module, name: str) -> str:
         foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("tp_invariant.")]
         if foreign:
             return f"{key or name} in {name} has the hook {foreign[0]}, which a replay would not call: remove it"
+    return ""
+
+
+def _placement_problem(held: Tensor, layer: nn.Module) -> str:
+    """Why a graph cannot hold to this tensor's memory, or gather what is not there, "" if it can."""
+    if resharded_whole(local_of(held)) is not None:
+        return "is fully_shard's, which is gathered anew for each call"
+    if not is_dtensor(held):
+        return ""
+    meshes = [getattr(getattr(module, "group", None), "mesh", None) for module in layer.modules()]
+    is_whole = all(placement.is_replicate() for placement in held.placements)
+    if held.device_mesh.ndim > 1 or not (is_whole or held.device_mesh in meshes):
+        return (
+            f"is a DTensor placed as {held.placements} on {held.device_mesh}, which is not the tp_group of a layer in "
+            "it: fully_shard's are gathered anew for each call"
+        )
     return ""
 
 

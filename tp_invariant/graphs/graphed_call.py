@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..batch_invariant.dispatch import is_on as is_batch_invariant
 from ..comm.collectives import is_capturing
+from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .arguments import Call, Node, fill, flatten_call
 
@@ -84,16 +85,19 @@ class ActivationOwnership:
 
 
 class _Enter(torch.autograd.Function):
-    """Returns its inputs; copies their gradients, because the graph's next replay overwrites them."""
+    """Returns its inputs, of DTensors what is local; copies their gradients, which the next replay overwrites."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tensors
+        ctx.dtensors = [x if is_dtensor(x) else None for x in tensors]
+        # a view, because autograd writes into what is returned
+        return tuple(local_of(x).view_as(local_of(x)) if is_dtensor(x) else x for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.clone() for grad in grads)
+        likes = zip(grads, ctx.dtensors, strict=True)
+        return tuple(None if grad is None else grad_like(grad.clone(), like) for grad, like in likes)
 
 
 class _Leave(torch.autograd.Function):
@@ -183,13 +187,14 @@ class GraphedForward:
             own = vars(module)
             tensors = (*module._parameters.values(), *module._buffers.values(), *(own.get(key) for key in attributes))
             held = [
-                (id(t), t.data_ptr(), t.stride(), t.requires_grad) if isinstance(t, Tensor) else None for t in tensors
+                (id(t), local_of(t).data_ptr(), t.stride(), t.requires_grad) if isinstance(t, Tensor) else None
+                for t in tensors
             ]
             found.append((module.training, list(map(id, module._modules.values())), held))
         return found
 
     def versions(self) -> list[int]:
-        return [p._version for p in self._all_parameters]
+        return [local_of(p)._version for p in self._all_parameters]
 
     def _difference(self, captured: Captured, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
         if problem := changed_condition(conditions(), self._conditions):
@@ -231,7 +236,9 @@ class GraphedForward:
             )
         number = self._ownership.forward(self._index, grad)
         if not grad:
-            return fill(captured.output_tree, [out.clone() for out in captured.replay(*tensors, *self._trained)])
+            return fill(
+                captured.output_tree, [out.clone() for out in captured.replay(*tensors, *map(local_of, self._trained))]
+            )
         wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
         entered = _Enter.apply(*(tensors[i] for i in wanted), *self._trained)
         for i, x in zip(wanted, entered, strict=False):

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, run_on_all_ranks, tensor_specs
-from ..comm.collectives import Group, ranks_of, resolve_group
+from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, reshard, run_on_all_ranks, tensor_specs
+from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.meeting import wait_for_all, wait_without_limit
 from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import ShardSpec
@@ -28,8 +29,27 @@ _logger = logging.getLogger("tp_invariant")
 
 def install_saving(model: Any) -> None:
     """Gives `model`, a PreTrainedModel, the functions of this module in place of its class's."""
-    model.save_pretrained = functools.partial(_save_pretrained, model)
-    model.resize_token_embeddings = functools.partial(_resize_token_embeddings, model)
+    model.save_pretrained = _Method(_save_pretrained, model)
+    model.resize_token_embeddings = _Method(_resize_token_embeddings, model)
+
+
+class _Method:
+    """A function of a model that is stored on it, and does not hold it: a cycle would keep its memory for a while."""
+
+    def __init__(self, function: Callable[..., Any], model: Any) -> None:
+        self._function, self._model = function, weakref.ref(model)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._function(self._of(), *args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has a method of its own
+        return _Method, (self._function, self._of())
+
+    def _of(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError(f"the model of this {self._function.__name__.strip('_')} is gone: keep the model")
+        return model
 
 
 def _save_pretrained(
@@ -47,12 +67,30 @@ def _save_pretrained(
         OSError and what else transformers raises: on every rank of the model.
     """
     save = functools.partial(type(model).save_pretrained, model, save_directory)
-    groups = _groups(model)
+    groups = groups_of(model)
     if state_dict is not None and groups:
-        _check_whole(model, state_dict)
+        check_whole(model, state_dict)
     if state_dict is not None or not groups:
         save(is_main_process, state_dict, *args, **options)
         return
+    save_on_rank_0(
+        model,
+        save_directory,
+        is_main_process,
+        lambda: full_state_dict(model, rank0_only=True, cpu_offload=True),
+        lambda full: save(True, _tied(model, full), *args, **options),
+    )
+
+
+def save_on_rank_0(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool,
+    gather: Callable[[], dict[str, Tensor]],
+    write: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """write(gather()) on rank 0 of the job, gather() on all ranks of the model; see `_save_pretrained`."""
+    groups = groups_of(model)
     for group in groups:
         wait_for_all(group, f"save_pretrained({str(save_directory)!r})", _ADVICE)
     ranks = _ranks(model)
@@ -65,13 +103,13 @@ def _save_pretrained(
             ", ".join(map(str, ranks)),
             ranks[0],
         )
-    full = full_state_dict(model, rank0_only=True, cpu_offload=True)
+    full = gather()
 
-    def write() -> None:
+    def write_there() -> None:
         if full and is_main_process and (not dist.is_initialized() or dist.get_rank() == 0):
-            save(True, _tied(model, full), *args, **options)
+            write(full)
 
-    step: Any = write
+    step: Any = write_there
     for group in groups:  # an error of the one that writes is raised on all
         step = functools.partial(run_on_all_ranks, group, "save_pretrained", functools.partial(_all_end, group, step))
     step()
@@ -85,8 +123,9 @@ def _all_end(group: Group, step: Callable[[], None]) -> None:
         wait_without_limit(group)
 
 
-def _groups(model: Any) -> list[Group]:
+def groups_of(model: Any) -> list[Group]:
     """The groups whose ranks have parts of the model's weights: one for each mesh dim. None: all are whole here."""
+    reshard(model)
     dtensors = [p for p in model.parameters() if is_dtensor(p)]
     for p in dtensors:
         if p.device_mesh.ndim > 1:
@@ -99,11 +138,11 @@ def _ranks(model: Any) -> list[int]:
     """The ranks of the job that have parts of the model's weights, as this rank."""
     for p in model.parameters():
         if is_dtensor(p) and p.device_mesh.ndim > 1:
-            return sorted(p.device_mesh.mesh.flatten().tolist())
+            return sorted(on_mesh(p.device_mesh).ranks)
     return sorted(ranks_of(model_group(model)))
 
 
-def _check_whole(model: Any, state_dict: Any) -> None:
+def check_whole(model: Any, state_dict: Any) -> None:
     state = model.state_dict(keep_vars=True)
     specs = tensor_specs(model)
     for name, tensor in state.items():
@@ -123,7 +162,7 @@ def _shapes_of_parts(tensor: Tensor, spec: ShardSpec) -> set[tuple[int, ...]]:
     local, whole = tuple(local_of(tensor).shape), list(tensor.shape)
     parts = {local}
     if spec.dim is not None and spec.group.size > 1:
-        if is_dtensor(tensor) and set(ranks_of(spec.group)) <= set(tensor.device_mesh.mesh.flatten().tolist()):
+        if is_dtensor(tensor) and on_mesh(tensor.device_mesh).ranks.issuperset(ranks_of(spec.group)):
             whole[spec.dim] //= spec.group.size  # else a plain shard, which fully_shard may have cut
         parts.add(tuple(whole))
         whole[spec.dim] = whole[spec.dim] * spec.group.size - spec.padding

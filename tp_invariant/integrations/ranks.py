@@ -17,6 +17,7 @@ from ..consistency.differences import differences, format_values, mark
 from ..core.bits import leaves, tensor_hash
 from ..core.dtensors import is_dtensor
 from ..data_parallel.micro_batch_tree import resolve_dp_group
+from ..layers.parameters import named_shard_specs
 
 T = TypeVar("T")
 
@@ -37,12 +38,13 @@ class Ranks:
         self.dp = resolve_group(None) if dp_group is None else resolve_dp_group(dp_group)
         self.size, self.index = self.tp.size * self.dp.size, self.dp.rank * self.tp.size + self.tp.rank
         tp = {0} if self.tp.size == 1 else {*ranks_of(self.tp)}
-        for name, p in model.named_parameters():
-            if is_dtensor(p) and p.device_mesh.size() > 1 and not {*p.device_mesh.mesh.flatten().tolist()} <= tp:
+        for name, p, spec in named_shard_specs(model):
+            on_mesh = {*p.device_mesh.mesh.flatten().tolist()} if is_dtensor(p) else set()
+            if spec.is_cut_further(p) or (len(on_mesh) > 1 and not on_mesh <= tp):
                 raise ValueError(
-                    f"{name} is a DTensor on {p.device_mesh}, which has other ranks than {sorted(tp)}, those of the "
-                    "model's tp_group: a model of fully_shard is not supported here. Give the model without "
-                    "fully_shard, and the data parallel ranks as dp_group"
+                    f"{name} is placed on the ranks {sorted(on_mesh)}, which are not those of its tp_group alone: "
+                    "a model of fully_shard is not supported here. Give the model without fully_shard, and the data "
+                    "parallel ranks as dp_group"
                 )
         if self.size == 1:
             return

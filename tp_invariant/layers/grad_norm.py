@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, gather_major, is_capturing, ranks_of, resolve_group
+from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
 from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
@@ -84,7 +84,9 @@ def clip_grad_norm_(
     the order of the stages, so a model that is cut into stages has the norm of the whole model, to the bit, where each
     stage has the parameters that follow those of the stage before. With several stages on a rank, give the parameters
     of all of them: the bits are then the same at every tensor-parallel degree, not those of the whole model. A
-    parameter that several stages hold (tied embeddings) counts once for each of them: give it to one of the calls.
+    parameter that several stages hold (tied embeddings) counts once for each of them, which nothing here can notice:
+    on all but the first, set the attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a
+    one is scaled and does not count. Its gradient must be the sum over these stages already.
 
     Args:
         parameters: tensors with .grad; those without one are left out.
@@ -114,8 +116,9 @@ def clip_grad_norm_(
     stages = SINGLE_RANK if pp_group is None else resolve_group(pp_group)
     options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     invariant = is_tp_invariant_mode_enabled()
-    with_grad = [held.parameter for held in call.with_grad]
-    over = [held.over for held in call.with_grad]
+    counted = [held for held in call.with_grad if stages.size == 1 or not _is_shared(held.parameter)]
+    with_grad = [held.parameter for held in counted]
+    over = [held.over for held in counted]
     own = torch.zeros(0, device=call.device)  # what of this stage is added up
     place = messages = call.device
     if stages.size > 1:
@@ -128,7 +131,7 @@ def clip_grad_norm_(
         if with_grad and norm_type == math.inf:
             own = _largest(with_grad, over).unsqueeze(0)
         elif with_grad and invariant:
-            _check_devices(call.with_grad, call.rank)
+            _check_devices(counted, call.rank)
             own = partial_sums_of(with_grad, over)
     except (TypeError, ValueError, RuntimeError) as error:
         share_error(error, stages, messages, set())  # the other stages would wait
@@ -148,12 +151,17 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    grads = [local_part(p.grad) for p in with_grad if p.grad is not None]
+    grads = [local_part(held.parameter.grad) for held in call.with_grad if held.parameter.grad is not None]
     scale(grads, coefficient)
     if total.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
         for grad in grads:
             grad.masked_fill_(grad.isnan(), math.nan)
     return total
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether another stage of a pipeline counts this parameter: Megatron-LM's mark."""
+    return bool(getattr(parameter, "shared", False))
 
 
 def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
@@ -358,6 +366,8 @@ def _facts(held: _ClippedParameter, compared_group: Group) -> tuple:
     facts: tuple = (grad.dtype, p.shape, grad.layout, grad.device.type)
     if is_dtensor(grad):
         facts = *facts, str(grad.placements)
+    if _is_shared(p):
+        facts = *facts, "shared=True"
     if over.size > 1:
         ranks = (
             "these ranks" if over is compared_group or over == compared_group else f"{over.size} ranks of another group"
@@ -389,7 +399,7 @@ def _check_stages(call: ClipCall, stages: Group) -> None:
     if is_capturing():
         raise RuntimeError("clip_grad_norm_ with pp_group cannot be captured in a CUDA graph: the host reads lengths")
     meshes = {held.parameter.grad.device_mesh for held in call.with_grad if is_dtensor(held.parameter.grad)}
-    sharded = [ranks_of(group) for group in call.maximal_groups] + [mesh.mesh.flatten().tolist() for mesh in meshes]
+    sharded = [*map(ranks_of, call.maximal_groups), *(on_mesh(mesh).ranks for mesh in meshes)]
     me = dist.get_rank()
     for ranks in sharded:
         if common := sorted({*ranks} & {*ranks_of(stages)} - {me}):
@@ -415,21 +425,21 @@ def _check_dtensor(held: _ClippedParameter, grad: DTensor, given: Group | None, 
     p, mesh = held.parameter, grad.device_mesh
     check_placements(grad)
     me = dist.get_rank()
-    on_mesh = set(mesh.mesh.flatten().tolist())
+    mesh_ranks, groups = on_mesh(mesh)
     own = held.over if held.over.size > 1 else given
     tp_ranks = set(ranks_of(own)) if own is not None else {me}
     before = 2 if grad.placements[0].is_replicate() else 1  # mesh dims of fully_shard's, which come first
     if own is None and not hasattr(p, "tensor_model_parallel") and mesh.ndim <= before:
         # unknown whether the parameter is a shard: its layer may be sharded over any group that this process uses
-        tp_ranks.update(*(ranks_of(group) for group in groups_in_use(besides=on_mesh)))
-    common = tp_ranks & on_mesh
+        tp_ranks.update(*(ranks_of(group) for group in groups_in_use(besides=mesh_ranks)))
+    common = tp_ranks & mesh_ranks
     if any(placement.is_partial() for placement in grad.placements):
         wrong = (
             ": a Partial is a sum that is not yet reduced, and reducing it here would add in a collective. "
             "Redistribute the gradient to Shard or Replicate first; its bits are the same at every degree only if "
             "those of the sum are"
         )
-    elif mesh.get_coordinate() is None:
+    elif not groups:
         wrong = f", which global rank {me} is not in: leave the parameter out there"
     elif len(common) > 1 and is_sharded(p):
         wrong = (

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm.collectives import Group, gather_major, resolve_group
+from ..comm.collectives import Group, gather_major, on_mesh
 from ..core.dtensors import is_dtensor
 from ..core.layout import Stride, unshard
 from ..kernels.dtypes import DTYPES
@@ -41,8 +41,8 @@ def local_part(grad: Tensor) -> Tensor:
 def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
     """(group of the mesh dim, tensor dim) for each mesh dim that shards the tensor, also one of a single rank."""
     return [
-        (resolve_group(grad.device_mesh.get_group(axis)), placement.dim % grad.dim())  # type: ignore[attr-defined]
-        for axis, placement in enumerate(grad.placements)
+        (group, placement.dim % grad.dim())  # type: ignore[attr-defined]
+        for group, placement in zip(on_mesh(grad.device_mesh).groups, grad.placements, strict=True)
         if not placement.is_replicate()
     ]
 
@@ -96,7 +96,8 @@ def _sliced_gradient(p: Tensor, over: Group) -> _SlicedGradient:
             # torch.chunk's rule: full pieces, then one shorter, then none
             if stride == 1 or size % (stride * group.size) == 0:
                 return _SlicedGradient(local, dim, group, -(-size // group.size), stride, size)
-        grad = grad.full_tensor()  # of Shard and Replicate: gathers bytes
+        if shards:
+            grad = grad.full_tensor()  # gathers bytes
     grad = local_part(grad)
     rows = grad.shape[dim] if grad.dim() else 1
     stride = stride_of(p) if over.size > 1 else 1

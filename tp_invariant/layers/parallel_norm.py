@@ -135,16 +135,19 @@ class ParallelNorm(ShardedModule):
             TypeError: a dtype that the kernels do not take.
         """
         refuse_dtensor(x, "x of a ParallelNorm")
-        weight = self.weight  # read once: nn.Module.__getattr__ is slow
+        weight, bias = self.weight, self.bias  # read once: nn.Module.__getattr__ is slow
+        for name, p in (("weight", weight), ("bias", bias)):
+            if p is not None and getattr(p, "partition_stride", None) is None:  # of torch.func.functional_call
+                self._mark_replacement(name, p, self.shard_spec(name))
         call, invariant = self._resolve_call(x, weight)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             call_context.layer = self._agreed
         try:
             if invariant:
-                y = invariant_norm(x, weight, self.bias, call)
+                y = invariant_norm(x, weight, bias, call)
             else:
-                y = stock_norm(x, as_local(weight), as_local(self.bias), call)
+                y = stock_norm(x, as_local(weight), as_local(bias), call)
         finally:
             if not compiling:
                 call_context.layer = None

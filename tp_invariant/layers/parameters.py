@@ -13,17 +13,18 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.prune import BasePruningMethod
 
-from ..comm.collectives import Group, gather_major, ranks_of, resolve_group
+from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 _ATTRIBUTES = (
-    "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal"
+    "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
+    "shared",
 )  # fmt: skip
 
 
@@ -51,7 +53,8 @@ def mark_sharded(
         tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
                                 rank has anything of it, or, with tensor_model_parallel=True, nobody has said
 
-    A user may set another, `shards_may_be_equal`: then equal parts on several ranks are no error (equal_shards.py).
+    A user may set two others: `shards_may_be_equal`, then equal parts on several ranks are no error (equal_shards.py);
+    and `shared`, then another stage of a pipeline counts the parameter (grad_norm.py).
 
     Args:
         partition_dim: None for a parameter that every rank holds whole.
@@ -72,7 +75,7 @@ def mark_sharded(
 def _is_placed_over(parameter: DTensor, group: Group) -> bool:
     """Whether the ranks of the group are on the DTensor's mesh, so that placements speak of them."""
     mesh = parameter.device_mesh
-    return mesh is group.mesh or set(ranks_of(group)) <= set(mesh.mesh.flatten().tolist())
+    return mesh is group.mesh or on_mesh(mesh).ranks.issuperset(ranks_of(group))
 
 
 def _placement_over(parameter: DTensor, group: Group) -> Placement | None:
@@ -89,7 +92,7 @@ def _placement_over(parameter: DTensor, group: Group) -> Placement | None:
 _in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
-def groups_in_use(besides: set[int]) -> set[Group]:
+def groups_in_use(besides: Set[int]) -> set[Group]:
     """The groups in `tp_group` of this process's live parameters, without groups whose ranks are all in `besides`."""
 
     def found() -> set[Group]:
@@ -199,7 +202,7 @@ class ShardSpec:
         Raises:
             ValueError: a DTensor whose placements do not say where its parts are (core/dtensors.py).
         """
-        if is_dtensor(local) and local.device_mesh.ndim > 1 and _is_placed_over(local, self.group):
+        if self.is_cut_further(local):
             check_placements(local)
             full = local.full_tensor().detach().clone()
         elif self.dim is None or self.group.size == 1:
@@ -211,6 +214,13 @@ class ShardSpec:
         if self.dim is None or not self.padding:
             return full
         return full.narrow(self.dim, 0, full.shape[self.dim] - self.padding).clone()
+
+    def is_cut_further(self, tensor: Tensor) -> TypeGuard[DTensor]:
+        """Whether a DTensor is on more ranks than the group's, as after fully_shard; then its placements say it all."""
+        if not is_dtensor(tensor) or not _is_placed_over(tensor, self.group):
+            return False
+        alone = self.group.size == 1 and not all(placement.is_replicate() for placement in tensor.placements)
+        return tensor.device_mesh.ndim > 1 or (alone and tensor.device_mesh.size() > 1)
 
     def check_placed(self) -> None:
         """Whether a DTensor can say this.
@@ -325,8 +335,19 @@ class ShardedModule(KeepsAttributes):
 
         Raises:
             ValueError: a norm over what several ranks hold parts of; or weight_norm of DTensors, whose backward torch
-                does not have.
+                does not have; or pruning, whose mask was chosen from this rank's part.
         """
+        sharded = spec.dim is not None and self.group.size > 1
+        if sharded and any(
+            isinstance(hook, BasePruningMethod) and hook._tensor_name == name
+            for hook in self._forward_pre_hooks.values()
+        ):
+            raise ValueError(
+                f"{name} of a {type(self).__name__} on rank {self.group.rank} is pruned by torch.nn.utils.prune: each "
+                "rank would choose what to prune among its part alone. Prune the full weight before the layer is "
+                "sharded; or, if each rank's mask is its part of one for the full weight, call "
+                f"torch.nn.utils.prune.remove(layer, {name!r}) before the layer is used"
+            )
         listed: Any = self._modules.get("parametrizations") or {}
         hooks = [h for h in self._forward_pre_hooks.values() if getattr(h, "name", None) == name]
         for found in [*(listed[name] if name in listed else ()), *hooks]:  # noqa: SIM401  # a ModuleDict has no get
@@ -338,7 +359,7 @@ class ShardedModule(KeepsAttributes):
                 kind = f"weight_norm with dim={dim}"
                 if self.group.mesh is None and dim is not None and dim == spec.dim:
                     continue
-            if self.group.mesh is not None or (spec.dim is not None and self.group.size > 1):
+            if self.group.mesh is not None or sharded:
                 way = "with tp_group as a ProcessGroup, and for it " if self.group.mesh is not None else ""
                 raise ValueError(
                     f"{kind} of {name} of a {type(self).__name__} on rank {self.group.rank}: each rank would take its "

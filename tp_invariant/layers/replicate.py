@@ -44,7 +44,8 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Raises:
         TypeError: `mesh` is no DeviceMesh.
         ValueError: a parameter that is this rank's part of one (a layer that was made with a ProcessGroup), or a
-            DTensor on another mesh, or that has hooks or a gradient. Names it; nothing was changed.
+            DTensor on another mesh, or that has hooks or a gradient; a hook of `module` itself that computes a weight
+            before its forward (torch.nn.utils.weight_norm). Names it; nothing was changed.
         RuntimeError: on every rank: parameters whose values differ between ranks. Names them; nothing was changed.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -66,6 +67,14 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 "parameters must be on one"
             )
     check_replaceable(module, group.rank)
+    for hook in module._forward_pre_hooks.values():
+        computed: Any = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+        if isinstance(module.__dict__.get(computed), Tensor):
+            raise ValueError(
+                f"{computed} of the {type(module).__name__} that was given to replicate_ on rank {group.rank} is "
+                f"computed by the hook {hook} before its forward, where parameters read as DTensors: give a module "
+                "around it, such as nn.Sequential(module), or take torch.nn.utils.parametrizations in place of the hook"
+            )
     check_same_model(module, group, {}, plain)
     place_whole(module, mesh)
     return module

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -43,6 +44,7 @@ _WAY_OUT = (
     "parameter.tensor_model_parallel = False"
 )
 _COMPARED = "_tp_invariant_compared"  # of an optimizer: the groups whose ranks have compared its gradients
+_SETTLED = "_tp_invariant_settled"  # of an optimizer: its parameters, when all their groups had been compared
 _FRAMES = 8  # between a scaler's step and this hook: torch's wrappers, a schedule's, a trainer's
 
 
@@ -104,14 +106,24 @@ def _compare_replicated(optimizer: Optimizer) -> None:
 
     Each parameter is compared over its own group alone: groups may be parts of one another, and get other inputs, as
     experts do. A group counts as compared once there were gradients, which all its ranks know alike: were they not the
-    same parameters' on all of them, the comparison would have raised.
+    same parameters' on all of them, the comparison would have raised. Once all groups are, later steps of the same
+    parameters look at nothing but these being the same.
     """
+    parameters = _parameters(optimizer)
+    settled: list[Tensor] = optimizer.__dict__.get(_SETTLED, [])
+    if len(settled) == len(parameters) and all(map(is_, settled, parameters)):
+        return
     done: set[Group] = optimizer.__dict__.setdefault(_COMPARED, set())
     held: dict[Group, list[Tensor]] = {}
-    for p in _parameters(optimizer):
-        group = carried_group(p) if p.requires_grad and not is_sharded(p) else None
+    left = False
+    for p in parameters:
+        group = None if is_sharded(p) else carried_group(p)
         if group is not None and group.size > 1 and group not in done:
-            held.setdefault(group, []).append(p)
+            left = True
+            if p.requires_grad:
+                held.setdefault(group, []).append(p)
+    if not left:
+        optimizer.__dict__[_SETTLED] = parameters
     if held and not _is_idle(optimizer):
         calls = {group: ClipCall(held[group], None, leave_out=lambda p: False) for group in in_common_order(held)}
         _compare(optimizer, calls, f"Parameters are numbered among the replicated ones of this group. {_WAY_OUT}")

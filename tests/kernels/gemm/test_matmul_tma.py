@@ -123,8 +123,8 @@ def test_the_order_of_k_in_the_interpreter(case, b_k_dim, monkeypatch):
     from tp_invariant.kernels.gemm import matmul_tma
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
-    monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
-    monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, n, out_dtype: True)
+    monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 3)
+    monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, n, out_dtype: True)
     ranks, stride, m, n, k = case
     a, b, bias = (torch.randint(-8, 9, shape).float() for shape in ((m, k), (n, k), (n,)))
     a_shards, b_shards = shards(a, ranks, stride), shards(b, ranks, stride)
@@ -182,8 +182,8 @@ def interpreted(monkeypatch):
 
     if HOPPER:
         pytest.skip("the interpreter runs on machines without a GPU")
-    monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
-    monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, n, out_dtype: True)
+    monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 3)
+    monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, n, out_dtype: True)
     monkeypatch.setattr(matmul_tma, "_prepared", {})
     matmul_tma._plan.cache_clear()
     yield matmul_tma
@@ -199,7 +199,7 @@ def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
     monkeypatch.setattr(
         interpreted.Launch, "__call__", lambda self, *args: (seen.append(args[10]), original(self, *args))[1]
     )
-    monkeypatch.setattr(interpreted, "_MAX_SIDE", 200)
+    monkeypatch.setattr(interpreted, "MAX_SIDE", 200)
     a, b = torch.randint(-8, 9, (4, 32)).float(), torch.randint(-8, 9, (32, 20)).float()
     for stride, launched in ((1, 1), (10, 10), (11, 1)):
         bias = torch.arange(20.0 * stride)[::stride]

@@ -13,7 +13,7 @@ from tp_invariant.core.identity import identify
 from tp_invariant.gemm import RankMajor, bundled, gemm, gemm_into, gemm_rank_major
 from tp_invariant.kernels.gemm import matmul as triton_module
 from tp_invariant.kernels.gemm import matmul_tma, reference, tensor_core
-from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, choose_tma_config, fits_tma, promoted_block_k
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, Product, fits_tma, promoted_block_k, tma_configs
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
 
 GPU = torch.cuda.is_available()
@@ -258,8 +258,8 @@ def test_promotion_reduces_the_error_of_a_long_k():
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_the_tma_kernel(config, ranks, monkeypatch):
     """fp32 replaces 16 bits, and every step of the loop is one BLAS call, so the steps are equal on both sides."""
-    monkeypatch.setattr(matmul_tma, "_multiprocessors", lambda index: 3)
-    monkeypatch.setattr(matmul_tma, "_supports_tma", lambda a, c_stride, out_dtype: c_stride % 4 == 0)
+    monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 3)
+    monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, c_stride, out_dtype: c_stride % 4 == 0)
     m, n, k = 24, 56, 640
     a, b, bias = operands(m, n, k, torch.float32)
     config = MatmulConfig(*config)
@@ -304,8 +304,10 @@ def test_a_tile_shape_for_everything(accumulate, promoted):
             (100, 104, 32768),
             (24576, 1024, 2048),
         ):
-            config = choose_tma_config(m, n, k, *layout, 4, 132, accumulate, promoted)
-            assert fits_tma(config, 4, accumulate, promoted)
+            product = Product(m, n, k, *layout, False, k % 16 > 0, 4, 132)
+            configs = tma_configs(product, accumulate, promoted)
+            assert len(configs) >= 4
+            assert all(fits_tma(config, 4, accumulate, promoted) for _, config in configs)
 
 
 # --- through gemm/gemm_fn.py ------------------------------------------------------------------------------------------

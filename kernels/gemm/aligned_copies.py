@@ -1,0 +1,143 @@
+"""Operands and outputs that TMA cannot address, by copies that it can, where that is faster than the generic kernel.
+
+TMA needs rows that begin at multiples of 16 bytes: of a vocabulary of 50257 columns every row but each eighth begins
+elsewhere. A copy whose rows have room for a few elements more has the same elements, and TMA reads no others, so C has
+the same bits. Torch's own kernels for such operands are several times slower than those for others. Where rows of B
+are a multiple of 16 bytes and not of 32, TMA reads them as up to a fourth more: a copy of B may pay there too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from . import matmul_tma
+from .matmul_configs import Product, choose_config, estimated_us, fit, tma_configs
+from .matmul_table import COPIES, GENERIC
+from .matmul_tma import tma_layout
+from .output import written
+
+_BYTES_AT_ONCE = 256 << 20  # of copies of rows of A and C: what they take of memory besides a copy of B
+Unaligned = tuple[bool, bool, bool]  # whether A, B and C must be copied
+
+
+def copy_features(m: int, n: int, k: int, unaligned: Unaligned, out_itemsize: int) -> tuple[float, ...]:
+    """What copies make the GPU do: launches, and megabytes that are read and written."""
+    a, b, c = unaligned
+    return a + b + c, 1e-6 * (4 * (a * m * k + b * n * k) + 2 * c * out_itemsize * m * n)
+
+
+def generic_features(
+    m: int, n: int, k: int, unaligned: Unaligned, dtype: torch.dtype, multiprocessors: int
+) -> tuple[float, ...]:
+    """What a product makes the generic kernel do, as `features` in matmul_configs.py: a launch, rounds of tiles, K of
+    these, elements that are loaded one by one since they are not aligned, and products."""
+    config = fit(choose_config(m, n, k, dtype), dtype.itemsize, 227 * 1024)
+    rounds = -(-(-(-m // config.block_m) * -(-n // config.block_n)) // multiprocessors)
+    rounds_k = rounds * -(-k // config.block_k) * config.block_k
+    single = config.block_m * unaligned[0] + config.block_n * unaligned[1]
+    return 1.0, rounds, 1e-3 * rounds_k, 1e-5 * rounds_k * single, 1e-7 * rounds_k * config.block_m * config.block_n
+
+
+@functools.lru_cache(maxsize=4096)
+def _which(
+    product: Product, unaligned: Unaligned, dtype: torch.dtype, accumulate: bool, promoted: bool
+) -> Unaligned | None:
+    """What to copy for the TMA kernel to take the least time by estimate; None where the generic kernel takes less.
+
+    unaligned: what TMA cannot address, which is copied. B besides, whose split rows cost the most, if that is less.
+    """
+    sizes, best = product[:3], None
+    least = math.inf
+    if any(unaligned):
+        least = estimated_us(GENERIC, generic_features(*sizes, unaligned, dtype, product.multiprocessors))
+    for b_too in (False, True):
+        copies = unaligned[0], unaligned[1] or b_too, unaligned[2]
+        as_copied = product._replace(
+            a_split=product.a_split and not copies[0], b_split=product.b_split and not copies[1]
+        )
+        us = estimated_us(COPIES, copy_features(*sizes, copies, product.out_itemsize))
+        us += tma_configs(as_copied, accumulate, promoted)[0][0]
+        if us < least:
+            least, best = us, copies
+    return best
+
+
+def copied_matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+    always: bool = False,
+) -> Tensor | None:
+    """`matmul`, whose arguments these are and which has checked them, on the current device; or None.
+
+    None where TMA does not support the device or the dtypes, where nothing needs to be copied, and where the generic
+    kernel is estimated to be faster. `always` leaves out the estimate, and copies what TMA cannot address.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    if not matmul_tma.supports_tma(a, 0, out_dtype) or max(m, n, k) > matmul_tma.MAX_SIDE:
+        return None
+    addressable = tma_layout(a), tma_layout(b)
+    c_fits = _fits(n, out_dtype) if out is None else _is_addressable(out)
+    unaligned: Unaligned | None = (addressable[0] is None, addressable[1] is None, not c_fits)
+    if not always:
+        a_split, b_split = (x is None or x[0].stride(0) % 16 > 0 for x in addressable)
+        if not any(unaligned) and not b_split:
+            return None
+        multiprocessors = matmul_tma.multiprocessors_of(a.get_device())
+        product = Product(
+            m, n, k, _is_transposed(a), _is_transposed(b), a_split, b_split, out_dtype.itemsize, multiprocessors
+        )  # fmt: skip
+        unaligned = _which(product, unaligned, a.dtype, accumulate, bool(promote_every))
+    if unaligned is None or not any(unaligned):
+        return None
+    copies_a, copies_b, copies_c = unaligned
+    result = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
+    if copies_b:
+        b = _copy(b)
+    per_row = copies_a * k * a.element_size() + copies_c * n * out_dtype.itemsize
+    at_once = max(256, _BYTES_AT_ONCE // max(1, per_row) // 256 * 256)
+    for first in range(0, m, at_once):
+        rows = slice(first, first + at_once)
+        here = result[rows]
+        c = _with_room(here) if copies_c else here
+        if accumulate and copies_c:
+            c.copy_(here)
+        operands = matmul_tma.tma_operands(_copy(a[rows]) if copies_a else a[rows], b, out_dtype, c)
+        assert operands is not None
+        matmul_tma.tma_matmul(operands, bias, out_dtype, out=c, accumulate=accumulate, promote_every=promote_every)
+        if copies_c:
+            here.copy_(c)
+    return result if out is None else written(result)
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Whether the columns stand in memory one after another, and the rows do not."""
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def _fits(columns: int, dtype: torch.dtype) -> bool:
+    return columns * dtype.itemsize % 16 == 0
+
+
+def _is_addressable(c: Tensor) -> bool:
+    dense = c.stride(1) == 1 and c.stride(0) >= c.shape[1]
+    return dense and c.data_ptr() % 16 == 0 and _fits(c.stride(0), c.dtype)
+
+
+def _with_room(x: Tensor) -> Tensor:
+    """Memory for x with rows that begin at multiples of 128 bytes."""
+    unit = 128 // x.element_size()
+    rows, cols = x.shape
+    return torch.empty((rows, -(-cols // unit) * unit), device=x.device, dtype=x.dtype)[:, :cols]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return _copy(x.t()).t() if _is_transposed(x) else _with_room(x).copy_(x)
