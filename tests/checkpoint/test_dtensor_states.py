@@ -340,21 +340,14 @@ def test_boxes_keep_nothing_alive():
 
 
 def torch_refuses(tp_group):
-    """DistributedDataParallel goes on with plain shards, and is wrong."""
     model = Model(mesh_or_group(tp_group, "mesh"), 0)
     model(torch.arange(12)).square().sum().backward()
-    texts = [
-        refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step),
-        refused(RuntimeError, lambda: nn.parallel.DistributedDataParallel(model, process_group=tp_group)),
-    ]
-    plain = Model(tp_group, 0)
-    nn.parallel.DistributedDataParallel(plain, process_group=tp_group)
-    return texts
+    return refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step)
 
 
 def test_what_torch_refuses():
-    for adafactor, ddp in run_ranks(torch_refuses, 2):
-        assert "placement" in adafactor and "mixed torch.Tensor and DTensor" in ddp
+    for adafactor in run_ranks(torch_refuses, 2):
+        assert "placement" in adafactor
 
 
 # --- fully_shard over data parallel ranks -----------------------------------------------------------------------------

@@ -1,0 +1,242 @@
+"""Lightning over tensor parallel ranks: the bits of one process at every degree."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hf_models
+import pytest
+import torch
+from meshes import mesh_or_group
+from torch.utils.data import DataLoader, DistributedSampler
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, hf_models.VOCABULARY, (count, 16), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def build(dtype: torch.dtype = torch.float32) -> Any:
+    return hf_models.build("llama", dtype, num_hidden_layers=1)
+
+
+def module_of(model: Any, optimizer: str = "AdamW") -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.losses: list[float] = []
+            self.norms: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = self.model(**batch).loss
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("validation", self.model(**batch).loss, sync_dist=True)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.norms.append(float(tpi.clip_grad_norm_(self.parameters(), float("inf"))))
+
+        def configure_optimizers(self) -> Any:
+            made = getattr(torch.optim, optimizer)(self.parameters(), lr=1e-2)
+            return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 3, 0.5), "interval": "step"}]
+
+    return Module()
+
+
+def fit(
+    module: Any, folder: Any, steps: int = 10, resume: Any = None, seed: int = 7, workers: int = 0, **options: Any
+) -> Any:
+    import lightning
+
+    lightning.seed_everything(seed, workers=True, verbose=False)
+    given = dict(
+        accelerator="cpu", devices=1, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about few workers, and so on
+        trainer = lightning.Trainer(**{**given, **options})
+        by_epoch = DistributedSampler(examples(), num_replicas=1, rank=0, seed=seed)
+        loader = DataLoader(examples(), 2, sampler=by_epoch, num_workers=workers)
+        trainer.fit(module, loader, DataLoader(examples(6), 2), ckpt_path=resume, weights_only=False)
+    return trainer
+
+
+def trained(tp_group: Any, folder: Any, kind: str = "group", mode: bool = True, **options: Any) -> dict[str, Any]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tp_invariant.integrations.lightning import TensorParallelStrategy
+
+    group = mesh_or_group(tp_group, kind)
+    with tpi.set_tp_invariant_mode(mode):
+        module = module_of(tpi.parallelize(build(), group))
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
+        options = dict(strategy=TensorParallelStrategy(group), callbacks=[saving], enable_checkpointing=True) | options
+        trainer = fit(module, folder, **options)
+        return {
+            "losses": module.losses,
+            "norms": module.norms,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "parameters": testing.full_parameters(module.model),
+        }
+
+
+def with_options(tp_group: Any, function: Any, folder: Any, options: dict[str, Any]) -> Any:
+    return function(tp_group, folder, **options)
+
+
+def run_on(degree: int, folder: Any, function: Any = trained, **options: Any) -> list[Any]:
+    return run_ranks(with_options, degree, function, folder, options)
+
+
+@pytest.fixture(scope="module")
+def at_one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    (one,) = run_on(1, folder)
+    return one, folder
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """The checkpoints in a folder, without what Lightning has of its own files and times."""
+    loaded = {path.name: torch.load(path, weights_only=False) for path in sorted(folder.glob("*.ckpt"))}
+    return {
+        name: {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+        for name, checkpoint in loaded.items()
+    }
+
+
+@pytest.mark.parametrize("degree, kind", [(2, "mesh"), (4, "group")])
+def test_ten_steps_have_the_bits_of_one_process(at_one, tmp_path, degree, kind):
+    """Losses, norms, metrics, parameters, and the checkpoints, which rank 0 alone writes."""
+    expected, folder = at_one
+    assert len(expected["norms"]) == 10 and set(expected["metrics"]) == {"loss", "validation"}
+    for got in run_on(degree, tmp_path, kind=kind):
+        assert_bitwise_equal(got, expected)
+    written = files_of(tmp_path)
+    assert sorted(written) == ["step=10.ckpt", "step=5.ckpt"]
+    assert_bitwise_equal(written, files_of(folder))
+
+
+def test_a_run_goes_on_at_another_degree(at_one, tmp_path):
+    """From a checkpoint of TP=1, at TP=1 and 2. With which batches is up to Lightning."""
+    expected, folder = at_one
+    options = dict(resume=str(folder / "step=5.ckpt"))
+    (one,) = run_on(1, tmp_path / "1", **options)
+    assert len(one["norms"]) == 5 and max(one["losses"]) < max(expected["losses"][:10]) - 0.5, "it goes on"
+    for got in run_on(2, tmp_path / "2", **options):
+        assert_bitwise_equal(got, one)
+
+
+def loaded(tp_group: Any, folder: Any) -> Any:
+    """The parameters of an unsharded model that Lightning's own way of loading has given the checkpoint's."""
+    module = module_of(build())
+    module.load_state_dict(torch.load(folder / "step=10.ckpt", weights_only=False)["state_dict"])
+    return {name: p.detach() for name, p in module.model.named_parameters()}
+
+
+def test_checkpoints_are_those_of_the_whole_model(at_one):
+    expected, folder = at_one
+    assert_bitwise_equal(run_ranks(loaded, 1, folder)[0], expected["parameters"])
+
+
+def by_example(tp_group: Any, arguments: list[str]) -> str:
+    from tp_invariant.examples import train_with_lightning as example
+
+    with tpi.set_tp_invariant_mode(True):
+        return example.train(tp_group, example.make_parser().parse_args(arguments), torch.device("cpu"))
+
+
+def test_the_example():
+    digests = [run_ranks(by_example, degree, ["--steps", "2"]) for degree in (1, 2)]
+    assert len({digest for found in digests for digest in found}) == 1
+
+
+def test_autocast_and_a_worker(tmp_path):
+    options = dict(precision="bf16-mixed", steps=3, workers=1)
+    (one,), two = (run_on(degree, tmp_path / str(degree), **options) for degree in (1, 2))
+    for got in two:
+        assert_bitwise_equal(got, one)
+
+
+def theirs(tp_group: Any, folder: Any, dtype: torch.dtype) -> Any:
+    module = module_of(build(dtype))
+    fit(module, folder)
+    return module.losses
+
+
+def test_the_values_are_those_of_lightnings_own(at_one, tmp_path):
+    exact, single = (run_ranks(theirs, 1, tmp_path, dtype)[0] for dtype in (torch.float64, torch.float32))
+    errors = [max(abs(a / b - 1) for a, b in zip(x, exact, strict=True)) for x in (at_one[0]["losses"], single)]
+    assert errors[0] <= max(4 * errors[1], 1e-5), errors
+    assert at_one[0]["losses"][-1] < at_one[0]["losses"][0] - 1, "it trains"
+
+
+def test_with_the_mode_off_the_bits_depend_on_the_degree(tmp_path):
+    one, two = (run_on(degree, tmp_path / str(degree), mode=False, steps=3)[0] for degree in (1, 2))
+    assert testing.digest(one) != testing.digest(two)
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
+
+
+def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from tp_invariant.integrations.lightning import TensorParallelStrategy
+
+    said = {}
+
+    def refused(
+        name: str, error: type[Exception], optimizer: str = "AdamW", group: Any = tp_group, **options: Any
+    ) -> None:
+        strategy = options.pop("strategy", None) or TensorParallelStrategy(group)
+        module = module_of(tpi.parallelize(build(), tp_group), optimizer)
+        with pytest.raises(error) as caught:
+            fit(module, folder, strategy=strategy, **options)
+        said[name] = str(caught.value)
+
+    refused("precision", ValueError, precision="64-true")
+    refused("optimizer", TypeError, optimizer="Adafactor")
+    refused("group", ValueError, group=None)
+    refused("batches", ValueError, seed=tp_group.rank())
+    with mock.patch.dict(os.environ, WORLD_SIZE="4"), pytest.raises(ValueError) as caught:
+        TensorParallelStrategy(tp_group)
+    said["part of the job"] = str(caught.value)
+    wrapping = DDPStrategy(parallel_devices=[torch.device("cpu")] * 2)
+    module = module_of(tpi.parallelize(build(), tp_group))
+    with pytest.raises(ValueError) as caught:
+        wrapping._setup_model(module)
+    said["their own"] = str(caught.value)
+    return said
+
+
+def test_what_is_refused(tmp_path):
+    said = run_ranks(refusals, 2, tmp_path)[0]
+    assert said["precision"].startswith("Trainer(precision='64-true') on rank 0 is not supported")
+    assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
+    assert said["group"].startswith("the model is sharded over the ranks [0, 1], and the strategy's tp_group has [0]")
+    assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
+    assert said["part of the job"].startswith("the job has 4 ranks, and tp_group has 2: data parallel ranks are not")
+    assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
+    assert "tp_invariant.integrations.lightning.TensorParallelStrategy" in said["their own"]

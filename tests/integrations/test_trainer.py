@@ -1,0 +1,438 @@
+"""transformers' Trainer over tensor and data parallel ranks: the bits of one process, at every degree."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import hf_models
+import numpy
+import pytest
+import torch
+import transformers
+from accelerate import state as accelerate_state
+from meshes import init_device_mesh, mesh_or_group
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import Dataset
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.diagnostics.diff import compare, read_log
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+STEPS = 10
+EXAMPLES = 14  # in micro-batches of 2, of which a step has 2: an epoch ends with a step of one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+class Examples(Dataset):
+    def __init__(self, count: int = EXAMPLES, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(3, hf_models.VOCABULARY, (count, 16), generator=generator)
+        self.lengths = torch.randint(6, 17, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        visible = torch.arange(16) < self.lengths[index]  # so that micro-batches differ in their numbers of tokens
+        labels = self.ids[index].masked_fill(~visible, -100)
+        return dict(input_ids=self.ids[index], attention_mask=visible.long(), labels=labels)
+
+
+class Record(transformers.TrainerCallback):
+    """What is logged, without times."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        self.logs.append({k: v for k, v in logs.items() if "runtime" not in k and "per_second" not in k})
+
+
+def arguments(folder: Any, **options: Any) -> transformers.TrainingArguments:
+    given: dict[str, Any] = dict(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=1.0, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    return transformers.TrainingArguments(**{**given, **options})
+
+
+def groups_of(tp_group: Any, dp: int) -> tuple[Any, Any]:
+    """(tensor parallel mesh, data parallel mesh) of the first ranks of the pool."""
+    if dp == 1:
+        return mesh_or_group(tp_group, "mesh"), None
+    mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
+    return mesh["tp"], mesh["dp"]
+
+
+def ours(tp_group: Any, folder: Any, kind: str = "group", dp: int = 1, family: str = "llama", **options: Any) -> Any:
+    """A Trainer of this library's, after parallelize."""
+    from tp_invariant.integrations.trainer import Trainer
+
+    mesh, dp_group = groups_of(tp_group, dp)
+    tp = mesh if kind == "mesh" else mesh.get_group()
+    others = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "optimizers") if name in options}
+    model = tpi.parallelize(hf_models.build(family, options.pop("dtype", torch.float32), num_hidden_layers=1), tp)
+    data = options.pop("train_dataset", Examples())
+    return Trainer(model, arguments(folder, **options), train_dataset=data, dp_group=dp_group, **others)
+
+
+def reset() -> None:
+    """What accelerate keeps for the whole process."""
+    accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate_state.GradientState._reset_state()
+
+
+def trained(tp_group: Any, folder: Any, mode: bool = True, resume: Any = None, **options: Any) -> dict[str, Any]:
+    """A run's log, its parameters in the end, and what rank 0 has kept of its state."""
+    record = Record()
+    callbacks = [record]
+    if log := options.pop("digest_log", None):
+        from tp_invariant.integrations.trainer import DigestLogCallback
+
+        callbacks.append(DigestLogCallback(log))
+    try:
+        with tpi.set_tp_invariant_mode(mode):
+            trainer = ours(tp_group, folder, callbacks=callbacks, **options)
+            trainer.train(resume_from_checkpoint=resume)
+            parameters = testing.full_parameters(trainer.model)
+    finally:
+        reset()
+    return {"logs": record.logs, "parameters": parameters}
+
+
+def with_options(tp_group: Any, function: Any, folder: Any, options: dict[str, Any]) -> Any:
+    return function(tp_group, folder, **options)
+
+
+def run_on(degree: int, folder: Any, function: Any = trained, **options: Any) -> list[Any]:
+    return run_ranks(with_options, degree, function, folder, options)
+
+
+def stock(tp_group: Any, folder: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """transformers' own Trainer with its own model, on one process."""
+    record = Record()
+    try:
+        model = hf_models.build("llama", dtype, num_hidden_layers=1)
+        given = arguments(folder, optim="adamw_torch")
+        transformers.Trainer(model, given, train_dataset=Examples(), callbacks=[record]).train()
+    finally:
+        reset()
+    return {"logs": record.logs, "parameters": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def steps_of(run: dict[str, Any]) -> list[tuple[float, float, float]]:
+    return [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in run["logs"] if "grad_norm" in log]
+
+
+# --- bits and values ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def at_one(tmp_path_factory):
+    """Ten steps of one process, with evaluations and checkpoints, and its folder."""
+    folder = tmp_path_factory.mktemp("one")
+    (run,) = run_on(1, folder, digest_log=str(folder / "log"), **EVERYTHING)
+    return run, folder
+
+
+EVERYTHING: dict[str, Any] = dict(
+    eval_dataset=Examples(5, seed=1), eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5,
+    include_num_input_tokens_seen="all",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, dp, kind", [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh")])
+def test_ten_steps_have_the_bits_of_one_process(at_one, tmp_path, ranks, dp, kind):
+    """Losses, gradient norms, evaluations, parameters, the state that is written, and every gradient of every step."""
+    options = dict(EVERYTHING, digest_log=str(tmp_path / "log"), kind=kind, dp=dp)
+    expected, folder = at_one
+    runs = run_on(ranks, tmp_path, **options)
+    assert len(steps_of(expected)) == STEPS
+    assert sum("eval_loss" in log for log in expected["logs"]) == 2
+    for run in runs:
+        assert run["logs"] == expected["logs"]
+        assert_bitwise_equal(run["parameters"], expected["parameters"])
+    text, same = compare(read_log(str(folder / "log")), read_log(str(tmp_path / "log")))
+    assert same and text.endswith("identical for 10 steps, 0 to 9"), text
+    for name in ("model.safetensors", "trainer_state.json", "config.json"):
+        files = [(path / "checkpoint-10" / name).read_text(errors="replace") for path in (folder, tmp_path)]
+        assert without_times(files[0]) == without_times(files[1]), name
+
+
+def without_times(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if "runtime" not in line and "per_second" not in line)
+
+
+def test_the_values_are_those_of_transformers_own(at_one, tmp_path):
+    """Losses and norms are as near to transformers' Trainer in float64 as transformers' in float32."""
+    run = steps_of(at_one[0])
+    exact, theirs = (steps_of(run_ranks(stock, 1, tmp_path, dtype)[0]) for dtype in (torch.float64, torch.float32))
+    assert [step[2] for step in run] == [step[2] for step in exact], "the schedule"
+    for column in (0, 1):
+        errors = [
+            max(abs(a[column] / b[column] - 1) for a, b in zip(steps, exact, strict=True)) for steps in (run, theirs)
+        ]
+        assert errors[0] <= max(4 * errors[1], 1e-5), errors
+    assert run[-1][0] < run[0][0] - 1, "it trains"
+
+
+def test_with_the_mode_off_the_bits_depend_on_the_degree(tmp_path):
+    one, two = (run_on(n, tmp_path, mode=False, max_steps=3)[0] for n in (1, 2))
+    assert testing.digest(one["parameters"]) != testing.digest(two["parameters"])
+    for a, b in zip(steps_of(one), steps_of(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(bf16=True, gradient_checkpointing=True),
+        dict(dtype=torch.bfloat16, gradient_accumulation_steps=3, family="qwen3"),
+        dict(max_grad_norm=0.0, gradient_accumulation_steps=1, dataloader_num_workers=1),
+    ],
+    ids=["autocast", "bfloat16", "one micro-batch, a worker"],
+)
+def test_precisions_and_checkpointed_activations(tmp_path, options):
+    (one,), two = (run_on(degree, tmp_path, max_steps=3, **options) for degree in (1, 2))
+    for got in two:
+        assert got["logs"] == one["logs"]
+        assert_bitwise_equal(got["parameters"], one["parameters"])
+    if options.pop("gradient_checkpointing", False):
+        plain = run_on(1, tmp_path, max_steps=3, **options)[0]
+        assert_bitwise_equal(plain["parameters"], one["parameters"])
+
+
+# --- stop and go on -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks, dp, kind", [(2, 1, "mesh"), (4, 2, "group")])
+def test_a_run_goes_on_at_another_degree(at_one, tmp_path, ranks, dp, kind):
+    """From the checkpoint of one process, inside an epoch; and from there on one process again."""
+    expected, folder = at_one
+    first = tmp_path / "first"
+    options = dict(EVERYTHING, kind=kind, dp=dp, max_steps=STEPS)
+    for run in run_on(ranks, first, **options, resume=str(folder / "checkpoint-5")):
+        assert steps_of(run) == steps_of(expected)[5:]
+        assert_bitwise_equal(run["parameters"], expected["parameters"])
+
+
+def test_the_best_model_and_a_run_that_goes_on_alone(at_one, tmp_path):
+    """Checkpoints of data and tensor parallel ranks, read by one process; and by the same ranks in the end."""
+    expected = at_one[0]
+    best = dict(EVERYTHING, load_best_model_at_end=True, save_total_limit=1)
+    runs = run_on(2, tmp_path, **best, dp=2)
+    kept = [path.name for path in tmp_path.iterdir() if path.name.startswith("checkpoint-")]
+    losses = [log["eval_loss"] for log in expected["logs"] if "eval_loss" in log]
+    assert losses[0] < losses[1] and "checkpoint-5" in kept, "the first is better, and stays"
+    resumed = run_on(1, tmp_path / "alone", resume=str(tmp_path / "checkpoint-5"))[0]
+    assert steps_of(resumed) == steps_of(expected)[5:]
+    assert_bitwise_equal(resumed["parameters"], expected["parameters"])
+    from safetensors.torch import load_file
+
+    whole = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
+    for run in runs:
+        assert_bitwise_equal({name: run["parameters"][name] for name in whole}, whole)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refused(tp_group: Any, folder: Any, error: type[Exception], train: bool = False, **options: Any) -> str:
+    try:
+        with pytest.raises(error) as caught:
+            trainer = ours(tp_group, folder, **options)
+            if train:
+                trainer.train()
+    finally:
+        reset()
+    return str(caught.value)
+
+
+REFUSED: dict[str, Any] = dict(
+    deepspeed=None, fsdp="full_shard", parallelism_config=None, torch_compile=True, torch_compile_backend="eager",
+    torch_compile_mode="default", fp16=None, fp16_full_eval=True, bf16_full_eval=True, tf32=None, use_liger_kernel=True,
+    label_smoothing_factor=0.1, neftune_noise_alpha=1.0, auto_find_batch_size=True, batch_eval_metrics=True,
+    push_to_hub=True, enable_jit_checkpoint=True, save_on_each_node=True, debug="underflow_overflow",
+    ddp_backend="gloo", ddp_find_unused_parameters=True, ddp_bucket_cap_mb=1,
+    ddp_broadcast_buffers=True, ddp_static_graph=True,
+)  # fmt: skip
+
+
+def test_every_option_is_honoured_or_refused_by_name(tmp_path):
+    """Also those of a later version: a field that is in neither list fails here."""
+    import dataclasses
+
+    from tp_invariant.integrations import trainer
+
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert names - trainer.HONOURED == set(REFUSED) & names
+    assert set(trainer._ADVICE) >= set(REFUSED)
+
+
+def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
+    """What is said of each option that is set, without what transformers refuses here itself (None above)."""
+    from tp_invariant.integrations import trainer
+
+    model = hf_models.build("llama")
+    said = {}
+    for name, value in REFUSED.items():
+        args = arguments(folder)
+        reset()
+        setattr(args, name, "set" if value is None else value)
+        with pytest.raises(ValueError) as caught:
+            trainer.Trainer(model, args)
+        said[name] = str(caught.value)
+    return said
+
+
+def test_options_are_refused_by_name(tmp_path):
+    for name, text in run_ranks(refusals, 1, tmp_path)[0].items():
+        assert text.startswith(f"TrainingArguments: {name}=") and "on rank 0 is not supported" in text
+
+
+@pytest.mark.parametrize(
+    "kind, options, text",
+    [
+        (ValueError, dict(gradient_accumulation_steps=1, dp=2), "gradient_accumulation_steps=1 on rank 0"),
+        (ValueError, dict(load_best_model_at_end=True, save_only_model=True, eval_strategy="steps",
+                          eval_dataset=Examples(2), save_strategy="steps"), "load_best_model_at_end=True needs"),
+        (TypeError, dict(train=True, optim="adafactor"), "Adafactor on rank 0 is not known"),
+        (ValueError, dict(train=True, optim="sgd", dtype=torch.bfloat16), "SGD on rank 0: on a CPU it has other bits"),
+    ],
+    ids=["micro-batches", "best model", "adafactor", "sgd in bfloat16"],
+)  # fmt: skip
+def test_what_cannot_be_honoured_together_is_refused(tmp_path, kind, options, text):
+    said = run_on(2, tmp_path, refused, error=kind, **options)
+    assert said[0].startswith(text), said[0]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Without a length, and with an odd number of micro-batches."""
+
+    def __iter__(self) -> Any:
+        return iter([Examples()[index] for index in range(6)])
+
+
+def unsupported(tp_group: Any, folder: Any) -> list[str]:
+    """fully_shard; data parallel ranks that are the tensor parallel ones; a dataset that ends inside a step."""
+    from tp_invariant.integrations.ranks import Ranks
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = tpi.parallelize(hf_models.build("llama", num_hidden_layers=1), mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+    plain = tpi.parallelize(hf_models.build("llama", num_hidden_layers=1), tp_group)
+    said = []
+    for given, dp_group in ((model, mesh["dp"]), (plain, tp_group)):
+        with pytest.raises(ValueError) as caught:
+            Ranks(given, dp_group)
+        said.append(str(caught.value))
+    return [*said, refused(tp_group, folder, ValueError, train=True, train_dataset=Endless())]
+
+
+def test_what_is_not_supported_is_refused(tmp_path):
+    said = run_ranks(unsupported, 2, tmp_path)[0]
+    assert "a model of fully_shard is not supported here" in said[0]
+    assert said[1] == (
+        "dp_group has the ranks [0, 1], and the model is sharded over [0, 1]: they must have rank 0 alone in common"
+    )
+    assert said[2].startswith("the dataset ended after 1 of a step's 2 micro-batches on rank 0")
+
+
+def by_example(tp_group: Any, folder: str, dp: int) -> None:
+    """A rank's part of examples/train_with_trainer.py."""
+    from tp_invariant.examples import train_with_trainer as example
+
+    shape = dp, tp_group.size() // dp
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) if tp_group.size() > 1 else None
+    options = example.make_parser().parse_args(["--output-dir", folder, "--max-steps", "2"])
+    try:
+        with tpi.set_tp_invariant_mode(True):
+            example.build_trainer(options, mesh, torch.device("cpu")).train()
+    finally:
+        reset()
+
+
+def test_the_example(tmp_path):
+    for ranks, dp in ((1, 1), (2, 2)):
+        (tmp_path / str(dp)).mkdir()
+        run_ranks(by_example, ranks, str(tmp_path / str(dp)), dp)
+    text, same = compare(*(read_log(str(tmp_path / str(dp) / "digests.log")) for dp in (1, 2)))
+    assert same and text.endswith("identical for 2 steps, 0 to 1"), text
+    assert json.loads((tmp_path / "2" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def differing(tp_group: Any, folder: Any) -> list[str]:
+    """Ranks with other options; then with other examples."""
+    from tp_invariant.integrations.ranks import Ranks
+
+    rank = tp_group.rank()
+    ranks = Ranks(tpi.Linear(4, 4, parallel_mode="column", tp_group=tp_group), None)
+    ranks.check_batches([{"cache": object(), "text": "a", "array": numpy.arange(3)}])  # alike
+    for part in (str(rank), numpy.arange(3) + rank, torch.arange(3) + rank):
+        with pytest.raises(ValueError, match="differ in the batches of a step"):
+            ranks.check_batches([{"part": part}])
+    return [
+        refused(tp_group, folder, ValueError, seed=rank),
+        refused(tp_group, folder, ValueError, train=True, train_dataset=Examples(seed=rank)),
+    ]
+
+
+def test_ranks_that_differ_are_refused(tmp_path):
+    said = run_ranks(differing, 2, tmp_path)
+    assert said[0] == said[1]
+    assert said[0][0].startswith("the 2 ranks differ in TrainingArguments.seed: 0 on rank 0; 1 on rank 1")
+    assert said[0][1].startswith("the 2 ranks differ in the batches of a step")
+
+
+def the_fused_form(tp_group: Any, folder: Any) -> list[Any]:
+    trainer = ours(tp_group, folder)
+    trainer.create_optimizer()
+    kinds = [(type(trainer.optimizer).__name__, bool(trainer.optimizer.defaults["fused"]))]
+    reset()
+    fused = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], fused=True)
+    return [*kinds, refused(tp_group, folder, ValueError, train=True, optimizers=(fused, None))]
+
+
+def test_the_fused_form_is_replaced_on_a_cpu(tmp_path):
+    """adamw_torch_fused is the default of TrainingArguments; one that is given is not replaced."""
+    assert arguments(tmp_path).optim == "adamw_torch_fused"
+    reset()
+    kind, text = run_ranks(the_fused_form, 1, tmp_path)[0]
+    assert kind == ("AdamW", False)
+    assert text.startswith("AdamW on rank 0: fused=True on a CPU has other bits where a parameter is cut")
+
+
+def by_transformers_own(tp_group: Any, folder: Any, kind: str, monkey: Any = None) -> tuple[str, bool]:
+    """What transformers' Trainer does of a parallelized model where torchrun has started the ranks."""
+    import os
+    from unittest import mock
+
+    rank = str(tp_group.rank())
+    started = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(torch.distributed.get_world_size()), LOCAL_WORLD_SIZE="2")
+    model = tpi.parallelize(hf_models.build("llama"), mesh_or_group(tp_group, kind))
+    before = testing.digest(testing.full_parameters(model))
+    try:
+        with mock.patch.dict(os.environ, started), pytest.raises(ValueError) as caught:
+            transformers.Trainer(model, arguments(folder), train_dataset=Examples()).train()
+    finally:
+        reset()
+    return str(caught.value), testing.digest(testing.full_parameters(model)) == before
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_transformers_own_trainer_is_refused(tmp_path, kind):
+    """By the DistributedDataParallel that it makes, before any shard is copied."""
+    for text, unchanged in run_ranks(by_transformers_own, 2, tmp_path, kind):
+        assert text.startswith("DistributedDataParallel over the ranks [0, 1")
+        assert "model.embed_tokens.weight is sharded over [0, 1] of them" in text
+        assert "tp_invariant.integrations.trainer.Trainer" in text
+        assert unchanged

@@ -1,0 +1,426 @@
+"""transformers' Trainer for models that parallelize has changed: one set of TrainingArguments, one set of bits.
+
+    mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
+    tpi.parallelize(model, mesh["tp"])
+    trainer = tp_invariant.integrations.trainer.Trainer(model, args, train_dataset=data, dp_group=mesh["dp"])
+    trainer.train()
+
+What differs from transformers' own, which takes every rank for a data parallel one:
+
+    the model      is not wrapped; gradients are summed over dp_group by a MicroBatchTree
+    a step         has per_device_train_batch_size x gradient_accumulation_steps examples at every degree: data parallel
+                   ranks share its micro-batches, so gradient_accumulation_steps counts those of all ranks together
+    batches        are read by every rank, which compares them with the others', and computes those of its share
+    the loss       is over the tokens of the whole step
+    clipping       is tp_invariant.clip_grad_norm_
+    evaluation     is of the whole set on every data parallel rank
+    checkpoints    hold what transformers writes of the whole model, and besides, in the folder tp_invariant, a
+                   checkpoint of this library's with the optimizer, the schedule and the states of random generators,
+                   from which any degree goes on
+    rank 0         alone writes files and logs
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..checkpoint import load, save
+from ..checkpoint.full_state import Entry, full_state_dict
+from ..comm.collectives import Group, gather_uneven
+from ..core.dtensors import local_of
+from ..data_parallel import MicroBatchTree
+from ..diagnostics.digest_log import DigestLog
+from ..layers.linear import Linear
+from ..layers.parameters import named_shard_specs
+from .accelerate import Accelerator
+from .ranks import Ranks
+
+FOLDER = "tp_invariant"  # in a checkpoint of transformers'
+_logger = logging.getLogger("tp_invariant")
+
+# options of TrainingArguments that are honoured, or that say nothing to a Trainer. Any other must have its default
+# value, those of later versions too.
+_NAMES = """
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+    lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+    gradient_accumulation_steps average_tokens_across_devices max_grad_norm bf16 activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs use_cache
+    torch_empty_cache_steps logging_strategy logging_steps logging_first_step logging_dir log_on_each_node
+    logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name
+    project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
+    eval_accumulation_steps include_for_metrics save_only_model save_strategy save_steps save_total_limit
+    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu dataloader_drop_last
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names train_sampling_strategy
+    length_column_name ddp_timeout skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
+    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision fsdp_config accelerator_config
+    liger_kernel_config optim_target_modules
+"""
+HONOURED = frozenset(_NAMES.split())  # those of the last two lines do something only with others, which are refused
+_NOT_WRAPPED = "no DistributedDataParallel is made"
+_ADVICE = {
+    "deepspeed": "parallelize shards the model; leave DeepSpeed out",
+    "fsdp": "parallelize shards the model, and dp_group names the data parallel ranks; leave fsdp out",
+    "parallelism_config": "parallelize says over which ranks the model is sharded, dp_group the data parallel ranks",
+    "torch_compile": "compile the model's layers yourself, before the Trainer gets it",
+    "torch_compile_backend": "compile the model's layers yourself, before the Trainer gets it",
+    "torch_compile_mode": "compile the model's layers yourself, before the Trainer gets it",
+    "fp16": "use bf16=True, which needs no loss scaling, or write the loop with tp_invariant.optim.GradScaler",
+    "fp16_full_eval": "evaluate in the dtype of training",
+    "bf16_full_eval": "evaluate in the dtype of training",
+    "tf32": "set torch.backends yourself; this library's products take float32 as it is",
+    "use_liger_kernel": "its kernels would take the place of this library's, and see shards",
+    "label_smoothing_factor": "give compute_loss_func, with tp_invariant.vocab_parallel_cross_entropy",
+    "neftune_noise_alpha": "the noise is drawn on each rank",
+    "auto_find_batch_size": "each rank would find its own",
+    "batch_eval_metrics": "give compute_metrics, which gets all batches",
+    "push_to_hub": "upload what save_model has written",
+    "enable_jit_checkpoint": "a signal may reach some ranks only; write checkpoints by save_steps",
+    "save_on_each_node": "checkpoints are written to a filesystem that all ranks share, by rank 0",
+    "debug": "its hooks look at this rank's shards",
+    "ddp_backend": "torch.distributed is started before parallelize, with a backend of your choice",
+    **{
+        f"ddp_{name}": _NOT_WRAPPED
+        for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
+    },
+}
+
+
+class DigestLogCallback(transformers.TrainerCallback):
+    """Writes a tp_invariant.DigestLog: a line for each step, for `tp-invariant diff`.
+
+    Trainer(.., callbacks=[DigestLogCallback("run.log")])
+    """
+
+    trainer: Trainer | None = None  # set by the Trainer that it is given to
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._log: DigestLog | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        trainer = self.trainer
+        if trainer is None:
+            raise TypeError("DigestLogCallback is for tp_invariant.integrations.trainer.Trainer alone")
+
+        def start() -> DigestLog | None:
+            if trainer.ranks.dp.rank:
+                return None  # all data parallel ranks have the same parameters
+            return DigestLog(self.path, trainer.model, tp_group=trainer.ranks.tp)
+
+        self._log = trainer.ranks.run(f"opening {self.path}", start)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        assert self.trainer is not None
+        if self._log is not None:
+            self._log.write(state.global_step, loss=self.trainer.step_loss, gradient_norm=self.trainer.step_norm)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._log is not None:
+            self._log.close()
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer over tensor parallel ranks, and over data parallel ones. See this file's head.
+
+    Args:
+        model: after parallelize. A model of other modules is trained over the data parallel ranks alone.
+        args: TrainingArguments, the same on every rank. The Trainer works with a copy.
+        dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards; None: there is one of each.
+        others: as for transformers' Trainer.
+
+    Raises:
+        ValueError: an option of `args` that is not honoured, by name; fewer micro-batches than data parallel ranks;
+            ranks whose `args` differ; groups that do not fit the job (`Ranks`); model_init.
+        TypeError, ValueError: when training begins: an optimizer whose bits depend on where a parameter is cut.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: transformers.TrainingArguments | None = None,
+        *positional: Any,
+        dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        **others: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module) or others.get("model_init") is not None:
+            raise ValueError("Trainer needs a model that parallelize has changed: model_init is not supported")
+        self.ranks = Ranks(model, dp_group)
+        args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        given = others.get("optimizers", (None, None))[0] is not None or others.get("optimizer_cls_and_kwargs")
+        self._trees: dict[int, MicroBatchTree] = {}
+        self._losses: list[Tensor] = []
+        self._micro_batches = self._next = 0
+        self._rng: dict[str, Any] | None = None
+        self.step_loss: Tensor | None = None  # of the last step, and its gradients' norm
+        self.step_norm: Tensor | None = None
+        super().__init__(model, _own_arguments(args, self.ranks, model, bool(given)), *positional, **others)
+        for callback in self.callback_handler.callbacks:
+            self._introduce(callback)
+
+    def _introduce(self, callback: Any) -> None:
+        if isinstance(callback, DigestLogCallback):
+            callback.trainer = self
+
+    def add_callback(self, callback: Any) -> None:
+        super().add_callback(callback)
+        for added in self.callback_handler.callbacks:
+            self._introduce(added)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """transformers makes accelerate's Accelerator here, and has no place for another."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.ranks = self.ranks
+        self.accelerator.check_settings()
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **others: Any) -> Any:
+        self._trees.clear()  # parameters may have been frozen since
+        return super()._prepare_for_training(*args, **others)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
+        """The next step's micro-batches, of all data parallel ranks.
+
+        Raises:
+            ValueError: on every rank: ranks have read different ones; a dataset without a length ended inside a step.
+        """
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.ranks.check_batches(samples)
+        if 0 < len(samples) < num_batches:
+            raise ValueError(
+                f"the dataset ended after {len(samples)} of a step's {num_batches} micro-batches on rank "
+                f"{self.ranks.index}: give one whose length is known, or a multiple of a step's examples"
+            )
+        self._micro_batches, self._next = len(samples), 0
+        self._losses.clear()
+        return samples, items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One of the step's micro-batches, if it is in this rank's share. The last one returns the step's loss."""
+        tree = self._tree(self._micro_batches)
+        index, self._next = self._next, self._next + 1
+        if tree is None or index in tree.share:
+            self._losses.append(super().training_step(model, inputs, num_items_in_batch).float())
+            if tree is not None:
+                tree.add()
+        if self._next < self._micro_batches:
+            return torch.zeros((), device=self.args.device)
+        own = torch.stack(self._losses) if self._losses else torch.zeros(0, device=self.args.device)
+        self.step_loss = gather_uneven(own, 0, self._micro_batches, self.ranks.dp).sum()
+        if tree is not None:
+            tree.reduce()
+        return self.step_loss
+
+    def _tree(self, micro_batches: int) -> MicroBatchTree | None:
+        """The sum of so many micro-batches; None for one of one rank, which is no sum."""
+        if micro_batches == self.ranks.dp.size == 1:
+            return None
+        if micro_batches not in self._trees:
+            self._trees[micro_batches] = MicroBatchTree(self.model.parameters(), self.ranks.dp, micro_batches)
+        return self._trees[micro_batches]
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False  # clip_grad_norm_ takes gradients on any meshes
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        self.step_norm = super()._get_grad_norm(model, grad_norm)
+        return self.step_norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As transformers counts them, of the whole model."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 6 * tokens.numel() * self._whole_size if isinstance(tokens, Tensor) else 0
+
+    @functools.cached_property
+    def _whole_size(self) -> int:
+        embeddings = {id(p) for m in self.model.modules() if "Embedding" in type(m).__name__ for p in m.parameters()}
+        named = [(p, spec) for _, p, spec in named_shard_specs(self.model) if id(p) not in embeddings]
+        return sum(Entry(local_of(p), spec).full_shape.numel() for p, spec in named)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **others: Any
+    ) -> Any:
+        head: Any = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
+        sharded = isinstance(head, Linear) and head.parallel_mode == "column" and not head.gather_output
+        if not prediction_loss_only and sharded and head.group.size > 1:
+            raise ValueError(
+                f"the output layer leaves its {head.out_features} logits sharded over {head.group.size} ranks, so "
+                "there are no whole predictions: set prediction_loss_only=True and give no compute_metrics, or "
+                "parallelize with the model's own plan, which gathers the logits"
+            )
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **others)
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.ranks.run("saving a checkpoint", lambda: super(Trainer, self)._save_checkpoint(model, trial))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """What transformers writes of the whole model, on rank 0. Every rank calls it."""
+        folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
+        first = self.ranks.index == 0
+
+        def write() -> None:
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+            if self.ranks.dp.rank:
+                return
+            if hasattr(self.model, "save_pretrained"):
+                self.model.save_pretrained(folder, state_dict=state_dict, is_main_process=first)
+            else:
+                whole = full_state_dict(self.model, rank0_only=True, cpu_offload=True)
+                if first:
+                    torch.save(whole, folder / "pytorch_model.bin")
+            if first:
+                tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+                torch.save(self.args, folder / "training_args.bin")
+
+        self.ranks.run(f"saving {folder}", write)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        path = Path(output_dir) / FOLDER
+
+        def write() -> None:
+            if self.ranks.dp.rank == 0:
+                assert self.lr_scheduler is not None
+                extra = {"scheduler": self.lr_scheduler.state_dict(), "rng": _generator_states(self.args.device)}
+                save(path, self.model, _unwrapped(self.optimizer), extra=extra, group=self.ranks.tp)
+
+        self.ranks.run(f"saving {path}", write)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """They are in this library's checkpoint."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Checks that there is something to go on from; the model is loaded together with the optimizer."""
+        path = Path(resume_from_checkpoint) / FOLDER
+        if not path.is_dir():
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} on rank {self.ranks.index} holds no folder "
+                f"{FOLDER}: it is no checkpoint of this Trainer's, or was saved with save_only_model=True"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path, optimizer = Path(checkpoint) / FOLDER, _unwrapped(self.optimizer)
+        extra = self.ranks.run(f"loading {path}", lambda: load(path, self.model, optimizer, group=self.ranks.tp))
+        assert self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(extra["scheduler"])
+        self._rng = extra["rng"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._rng is not None:
+            _set_generator_states(self._rng, self.args.device)
+
+    def _load_best_model(self) -> None:
+        path = Path(self.state.best_model_checkpoint or "") / FOLDER
+        self.ranks.run(f"loading {path}", lambda: load(path, self.model, group=self.ranks.tp))
+
+
+def _own_arguments(
+    args: transformers.TrainingArguments, ranks: Ranks, model: nn.Module, has_optimizer: bool
+) -> transformers.TrainingArguments:
+    """A copy of args that makes of each rank the one process of its run, by which rank 0 alone writes and logs.
+
+    Raises:
+        ValueError: see Trainer.
+    """
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(args)
+    }
+    for name, default in defaults.items():
+        value = getattr(args, name)
+        if name not in HONOURED and value != default and (value or default):
+            raise ValueError(
+                f"TrainingArguments: {name}={value!r} on rank {ranks.index} is not supported, only {default!r}: "
+                f"{_ADVICE.get(name, 'it is not known here')}"
+            )
+    facts = {f"TrainingArguments.{name}": repr(getattr(args, name)) for name in defaults if name not in _OWN}
+    ranks.check_alike(facts, "Give the same on every rank")
+    steps = args.gradient_accumulation_steps
+    if steps < ranks.dp.size:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps} on rank {ranks.index}, and dp_group has {ranks.dp.size} ranks: it "
+            "is the number of micro-batches in a step of all data parallel ranks together, and must be at least as many"
+        )
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ValueError(
+            "load_best_model_at_end=True needs save_only_model=False: the model is read from the checkpoint"
+        )
+    args.device  # noqa: B018  # starts accelerate, which says how many processes it knows of
+    processes = PartialState().num_processes
+    if processes > 1 and processes != ranks.size:
+        raise ValueError(
+            f"the job has {processes} ranks, but the model is sharded over {ranks.tp.size}, and dp_group has "
+            f"{ranks.dp.size}: give dp_group, the ranks that hold the same shards as this one"
+        )
+    own = copy.copy(args)
+    own.distributed_state = SimpleNamespace(
+        num_processes=1, process_index=ranks.index, local_process_index=ranks.index, distributed_type=DistributedType.NO
+    )
+    own._n_gpu = min(1, getattr(args, "_n_gpu", 0))
+    own.average_tokens_across_devices = False  # every rank sees the whole step
+    device = next(model.parameters()).device
+    if own.optim == "adamw_torch_fused" and device.type == "cpu" and not has_optimizer:
+        own.optim = transformers.training_args.OptimizerNames.ADAMW_TORCH
+        if ranks.index == 0:
+            _logger.info(
+                "optim='adamw_torch_fused' is replaced by 'adamw_torch': on a CPU the fused form has other bits "
+                "where a parameter is cut"
+            )
+    return own
+
+
+_OWN = {"local_rank", "hub_token"}  # of each rank, and not to be shown
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _generator_states(device: torch.device) -> dict[str, Any]:
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    return {**states, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
+
+
+def _set_generator_states(states: dict[str, Any], device: torch.device) -> None:
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,44 @@
+"""DistributedDataParallel over ranks of tp_group is refused where it is made, before it copies rank 0's shards.
+
+Trainers wrap every model by themselves, over all ranks of the job. torch's hook for registered modules is called
+while DistributedDataParallel is made, once it has its process group and before it sends anything.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comm.collectives import ranks_of
+from ..core.dtensors import is_dtensor
+from .parameters import carried_group, is_sharded
+
+
+def _ranks_of_shards(p: nn.Parameter) -> list[int]:
+    """The ranks that hold other parts of the parameter; none if it is whole."""
+    if is_dtensor(p):
+        return [] if all(placed.is_replicate() for placed in p.placements) else p.device_mesh.mesh.flatten().tolist()
+    group = carried_group(p) if is_sharded(p) else None
+    return [] if group is None or group.size == 1 else ranks_of(group)
+
+
+def _refuse_tp_ranks(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
+        return
+    ranks = dist.get_process_group_ranks(wrapper.process_group)
+    for parameter, p in module.named_parameters():
+        shared = sorted({*ranks} & {*_ranks_of_shards(p)})
+        if len(shared) > 1:
+            raise ValueError(
+                f"DistributedDataParallel over the ranks {ranks}, and {parameter} is sharded over {shared} of them: it "
+                "would copy the part of one rank to the others, and give each another batch. Give it the data parallel "
+                "ranks alone. Where a trainer wraps the model by itself: for transformers' Trainer take "
+                "tp_invariant.integrations.trainer.Trainer, for accelerate "
+                "tp_invariant.integrations.accelerate.Accelerator, for Lightning "
+                "tp_invariant.integrations.lightning.TensorParallelStrategy"
+            )
+
+
+register_module_module_registration_hook(_refuse_tp_ranks)
