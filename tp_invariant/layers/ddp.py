@@ -6,20 +6,22 @@ while DistributedDataParallel is made, once it has its process group and before 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.collectives import ranks_of
+from ..comm.collectives import on_mesh, ranks_of
 from ..core.dtensors import is_dtensor
 from .parameters import carried_group, is_sharded
 
 
-def _ranks_of_shards(p: nn.Parameter) -> list[int]:
+def _ranks_of_shards(p: nn.Parameter) -> Iterable[int]:
     """The ranks that hold other parts of the parameter; none if it is whole."""
     if is_dtensor(p):
-        return [] if all(placed.is_replicate() for placed in p.placements) else p.device_mesh.mesh.flatten().tolist()
+        return [] if all(placed.is_replicate() for placed in p.placements) else on_mesh(p.device_mesh).ranks
     group = carried_group(p) if is_sharded(p) else None
     return [] if group is None or group.size == 1 else ranks_of(group)
 
