@@ -190,7 +190,7 @@ def _forward(
         total = total * shrink + in_whole_vectors_(torch.exp2_, sink - reference)
         top = new_top
         acc.mul_(shrink.unsqueeze(-1))
-    seen = total > 0
+    seen = total != 0  # of a NaN, too
     lse = torch.where(seen, top + in_whole_vectors_(torch.log2_, total.clone()), -math.inf)
     out = acc.div_(total.masked_fill(~seen, 1.0).unsqueeze(-1))
     # a block that a mask hides adds 0, which makes a negative 0 a positive one: so all are

@@ -121,7 +121,8 @@ def with_matrix(scores, factor, matrix_ptr, at, there, MATRIX: tl.constexpr):
     if MATRIX == 1:
         return tl.where(given != 0, scores, float("-inf"))
     bias = given.to(tl.float32)
-    exponent = tl.maximum(bias * 1.4426950408889634, -3.4028234663852886e38)
+    exponent = bias * 1.4426950408889634
+    exponent = tl.where(exponent < -3.4028234663852886e38, -3.4028234663852886e38, exponent)  # tl.maximum drops NaN
     return tl.fma(scores, factor, tl.where(bias == float("-inf"), bias, exponent))
 
 
@@ -255,12 +256,13 @@ def matrix_arguments(mask: Tensor | None) -> tuple:
     """
     if mask is None:
         return (None,) * 5
-    if max(mask.stride()) > _MAX_SIDE:
+    strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    if max(strides) > _MAX_SIDE:
         raise ValueError(
             f"mask has strides {mask.stride()}: at most {_MAX_SIDE} is allowed; give it a size of 1 where it repeats, "
             "or fewer sequences at a time"
         )
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, *mask.stride()
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, *strides
 
 
 class Problem(NamedTuple):

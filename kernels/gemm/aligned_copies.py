@@ -101,7 +101,10 @@ def copied_matmul(
     copies_a, copies_b, copies_c = unaligned
     result = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     if copies_b:
-        b = _copy(b)
+        try:
+            b = _copy(b)
+        except torch.OutOfMemoryError:
+            return None
     per_row = copies_a * k * a.element_size() + copies_c * n * out_dtype.itemsize
     at_once = max(256, _BYTES_AT_ONCE // max(1, per_row) // 256 * 256)
     for first in range(0, m, at_once):
@@ -114,7 +117,8 @@ def copied_matmul(
         assert operands is not None
         matmul_tma.tma_matmul(operands, bias, out_dtype, out=c, accumulate=accumulate, promote_every=promote_every)
         if copies_c:
-            here.copy_(c)
+            with torch.inference_mode(here.is_inference()):  # which copy_ takes nowhere else
+                here.copy_(c)
     return result if out is None else written(result)
 
 

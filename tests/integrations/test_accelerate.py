@@ -163,3 +163,33 @@ def test_what_is_refused():
     assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
     assert "tp_invariant.integrations.accelerate.Accelerator" in said["their own"]
     assert "and the model is sharded over 1: data parallel ranks need" in said["part of the job"]
+
+
+def as_a_launcher_says(tp_group: Any) -> tuple[float, bool, list[int]]:
+    """With accelerate told of all ranks, as torchrun does: a schedule's rate, a trigger of rank 0, a split."""
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    try:
+        accelerator = Accelerator(cpu=True)
+        for state in (accelerate_state.PartialState, accelerate_state.AcceleratorState):
+            state._shared_state["num_processes"] = tp_group.size()
+        model = tpi.parallelize(build(), tp_group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        for _ in range(2):
+            optimizer.step()
+            schedule.step()
+        if tp_group.rank() == 0:
+            accelerator.set_trigger()
+        seen = accelerator.check_trigger()
+        assert not accelerator.check_trigger()
+        with accelerator.split_between_processes([0, 1, 2, 3]) as mine:
+            return schedule.get_last_lr()[0], seen, mine
+    finally:
+        reset()
+
+
+def test_schedules_triggers_and_splits_are_those_of_one_process():
+    for degree in (1, 2):
+        assert run_ranks(as_a_launcher_says, degree) == [(0.25, True, [0, 1, 2, 3])] * degree

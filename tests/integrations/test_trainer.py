@@ -436,3 +436,82 @@ def test_transformers_own_trainer_is_refused(tmp_path, kind):
         assert "model.embed_tokens.weight is sharded over [0, 1] of them" in text
         assert "tp_invariant.integrations.trainer.Trainer" in text
         assert unchanged
+
+
+# --- data parallel ranks of models that draw, change or differ -------------------------------------------------------
+
+
+class Own(torch.nn.Module):
+    """A model of torch's modules: dropout, a layer that is frozen at first, perhaps running statistics."""
+
+    def __init__(self, batch_norm: bool) -> None:
+        super().__init__()
+        self.frozen, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        self.between = torch.nn.BatchNorm1d(16) if batch_norm else torch.nn.Dropout(0.3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **others: Any) -> dict[str, torch.Tensor]:
+        hidden = torch.nn.functional.layer_norm(input_ids.float(), (16,))
+        return {"loss": self.head(self.between(self.frozen(hidden))).square().mean()}
+
+
+class Unfreezes(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        model.frozen.requires_grad_(True)
+
+
+def trained_own(tp_group: Any, folder: Any, dp: int, batch_norm: bool = False, seeded_alike: bool = True) -> Any:
+    from tp_invariant.integrations.trainer import Trainer
+
+    torch.manual_seed(0 if seeded_alike else torch.distributed.get_rank())
+    model = Own(batch_norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        trainer = Trainer(
+            model, arguments(folder, max_steps=4), train_dataset=Examples(), callbacks=[Unfreezes()],
+            dp_group=groups_of(tp_group, dp)[1], optimizers=(optimizer, None),
+        )  # fmt: skip
+        trainer.train()
+        return {name: p.detach() for name, p in model.named_parameters()}
+    except ValueError as error:
+        return str(error)
+    finally:
+        reset()
+
+
+def test_dropout_and_what_is_unfrozen_at_every_data_parallel_degree(tmp_path):
+    """Each micro-batch draws the same, and a parameter that a callback unfreezes is summed over the ranks too."""
+    with tpi.set_tp_invariant_mode(True):
+        one = run_on(1, tmp_path, trained_own, dp=1)[0]
+        for two in run_on(2, tmp_path, trained_own, dp=2):
+            for name, p in two.items():
+                assert_bitwise_equal(p, one[name], name)
+    torch.manual_seed(0)
+    assert not torch.equal(one["frozen.weight"], Own(False).frozen.weight)
+
+
+def test_replicas_that_differ_are_refused(tmp_path):
+    for options, said in (
+        ({"seeded_alike": False}, "different values of frozen.weight when training begins"),
+        ({"batch_norm": True}, "different values of between.running_mean after a step's forwards"),
+    ):
+        assert all(said in error for error in run_on(2, tmp_path, trained_own, dp=2, **options)), said
+
+
+def decayed(tp_group: Any) -> list[str]:
+    from tp_invariant.integrations.trainer import Trainer
+
+    names = Trainer.get_decay_parameter_names
+    model = torch.nn.ModuleDict(
+        dict(
+            ln=tpi.ParallelNorm(4, normalization="LayerNorm", tp_group=tp_group),
+            both=tpi.LayerNormLinear(4, 4, tp_group=tp_group),
+            plain=torch.nn.LayerNorm(4),
+            linear=torch.nn.Linear(4, 4),
+        )
+    )
+    return names(Trainer.__new__(Trainer), model)
+
+
+def test_norms_decay_as_transformers_own_do():
+    assert run_ranks(decayed, 1)[0] == ["both.weight", "linear.weight"]

@@ -158,8 +158,8 @@ def visible_keys(
     if not once or (window and not causal) or ("packed positions" in asked and packed is None):
         return None
     keys = int(q_offset) + q_length - kv_offset if causal else kv_length
-    if keys > kv_length or (kv_offset and not window):
-        return None
+    if keys > kv_length or (kv_offset and (not window or kv_offset > max(0, int(q_offset) - window + 1))):
+        return None  # the keys before kv_offset may be gone, and not all of them are out of the window
     if packed is not None:
         if attention_mask is not None or kv_offset or not q_length == keys == packed.shape[1]:
             return None

@@ -17,7 +17,9 @@ model in DistributedDataParallel over all ranks, which is refused, and gives eac
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate
@@ -50,6 +52,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     ranks: Ranks | None = None  # of the model; the Trainer sets it
+    flag_tensor: Any  # accelerate's own
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -107,6 +110,12 @@ class Accelerator(accelerate.Accelerator):
         check_optimizer(getattr(optimizer, "optimizer", optimizer))
         return super().prepare_optimizer(optimizer, *args, **options)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """One step of it for each of the optimizer's: accelerate takes as many as the job has ranks."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True  # accelerate's word for it
+        return prepared
+
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """The loader of every batch; its workers have the same seeds on every rank."""
         seed = getattr(data_loader, "worker_init_fn", None)
@@ -129,6 +138,19 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         return tensor
+
+    def check_trigger(self) -> bool:
+        """Whether `set_trigger` was called on any rank, on every rank alike. A collective."""
+        own = bool(self.flag_tensor is not None and self.flag_tensor.item() >= 1)
+        found = own if self.ranks is None else any(self.ranks.gather(own))
+        if found:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        return found
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """`inputs`, whole: the ranks have the parts of one model."""
+        yield inputs
 
     def pad_across_processes(self, tensor: Any, *args: Any, **options: Any) -> Any:
         return tensor

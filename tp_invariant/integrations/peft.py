@@ -19,6 +19,7 @@ and each rank takes its part. State dicts have this rank's parts under PEFT's na
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -517,7 +518,17 @@ class _SavePretrained:
     """
 
     def __init__(self, model: PeftModel) -> None:
-        self.model: Any = model
+        self._model = weakref.ref(model)  # it is stored on the model, and a cycle would keep that one's memory
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has a method of its own
+        return _SavePretrained, (self.model,)
+
+    @property
+    def model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this save_pretrained is gone: keep the model")
+        return model
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy
@@ -15,7 +15,7 @@ from ..comm.collectives import Group, ranks_of, resolve_group
 from ..comm.wire import gather_objects
 from ..consistency.differences import differences, format_values, mark
 from ..core.bits import leaves, tensor_hash
-from ..core.dtensors import is_dtensor
+from ..core.dtensors import is_dtensor, local_of
 from ..data_parallel.micro_batch_tree import resolve_dp_group
 from ..layers.parameters import named_shard_specs
 
@@ -72,6 +72,21 @@ class Ranks:
         """Raises: ValueError: on every rank: the first of `facts` that ranks have different values of."""
         for name, values in differences(self.gather(facts)).items():
             raise ValueError(f"the {self.size} ranks differ in {name}: {format_values(values)}. {advice}")
+
+    def check_replicas(self, tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+        """Raises: ValueError: on every rank: data parallel ranks hold different values, by a hash, in the first tensor
+        of which they do. A collective over all ranks; nothing without data parallel ranks."""
+        if self.dp.size == 1:
+            return
+        found = gather_objects({name: int(tensor_hash(local_of(x).detach())) for name, x in tensors}, self.dp)
+        name = next((name for name in found[0] if any(each.get(name) != found[0][name] for each in found)), None)
+        names = [each for each in gather_objects(name, self.tp) if each is not None]
+        if names:
+            raise ValueError(
+                f"the {self.dp.size} data parallel ranks hold different values of {names[0]} {what}: each would train "
+                "a model of its own. Seed every rank alike before the model is made, or load one checkpoint; running "
+                "statistics (BatchNorm) are not averaged over data parallel ranks: freeze them, or take another norm"
+            )
 
     def check_batches(self, batches: Any) -> None:
         """Raises: ValueError: on every rank: ranks have read different batches, by a hash of everything in them."""

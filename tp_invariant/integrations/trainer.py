@@ -12,6 +12,7 @@ What differs from transformers' own, which takes every rank for a data parallel 
                    ranks share its micro-batches, so gradient_accumulation_steps counts those of all ranks together
     batches        are read by every rank, which compares them with the others', and computes those of its share
     the loss       is over the tokens of the whole step
+    random numbers in a micro-batch's forward (dropout) depend on the seed, the step and the micro-batch alone
     clipping       is tp_invariant.clip_grad_norm_
     evaluation     is of the whole set on every data parallel rank
     checkpoints    hold what transformers writes of the whole model, and besides, in the folder tp_invariant, a
@@ -22,9 +23,11 @@ What differs from transformers' own, which takes every rank for a data parallel 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import logging
 import random
 from collections.abc import Iterator
@@ -48,6 +51,7 @@ from ..core.dtensors import local_of
 from ..data_parallel import MicroBatchTree
 from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
+from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
 from .ranks import Ranks
@@ -169,7 +173,7 @@ class Trainer(transformers.Trainer):
         self.ranks = Ranks(model, dp_group)
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = others.get("optimizers", (None, None))[0] is not None or others.get("optimizer_cls_and_kwargs")
-        self._trees: dict[int, MicroBatchTree] = {}
+        self._trees: dict[tuple, MicroBatchTree] = {}
         self._losses: list[Tensor] = []
         self._micro_batches = self._next = 0
         self._rng: dict[str, Any] | None = None
@@ -199,8 +203,10 @@ class Trainer(transformers.Trainer):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, *args: Any, **others: Any) -> Any:
-        self._trees.clear()  # parameters may have been frozen since
-        return super()._prepare_for_training(*args, **others)
+        prepared = super()._prepare_for_training(*args, **others)
+        everything = [*self.model.named_parameters(), *self.model.named_buffers()]
+        self.ranks.check_replicas(everything, "when training begins")
+        return prepared
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """The next step's micro-batches, of all data parallel ranks.
@@ -224,7 +230,8 @@ class Trainer(transformers.Trainer):
         tree = self._tree(self._micro_batches)
         index, self._next = self._next, self._next + 1
         if tree is None or index in tree.share:
-            self._losses.append(super().training_step(model, inputs, num_items_in_batch).float())
+            with _seeded((self.args.seed, self.state.global_step, index), self.args.device):
+                self._losses.append(super().training_step(model, inputs, num_items_in_batch).float())
             if tree is not None:
                 tree.add()
         if self._next < self._micro_batches:
@@ -233,15 +240,35 @@ class Trainer(transformers.Trainer):
         self.step_loss = gather_uneven(own, 0, self._micro_batches, self.ranks.dp).sum()
         if tree is not None:
             tree.reduce()
+            self.ranks.check_replicas(self.model.named_buffers(), "after a step's forwards")
         return self.step_loss
 
     def _tree(self, micro_batches: int) -> MicroBatchTree | None:
         """The sum of so many micro-batches; None for one of one rank, which is no sum."""
         if micro_batches == self.ranks.dp.size == 1:
             return None
-        if micro_batches not in self._trees:
-            self._trees[micro_batches] = MicroBatchTree(self.model.parameters(), self.ranks.dp, micro_batches)
-        return self._trees[micro_batches]
+        trained = tuple(id(p) for p in self.model.parameters() if p.requires_grad)  # a callback may unfreeze some
+        key = micro_batches, trained
+        if key not in self._trees:
+            self._trees.clear()
+            self._trees[key] = MicroBatchTree(self.model.parameters(), self.ranks.dp, micro_batches)
+        return self._trees[key]
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """transformers' own, which knows a LayerNorm by its class: without those of this library's norms that are one.
+
+        So a parameter decays alike whether `parallelize` has replaced the norm, as it does for sequence parallelism, or
+        not.
+        """
+        norms = {
+            id(p)
+            for module in model.modules()
+            if getattr(module, "normalization", None) == "LayerNorm"
+            for name, p in module.named_parameters(recurse=False)
+            if isinstance(module, ParallelNorm) or name.startswith("layer_norm")
+        }
+        parameters = dict(model.named_parameters())
+        return [name for name in super().get_decay_parameter_names(model) if id(parameters[name]) not in norms]
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # clip_grad_norm_ takes gradients on any meshes
@@ -265,10 +292,13 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **others: Any
     ) -> Any:
         head: Any = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
-        sharded = isinstance(head, Linear) and head.parallel_mode == "column" and not head.gather_output
-        if not prediction_loss_only and sharded and head.group.size > 1:
+        layers = [m for m in head.modules() if isinstance(m, Linear)] if isinstance(head, nn.Module) else []
+        # an adapter's layers are inside of the head, too
+        sharded = [m for m in layers if m.parallel_mode == "column" and not m.gather_output and m.group.size > 1]
+        if not prediction_loss_only and sharded:
             raise ValueError(
-                f"the output layer leaves its {head.out_features} logits sharded over {head.group.size} ranks, so "
+                f"the output layer leaves its {sharded[0].out_features} logits sharded over {sharded[0].group.size} "
+                "ranks, so "
                 "there are no whole predictions: set prediction_loss_only=True and give no compute_metrics, or "
                 "parallelize with the model's own plan, which gathers the logits"
             )
@@ -320,11 +350,15 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Checks that there is something to go on from; the model is loaded together with the optimizer."""
         path = Path(resume_from_checkpoint) / FOLDER
-        if not path.is_dir():
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} on rank {self.ranks.index} holds no folder "
-                f"{FOLDER}: it is no checkpoint of this Trainer's, or was saved with save_only_model=True"
-            )
+
+        def check() -> None:
+            if not path.is_dir():
+                raise ValueError(
+                    f"resume_from_checkpoint={resume_from_checkpoint!r} on rank {self.ranks.index} holds no folder "
+                    f"{FOLDER}: it is no checkpoint of this Trainer's, or was saved with save_only_model=True"
+                )
+
+        self.ranks.run(f"looking for {path}", check)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -399,7 +433,22 @@ def _own_arguments(
     return own
 
 
-_OWN = {"local_rank", "hub_token"}  # of each rank, and not to be shown
+_OWN = {"local_rank", "hub_token", "logging_dir"}  # of each rank, and not to be shown; the last has the time and host
+
+
+@contextlib.contextmanager
+def _seeded(place: tuple[int, int, int], device: torch.device) -> Iterator[None]:
+    """Random numbers that depend on the seed, the step and the micro-batch alone, not on which rank draws them, nor on
+    what it has drawn before; the generators' states are restored afterwards."""
+    before = _generator_states(device)
+    seed = int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:4], "little")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _set_generator_states(before, device)
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
