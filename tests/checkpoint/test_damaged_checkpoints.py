@@ -864,18 +864,22 @@ def parametrized(tp_group, folder, how):
     [
         ("parametrized", "up.weight is sharded, but not a parameter of its"),
         ("hooked", "up.weight is sharded, but not a parameter of its"),
-        ("pruned", "down.weight is sharded, but not a parameter of its"),
+        ("pruned", "prune"),
         ("cloned", "has another tensor in place of up.weight, which is sharded"),
-        ("wrapped", "whole.weight in the model's state dict is a DTensor tensor"),
     ],
 )
 def test_layers_whose_sharding_is_not_known(tmp_path, how, saying):
     for results in run_ranks(parametrized, 2, str(tmp_path / "c"), how):
         for error in results:
             assert isinstance(error, (ValueError, TypeError)) and saying in str(error)
-    if how != "wrapped":  # at TP=1 they are whole, and say it
-        errors = parametrized(None, tmp_path / "alone", how)
-        assert errors[0] is None and isinstance(errors[1], dict)
+    errors = parametrized(None, tmp_path / "alone", how)  # at TP=1 they are whole, and say it
+    assert errors[0] is None and isinstance(errors[1], dict)
+
+
+def test_a_dtensor_of_torchs_beside_sharded_layers(tmp_path):
+    """Its placements say how it is cut."""
+    for saved, full in run_ranks(parametrized, 2, str(tmp_path / "c"), "wrapped"):
+        assert saved is None and full["whole.weight"].shape == (2, 2) and full["whole.weight"].all()
 
 
 class Mixed(nn.Module):

@@ -130,9 +130,10 @@ def model_group(model: nn.Module) -> Group:
     """
     reshard(model)
     base = _largest_group(model)
-    cut = [p.device_mesh for _, p, spec in named_shard_specs(model) if spec.is_cut_further(p)]
-    if cut:
-        ranks = set(ranks_of(base)).union(*(on_mesh(mesh).ranks for mesh in cut))
+    cut = [on_mesh(p.device_mesh).ranks for _, p, spec in named_shard_specs(model) if spec.is_cut_further(p)]
+    # of a mesh without all of these, as of plain shards that fully_shard has cut, each rank would know other ranks
+    ranks = frozenset().union(*(each for each in cut if each.issuperset(ranks_of(base))))
+    if len(ranks) > base.size:
         for process_group in c10d._world.pg_map:  # in the order in which they were made, on every rank
             if set(dist.get_process_group_ranks(process_group)) == ranks:
                 return resolve_group(process_group)

@@ -433,7 +433,8 @@ def _own_arguments(
     return own
 
 
-_OWN = {"local_rank", "hub_token", "logging_dir"}  # of each rank, and not to be shown; the last has the time and host
+# of each rank: not to be shown, or how it logs, which follows its logging levels, and where, with the time and the host
+_OWN = {"local_rank", "hub_token", "logging_dir", "disable_tqdm", "log_level", "log_level_replica"}
 
 
 @contextlib.contextmanager
