@@ -267,7 +267,7 @@ class Trainer(transformers.Trainer):
             for name, p in module.named_parameters(recurse=False)
             if isinstance(module, ParallelNorm) or name.startswith("layer_norm")
         }
-        parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         return [name for name in super().get_decay_parameter_names(model) if id(parameters[name]) not in norms]
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
