@@ -101,7 +101,7 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, name: str) -> None:
         kind = str(mask.dtype) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise TypeError(
             f"{name} is {kind}: it must be a tensor of torch.bool, True where a query sees a key (mask.bool()), or "
-            f"of one of {', '.join(map(str, DTYPES))}, added to the scores"
+            f"of a floating point dtype ({', '.join(map(str, DTYPES))}), added to the scores"
         )
     scores = (*q.shape[:3], k.shape[2])
     fit = mask.dim() <= 4 and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
