@@ -3,7 +3,7 @@
 TMA needs rows that begin at multiples of 16 bytes: of a vocabulary of 50257 columns every row but each eighth begins
 elsewhere. A copy whose rows have room for a few elements more has the same elements, and TMA reads no others, so C has
 the same bits. Torch's own kernels for such operands are several times slower than those for others. Where rows of B
-are a multiple of 16 bytes and not of 32, TMA reads them as up to a fourth more: a copy of B may pay there too.
+are multiples of 16 bytes and not of 32, TMA reads up to a fourth more than they hold: a copy of B may pay there too.
 """
 
 from __future__ import annotations
