@@ -24,6 +24,7 @@ from .tiles import (
     as_rows,
     backward_key_tile,
     backward_query_tile,
+    biased_exponent,
     capped,
     has_room,
     key_phases,
@@ -103,6 +104,8 @@ def _walk_queries(
             places = matrix_at[:, None] + query.to(tl.int64)[None, :] * stride_mq
             there = (key < keys)[:, None] & (query < queries)[None, :]
             exponents = with_matrix(scores, score_factor, matrix_ptr, places, there, MATRIX)
+            if MATRIX == 2:
+                exponents = biased_exponent(exponents)
         weights = tl.exp2(tl.fma(exponents, factor, -lse[None, :]))
         if MATRIX:
             weights = tl.where(exponents == float("-inf"), 0.0, weights)  # also where lse is -inf
@@ -236,6 +239,8 @@ def _walk_keys(
             there = inside[:, None] & (key < keys)[None, :]
             at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
             exponents = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
+            if MATRIX == 2:
+                exponents = biased_exponent(exponents)
         weights = tl.exp2(tl.fma(exponents, factor, -lse[:, None]))
         if MATRIX:
             weights = tl.where(exponents == float("-inf"), 0.0, weights)  # also where lse is -inf

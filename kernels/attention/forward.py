@@ -101,9 +101,18 @@ def _attend(
             v = tl.where((key < keys)[:, None], v, 0.0)  # rows of other data: 0 times Inf is NaN
         new = tl.maximum(largest, tl.max(scores, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)
-        weights = tl.exp2(tl.fma(scores, factor, -(reference * factor)[:, None]))
+        if MATRIX == 2:
+            weights = tl.exp2((scores - reference[:, None]) * factor)  # large biases: their difference is exact
+        else:
+            weights = tl.exp2(tl.fma(scores, factor, -(reference * factor)[:, None]))
         decay = tl.exp2((largest - reference) * factor)  # exactly 1 where the largest score is unchanged
-        total = tl.fma(total, decay, tl.sum(weights, 1))
+        if MATRIX:
+            # The loads of a matrix make the compiler lay scores out anew, differently in each compiled form, and with
+            # the layout goes the order of tl.sum. A product has one order; its columns are all the same sum.
+            ones = tl.full((BLOCK_K, 16), 1.0, v.dtype)
+            total = tl.fma(total, decay, tl.max(tl.dot(weights.to(v.dtype), ones, input_precision="ieee"), 1))
+        else:
+            total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         largest = new
     return before, before_largest, before_total, acc, largest, total
@@ -170,7 +179,7 @@ def _forward_kernel(
     if MATRIX:
         matrix_at = q_head.to(tl.int64) * stride_mh + query.to(tl.int64) * stride_mq + batch.to(tl.int64) * stride_mb
         if MATRIX == 2:
-            factor = tl.full((), 1.0, tl.float32)  # with their biases scores are exponents of 2
+            factor = tl.full((), 1.4426950408889634, tl.float32)  # of 2
     if WINDOW:
         before, before_largest, before_total, acc, largest, total = _attend(
             q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
@@ -201,7 +210,7 @@ def _forward_kernel(
     else:
         acc, largest, total = fold(before, before_largest, before_total, acc, largest, total, factor)
         sinks = tl.load(sinks_ptr + q_head, mask=inside, other=0.0) if SINKS else 0.0
-        out, lse = finish(acc, largest, total, factor, sinks, SINKS)
+        out, lse = finish(acc, largest, total, factor, sinks, SINKS, MATRIX)
         out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head
         lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
@@ -315,7 +324,9 @@ def _plan(
         *p.flags, overlap, p.sinks, p.matrix,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
-    merge_constants = (head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks)
+    merge_constants = (
+        head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks, p.matrix,
+    )  # fmt: skip
     return _Plan(
         run=launch(_forward_kernel, index, (dtype, p.matrix_dtype), tile, constants),
         k_block=(tile.keys, head_dim),

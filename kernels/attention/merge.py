@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import key_phases, sequence
+from .tiles import biased_exponent, key_phases, sequence
 
 
 @triton.jit
@@ -31,11 +31,14 @@ def with_sinks(acc, largest, total, factor, sinks):
 
 
 @triton.jit
-def finish(acc, largest, total, factor, sinks, SINKS: tl.constexpr):
+def finish(acc, largest, total, factor, sinks, SINKS: tl.constexpr, MATRIX: tl.constexpr = 0):
     """out, and lse in base 2. Adding zero removes negative zeros, which other splits of the same sum might not have.
 
     sinks: one for each row, if SINKS.
     """
+    if MATRIX == 2:
+        largest = biased_exponent(largest)
+        factor = tl.full((), 1.0, tl.float32)
     if SINKS:
         acc, largest, total = with_sinks(acc, largest, total, factor, sinks)
         factor = tl.full((), 1.0, tl.float32)
@@ -56,7 +59,7 @@ def merge_kernel(
     factor, chunks,
     HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     """A program folds one row's parts, in the order of the chunks."""
     row = tl.program_id(0) % part_rows
@@ -94,7 +97,7 @@ def merge_kernel(
         part_ptr += AT_ONCE * step * HEAD_DIM
         largest_ptr += AT_ONCE * step
     sinks = tl.load(sinks_ptr + head * SHARED + row % SHARED + tl.arange(0, 1)) if SINKS else 0.0
-    out, lse = finish(acc, largest, total, factor, sinks, SINKS)
+    out, lse = finish(acc, largest, total, factor, sinks, SINKS, MATRIX)
     batch = index * (0 if PACKED else 1)
     q_head = head * SHARED + row % SHARED
     out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head + tl.arange(0, 1)

@@ -112,18 +112,27 @@ def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def with_matrix(scores, factor, matrix_ptr, at, there, MATRIX: tl.constexpr):
-    """Scores with a mask's matrix: BOOL: -inf where it hides a key; FLOAT: as exponents of 2, with its bias.
+    """Scores with a mask's matrix: BOOL: -inf where it hides a key; FLOAT: scaled by `factor`, plus its bias.
 
-    Where `there` is False scores are hidden under BOOL and have no bias under FLOAT. Only -inf hides: a bias as low as
-    float32's lowest number stays finite, so that a row with such biases alone has equal weights, as in torch.
+    Where `there` is False scores are hidden under BOOL and have no bias under FLOAT.
     """
     given = tl.load(matrix_ptr + at, mask=there, other=0)
     if MATRIX == 1:
         return tl.where(given != 0, scores, float("-inf"))
-    bias = given.to(tl.float32)
-    exponent = bias * 1.4426950408889634
-    exponent = tl.where(exponent < -3.4028234663852886e38, -3.4028234663852886e38, exponent)  # tl.maximum drops NaN
-    return tl.fma(scores, factor, tl.where(bias == float("-inf"), bias, exponent))
+    return tl.fma(scores, factor, given.to(tl.float32))
+
+
+@triton.jit
+def biased_exponent(scores):
+    """The exponents of 2 of scores that have their biases.
+
+    Only -inf hides: a score as low as float32's lowest number stays finite, so that a row with such biases alone has
+    equal weights, as in torch.
+    """
+    exponent = scores * 1.4426950408889634
+    lowest = -3.4028234663852886e38
+    exponent = tl.where(exponent < lowest, lowest, exponent)  # tl.maximum drops NaN
+    return tl.where(scores == float("-inf"), scores, exponent)
 
 
 @triton.jit
@@ -273,7 +282,7 @@ class Problem(NamedTuple):
     longest_q: int
     longest_k: int
     window: int
-    factor: float  # multiplies a (capped) score in the exponent of 2
+    factor: float  # multiplies a (capped) score: in the exponent of 2, or before a bias is added
     inverse_cap: float  # scale / softcap
     flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
     sinks: bool
@@ -282,8 +291,8 @@ class Problem(NamedTuple):
 
     @property
     def exponent(self) -> float:
-        """What multiplies scores with a mask's bias in the exponent of 2: they are exponents already."""
-        return 1.0 if self.matrix == FLOAT else self.factor
+        """What multiplies scores, with their biases if there are any, in the exponent of 2."""
+        return LOG2_E if self.matrix == FLOAT else self.factor
 
 
 def tile_for(p: Problem, tile: Tile, index: int | None) -> Tile:
@@ -304,16 +313,17 @@ def problem(
         raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; for a negative one, negate q")
     capped_scores = spec.softcap != 0.0
     longest_k = k.shape[2] if lengths is None else lengths.max_k
+    matrix = 0 if mask is None else BOOL if mask.dtype == torch.bool else FLOAT
     return Problem(
         k.shape[1],
         q.shape[0] if lengths is None else lengths.cu_q.shape[0] - 1,
         q.shape[2] if lengths is None else lengths.max_q,
         longest_k,
         min(spec.window, max(longest_k, 1)),  # a longer one hides no more, and might overflow 32 bits
-        (spec.softcap if capped_scores else spec.scale) * LOG2_E,
+        (spec.softcap if capped_scores else spec.scale) * (1.0 if matrix == FLOAT else LOG2_E),
         spec.scale / spec.softcap if capped_scores else 0.0,
         (spec.causal, spec.window > 0, capped_scores, lengths is not None),
         sinks is not None,
-        0 if mask is None else BOOL if mask.dtype == torch.bool else FLOAT,
+        matrix,
         None if mask is None else mask.dtype,
     )

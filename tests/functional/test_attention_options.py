@@ -10,8 +10,10 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
 
@@ -136,10 +138,13 @@ def test_error_against_float64(device, dtype, dim, kind):
         for name, value in exact.items():
             if not value.any():  # one query, whose one weight is 1
                 continue
-            errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
+            size = value.norm()
             floor = 16 * torch.finfo(torch.float32).eps
-            if name in ("dsinks", "dmask"):  # sums of out * dout, of which out is rounded
+            if name in ("dsinks", "dmask"):  # from sums of out * dout, of which out is rounded
                 floor = max(floor, 2 * torch.finfo(dtype).eps)
+            if name == "dsinks":  # and which cancel: of one query with a large sink nothing else is left
+                size = (exact["out"] * data[3].double()).abs().sum(-1).norm()
+            errors = [float((x[name].double() - value).norm() / size) for x in (ours, theirs)]
             assert errors[0] <= max(1.2 * errors[1], floor), (name, queries, errors)
 
 
@@ -211,18 +216,22 @@ def test_a_gradient_for_sinks_alone_and_in_their_dtype():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_rows_that_a_mask_hides_whole(device):
-    """torch's convention: zeros where a row is False or -inf; under float32's lowest number it has equal weights."""
+    """torch's convention: zeros where a row is False or -inf; under float32's lowest number it has equal weights.
+
+    The convention is that of torch's formula: its GPU kernels have others. Such a row has no gradient here.
+    """
     data = tensors(device, torch.float32, 2, HEADS, HEADS, 9, 140, 16, spread=0)
+    data[3][:, :, 2] = 0
     mask = torch.ones(9, 140, dtype=torch.bool, device=device)
     mask[2] = mask[5, :130] = False
     lowest = torch.finfo(torch.float32).min
     for given in (mask, *(torch.zeros(mask.shape, device=device).masked_fill(~mask, x) for x in (-torch.inf, lowest))):
         ours = attend(*data, mask=given)
-        theirs = attend(*data, lambda *x, mask: torch.nn.functional.scaled_dot_product_attention(*x, mask), mask=given)
+        with sdpa_kernel(SDPBackend.MATH):
+            theirs = attend(*data, lambda *x, mask: F.scaled_dot_product_attention(*x, mask), mask=given)
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
         assert ours["out"][:, :, 2].any() == (given is not mask and given[2, 0] == lowest)
-        assert ours["dq"][:, :, 2].any() == (given is not mask and given[2, 0] == lowest)
 
 
 def test_strides_of_a_mask_change_no_bit():
@@ -261,6 +270,7 @@ def test_head_sizes(device, dtype, dim, of_values):
         errors = [float((x[name].double() - value).norm() / value.norm()) for x in (whole, theirs)]
         floor = max(16 * torch.finfo(torch.float32).eps, 2 * torch.finfo(dtype).eps if name == "dsinks" else 0.0)
         assert errors[0] <= max(1.2 * errors[1], floor), (name, errors)
+    del options["window"]  # which leaves most queries the keys of one part
     control = attend(*(fresh(x.chunk(2, 1)[1]) for x in data), naively, **cut(options, 1, 1, 2))
     assert not torch.equal(control["out"], attend(*data, naively, **options)["out"].chunk(2, 1)[1])
 

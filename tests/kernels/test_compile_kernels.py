@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from triton.runtime.jit import KernelInterface
 
 from tp_invariant import kernels
@@ -33,12 +35,39 @@ def compile_in_a_process(tmp_path, worker=TESTS / "helpers" / "compile_worker.py
     return subprocess.run([sys.executable, str(worker)], env=environment, capture_output=True, text=True, timeout=500)
 
 
-def test_every_kernel(tmp_path):
-    done = compile_in_a_process(tmp_path)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The process that compiled all kernels, and the folder of what the compiler wrote."""
+    folder = tmp_path_factory.mktemp("kernels")
+    return compile_in_a_process(folder), folder
+
+
+def test_every_kernel(compiled):
+    done, _ = compiled
     assert done.returncode == 0, done.stderr[-3000:]
     expected = set(kernel_names())
     assert len(expected) > 20
     assert set(done.stdout.split()) == expected
+
+
+def layouts_of_row_sums(text):
+    """The layouts of matrices whose rows a compiled kernel adds up."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    sums = re.findall(r'"tt\.reduce"\(%\S+\) <\{axis = 1.*?\}\) : \((tensor<\d+x\d+x\S+ #\w+>)\)', text, re.DOTALL)
+    bodies = re.findall(r'"tt\.reduce"\(%\S+\) <\{axis = 1(.*?)\}\) : \(tensor<\d+x\d+x', text, re.DOTALL)
+    assert len(sums) == len(bodies)
+    pairs = zip(sums, bodies, strict=True)
+    return [layouts[re.search(r"#\w+", kind).group()] for kind, body in pairs if "arith.addf" in body]
+
+
+def test_row_sums_of_attention_are_in_the_layout_of_the_product(compiled):
+    """In any other layout the compiler chooses an order of the sum for each compiled form, as it did for masks."""
+    _, folder = compiled
+    forms = [path.read_text() for path in folder.rglob("_forward_kernel.ttgir")]
+    forms = [text for text in forms if "tt.reduce" in text and "tensor<64x128x" in text]
+    found = [layout for text in forms for layout in layouts_of_row_sums(text)]
+    assert len(forms) > 5 and found
+    assert all("nvidia_mma" in layout for layout in found), set(found)
 
 
 def test_a_kernel_that_does_not_compile(tmp_path):
