@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
+import meshes
 import pytest
 import torch
 import torch.distributed as dist
@@ -381,7 +382,11 @@ def from_linear(group):
 MAKERS = (row, column, normed, norm, embedding, copied, moved, from_linear)
 
 
-def swapped(tp_group, make, enabled, check):
+def of_dtensors(group):
+    return row(resolve_group(meshes.mesh_or_group(group.process_group, "mesh")))
+
+
+def swapped(tp_group, make, enabled, check, backend=None):
     """The error of each rank if one calls two layers of one shape in another order, at first or with the check."""
     group, found = resolve_group(tp_group), []
     odd = group.rank == ODD
@@ -389,13 +394,17 @@ def swapped(tp_group, make, enabled, check):
         patch.setenv("TP_INVARIANT_CHECK", str(int(check)))
         agreement._compared_devices.pop(group.process_group, None)
         call_records._records.pop(group.process_group, None)
-        layers = [make(group) for _ in range(2)]
+        layers, calls = [make(group) for _ in range(2)], []
+        if backend:
+            torch.compiler.reset()
+            calls = [(torch.compile(layer, backend=backend, fullgraph=True), x) for layer, x in layers]
+        calls = calls or layers
         if check:  # first calls in order
-            for layer, x in layers:
-                layer(x)
+            for call, x in calls:
+                call(x)
         try:
-            for layer, x in layers[::-1] if odd else layers:
-                layer(x)
+            for call, x in calls[::-1] if odd else calls:
+                call(x)
             found.append("nothing")
         except RuntimeError as error:
             found.append(str(error))
@@ -417,20 +426,61 @@ def test_layers_of_one_shape_in_another_order(check):
             assert match and match[1] < match[2], (make, text)
 
 
-def swapped_backward(tp_group):
+@pytest.mark.parametrize(
+    "backend, makers, check",
+    [
+        ("aot_eager", (column, normed, norm, embedding, copied, moved), False),
+        ("aot_eager", (row, of_dtensors), True),
+        ("inductor", (row, of_dtensors), False),
+    ],
+)
+def test_compiled_layers_of_one_shape_in_another_order(backend, makers, check):
+    """Which share one graph: it knows a layer by its weight."""
+    for make in makers:
+        (text,), *others = run_ranks(swapped, 2, make, True, check, backend)
+        assert others == [[text]]
+        pattern = r"disagree: the layer's number is (\d) on rank 0; (\d) on rank 1\. .*numbered in the order"
+        match = re.search(pattern, text)
+        assert match and match[1] < match[2], (make, text)
+
+
+def graphs_of_equal_layers(tp_group):
+    """How many graphs three equal layers have, each compiled."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    with tpi.set_tp_invariant_mode(True):
+        for make in (row, row, row):
+            layer, x = make(resolve_group(tp_group))
+            torch.compile(layer, backend=backend, fullgraph=True)(x)
+    return len(made)
+
+
+def test_equal_layers_share_one_graph():
+    """So it does not contain a layer's number."""
+    assert run_ranks(graphs_of_equal_layers, 2) == [1] * 2
+
+
+def swapped_backward(tp_group, backend=None):
     """Two losses of layers of one shape, whose backwards one rank runs in another order; with the check."""
-    group = another_group(tp_group, "swapped_backward")
+    group = another_group(tp_group, f"swapped_backward {backend}")
     with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TP_INVARIANT_CHECK", "1")
         layers = [tpi.Linear(16, 16, parallel_mode="column", tp_group=group) for _ in range(2)]
-        losses = [layer(torch.ones(4, 16, requires_grad=True)).sum() for layer in layers]
+        calls = [torch.compile(layer, backend=backend, fullgraph=True) for layer in layers] if backend else layers
+        losses = [call(torch.ones(4, 16, requires_grad=True)).sum() for call in calls]
         for loss in losses[::-1] if group.rank == ODD else losses:
             loss.backward()
 
 
-def test_backwards_in_another_order():
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_backwards_in_another_order(backend):
     with pytest.raises(RankError) as caught:
-        run_ranks(swapped_backward, 2)
+        run_ranks(swapped_backward, 2, backend)
     texts = {str(error) for error in caught.value.errors.values()}
     assert len(texts) == 1 and "the layer's number is 1 on rank 0; 2 on rank 1" in texts.pop()
 

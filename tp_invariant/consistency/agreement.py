@@ -9,7 +9,8 @@ error on every rank, and the group remains usable.
 Layers of the same shape are distinguished by a number: each layer gets the next number of its tp_group when it is built
 or copied. So ranks that call such layers in different orders get an error in the first call. A difference in a later
 call of a layer is detected on gloo as soon as the call moves bytes (comm/call_records.py), elsewhere only with
-TP_INVARIANT_CHECK=1.
+TP_INVARIANT_CHECK=1. Equal layers share one compiled graph, which therefore cannot contain a number: the layer's weight
+has it as an attribute, and the graph takes the weight.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ _layer_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakK
 def forget_layers() -> None:
     """Numbers the layers that are built from now on from 1 again, in every group. Call it on all ranks."""
     _layer_counts.clear()
+    _agreed.clear()  # calls of compiled layers, among whose facts is the number
 
 
 class AgreedCalls(set[Hashable]):
@@ -120,6 +122,7 @@ def check_agreement(
     agreed: set[Hashable],
     sharded_weight: Tensor | None = None,
     shards_may_be_equal: bool = False,
+    weight: Tensor | None = None,
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
@@ -133,6 +136,7 @@ def check_agreement(
         sharded_weight: a parameter of which each rank holds another part. At a layer's first call it is checked that
             these differ (equal_shards.py); not in compiled code.
         shards_may_be_equal: what the layer says; the parameter may say it, too.
+        weight: the layer's, by which compiled code knows the layer's number; `sharded_weight` if not given.
 
     Raises:
         RuntimeError: the same on every rank; names what differs and which ranks have which value, or the ranks whose
@@ -143,7 +147,9 @@ def check_agreement(
         fixed = [(name, specialize(value)) for name, value in facts.items() if name not in shapes]
         sizes = [size for name in shapes for size in facts[name]]
         dims = [(name, len(facts[name])) for name in shapes]
-        _check_later(torch.empty(0, device=device), group_name(group), repr(fixed), repr(dims), sizes)
+        weight = local_of(sharded_weight if weight is None else weight)
+        place = torch.empty(0, device=device) if weight is None else weight
+        _check_later(place, group_name(group), repr(fixed), repr(dims), sizes)
         return
     compare_environments(group, device)
     known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
@@ -197,8 +203,13 @@ def _facts_in_common(one: Mapping[str, str], other: Mapping[str, str]) -> int:
 
 
 def _check_named(place: Tensor, name: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
-    """check_agreement for compiled code; its arguments fit into a graph. `place` is empty, on the call's device."""
+    """check_agreement for compiled code; its arguments fit into a graph.
+
+    place: the layer's weight, or an empty tensor on the call's device.
+    """
     facts, left = dict(_literal(fixed)), tuple(sizes)
+    if number := getattr(place, "layer_number", 0):
+        facts[_NUMBER] = number
     for shape, dim in _literal(dims):
         facts[shape], left = left[:dim], left[dim:]
     group = group_by_name(name)
@@ -344,8 +355,9 @@ class _CheckedGradient(torch.autograd.Function):
     """The identity; its adjoint compares the shape and dtype of the ranks' gradients before they are used."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, layer: str, group: Group, agreed: set[Hashable]) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weight: Tensor | None, layer: str, group: Group, agreed: set[Hashable]) -> Tensor:
         ctx.layer, ctx.group, ctx.agreed = layer, group, agreed
+        ctx.save_for_backward(weight)
         return fresh_view(y, y.shape)
 
     @staticmethod
@@ -356,12 +368,16 @@ class _CheckedGradient(torch.autograd.Function):
             "the shape of its gradient": tuple(dy.shape),
             "the dtype of its gradient": str(dy.dtype),
         }
-        check_agreement(facts, ctx.group, dy.device, ctx.agreed)
-        return dy, None, None, None
+        check_agreement(facts, ctx.group, dy.device, ctx.agreed, weight=ctx.saved_tensors[0])
+        return dy, None, None, None, None
 
 
-def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[Hashable]) -> Tensor:
-    """y; with TP_INVARIANT_CHECK=1 the ranks compare its gradient's shape and dtype when backward reaches it."""
+def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[Hashable], weight: Tensor | None = None) -> Tensor:
+    """y; with TP_INVARIANT_CHECK=1 the ranks compare its gradient's shape and dtype when backward reaches it.
+
+    weight: as for check_agreement.
+    """
     if not y.requires_grad or group.size == 1 or not is_call_check_enabled():
         return y
-    return _CheckedGradient.apply(y, layer, group, agreed)
+    known_by = local_of(weight) if torch.compiler.is_compiling() else None
+    return _CheckedGradient.apply(y, known_by, layer, group, agreed)

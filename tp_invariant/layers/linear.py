@@ -317,7 +317,7 @@ class Linear(ShardedModule, nn.Linear):
             linear = paths[self.parallel_mode]
             y = linear(x, weight, None if self.return_bias else bias, call)
             if self._moves_bytes and is_call_check_enabled():
-                y = check_gradient(y, self._name, self.group, self._agreed)
+                y = check_gradient(y, self._name, self.group, self._agreed, self._parameters.get("weight"))
             if self.gather_output:
                 y = gather_features(y, self.group, stride)
             return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
@@ -371,8 +371,9 @@ class Linear(ShardedModule, nn.Linear):
             told = self._signature(invariant, x, weight, bias, stride) if signature is None else signature
             facts = facts_to_compare(told, self._name)
             # a parametrized weight is not computed once more: that may draw random numbers or count calls
-            part = None if self.parallel_mode is None else self._parameters.get("weight")
-            check_agreement(facts, self.group, x.device, self._agreed, part, self.shards_may_be_equal)
+            own = self._parameters.get("weight")
+            part = None if self.parallel_mode is None else own
+            check_agreement(facts, self.group, x.device, self._agreed, part, self.shards_may_be_equal, own)
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:

@@ -152,7 +152,7 @@ class ParallelNorm(ShardedModule):
             if not compiling:
                 call_context.layer = None
         if self._moves_bytes and is_call_check_enabled():
-            y = check_gradient(y, self._name, self.group, self._agreed)
+            y = check_gradient(y, self._name, self.group, self._agreed, self._parameters.get("weight"))
         return y
 
     @property
@@ -185,7 +185,8 @@ class ParallelNorm(ShardedModule):
             raise
         if self._moves_bytes:
             compared = self._signature(invariant, x, weight) if signature is None else signature
-            check_agreement(facts_to_compare(compared, self._name), group, x.device, self._agreed)
+            facts = facts_to_compare(compared, self._name)
+            check_agreement(facts, group, x.device, self._agreed, weight=self._parameters.get("weight"))
         call = NormCall(
             group,
             TokenSharding(group.size if self.sequence_parallel else 1, self.sequence_dim),

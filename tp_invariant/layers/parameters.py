@@ -308,6 +308,23 @@ class ShardedModule(KeepsAttributes):
         # Megatron sets partition_stride after construction
         stride = getattr(tensor, "partition_stride", spec.stride) if isinstance(spec.stride, int) else spec.stride
         mark_sharded(tensor, spec.dim, stride, spec.group)
+        self._number_weight()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._number_weight()
+        return result
+
+    def _copy_attributes(self, twin: nn.Module) -> None:
+        super()._copy_attributes(twin)
+        assert isinstance(twin, ShardedModule)
+        twin._number_weight()
+
+    def _number_weight(self) -> None:
+        """Sets the layer's number on its weight, by which compiled code knows the layer (consistency/agreement.py)."""
+        agreed, weight = self.__dict__.get("_agreed"), self._parameters.get("weight")
+        if agreed is not None and agreed.number and weight is not None:
+            local_of(weight).layer_number = agreed.number
 
     def _mark_replacement(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
         """Sets the attributes of an unmarked tensor that a call finds in place of a parameter, and of its sources.

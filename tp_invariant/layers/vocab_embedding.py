@@ -216,7 +216,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         finally:
             if not compiling:
                 call_context.layer = None
-        return check_gradient(y, name, group, self._agreed)
+        return check_gradient(y, name, group, self._agreed, self._parameters.get("weight"))
 
     def _check_input(self, ids: Tensor, invariant: bool) -> None:
         rank, world = self.group.rank, self.group.size
