@@ -415,7 +415,8 @@ def _backward(
     )  # fmt: skip
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
 
-    tile = backward_key_tile(head_dim, q.dtype, p.longest_q, has_room(index))
+    room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
+    tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
     (q_matrix, q_rows), (d_matrix, d_rows) = as_rows(q), as_rows(dout)
     parts = dk, dv
     if groups > 1:

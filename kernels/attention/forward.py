@@ -240,7 +240,7 @@ def _max_scratch(cache: int) -> int:
 def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether hopper.py computes this: the same bits, faster."""
     hopper = index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
-    return hopper and head_dim in (64, 128) and dtype != torch.float32
+    return hopper and head_dim in (64, 128, 256) and dtype != torch.float32
 
 
 class _Plan(NamedTuple):
@@ -291,11 +291,16 @@ def _plan(
     if not split and not p.matrix and _has_own_kernel(index, head_dim, dtype):
         from . import hopper
 
+        assert index is not None
+        of_64 = cdiv(p.longest_q, 64) * heads * p.sequences
+        tile, buffers = hopper.own_tile(tile, head_dim, of_64, _multiprocessors(index))
+        tiles = cdiv(p.longest_q, tile.queries)
+        programs = tiles * heads * p.sequences
         constants: tuple = (
             head_dim,
             tile.queries,
             tile.keys,
-            *hopper.BUFFERS,
+            *buffers,
             chunk,
             16 // dtype.itemsize,
             *p.flags,

@@ -1,9 +1,10 @@
-"""Attention's forward in Gluon, on Hopper, for heads of 64 and 128 in 16 bits: what forward.py computes, to the bit.
+"""Attention's forward in Gluon, on Hopper, for heads of 64 to 256 in 16 bits: what forward.py computes, to the bit.
 
 The pipeline is written by hand because the compiler's buffers as many blocks of values as of keys, and with 128 keys in
 a block only one program then fits on a multiprocessor. Two blocks of keys and one of values let two programs fit, so
 that one runs while the other waits. The products of one program hardly overlap with the softmax of the other (measured:
-their times add), so speed depends on the number of instructions per key: large blocks and a short loop.
+their times add), so speed depends on the number of instructions per key: large blocks and a short loop. For heads of
+256 one accumulator takes half of a thread's registers, and blocks are half as large.
 
 Imported by the first call that needs it, because Gluon has no interpreter.
 """
@@ -21,7 +22,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import tiles as tiles_of_triton
 
-BUFFERS = 2, 1  # blocks of keys and of values in shared memory
+
+def own_tile(
+    tile: tiles_of_triton.Tile, head_dim: int, programs: int, multiprocessors: int
+) -> tuple[tiles_of_triton.Tile, tuple[int, int]]:
+    """This kernel's tile, with as many keys as forward.py's `tile`, which are part of the bits; and how many blocks of
+    keys and of values are in shared memory.
+
+    programs: how many there are with 64 queries in each. For heads of 256 a multiprocessor has two of these, or one of
+    128 queries, which reads keys half as often, where there are enough to keep all busy.
+    """
+    if head_dim <= 128:
+        return tile, (2, 1)
+    if programs < 4 * multiprocessors:
+        return tile._replace(queries=64, warps=4), (1, 1)
+    return tile._replace(queries=128, warps=8), (2, 2)
+
 
 _tile_of = gluon.jit(tiles_of_triton.tile_of.fn)
 _sequence = gluon.jit(tiles_of_triton.sequence.fn)
