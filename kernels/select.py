@@ -8,6 +8,7 @@ from types import ModuleType
 
 _MODULES = {  # (cuda, cpu), which have the same functions
     "attention": ("attention.forward", "attention.reference"),
+    "batched GEMM": ("gemm.batched", "gemm.reference"),
     "cross-entropy": ("vocabulary.cross_entropy", "vocabulary.reference_cross_entropy"),
     "embedding gradient": ("vocabulary.embedding", "vocabulary.reference_embedding"),
     "GEMM": ("gemm.matmul", "gemm.reference"),

@@ -31,7 +31,7 @@ from .operands import check_bias, check_kinds, check_operands
 from .output import check_output, check_promotion, written
 
 # In the interpreter tl.dot is one BLAS call per block, so block_k does change bits there: all shapes share one value.
-_INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
+INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
 
 
 @triton.jit
@@ -57,19 +57,21 @@ def _walk(
     return acc, a_ptrs, b_ptrs
 
 
-# `steps` must stay a run-time value: if the compiler knows that there is one step, it removes the loop and rewrites
-# dot(a, b, 0) + bias into dot(a, b, bias), which is another order of additions and so other bits. The same holds for
-# `promoted_steps`, with the second accumulator in place of the bias.
-@triton.jit(do_not_specialize=["steps", "promoted_steps"])
-def _matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr,
+@triton.jit
+def product_tile(
+    pid, a_ptr, b_ptr, c_ptr, bias_ptr,
     M, N, K, steps, promoted_steps,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_bias,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
+    """Tile number `pid` of C.
+
+    `steps` must stay a run-time value: if the compiler knows that there is one step, it removes the loop and rewrites
+    dot(a, b, 0) + bias into dot(a, b, bias), which is another order of additions and so other bits. The same holds for
+    `promoted_steps`, with the second accumulator in place of the bias.
+    """
     # Tiles run in groups of GROUP_M tile rows, column by column within a group, so that neighbours share a part of B.
-    pid = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP_M * tiles_n)
@@ -115,6 +117,21 @@ def _matmul_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=row_mask & col_mask)
 
 
+@triton.jit(do_not_specialize=["steps", "promoted_steps"])
+def _matmul_kernel(
+    a_ptr, b_ptr, c_ptr, bias_ptr,
+    M, N, K, steps, promoted_steps,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_bias,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    product_tile(
+        tl.program_id(0), a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, steps, promoted_steps,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_bias,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_K, HAS_BIAS, ACCUMULATE, PROMOTE,
+    )  # fmt: skip
+
+
 def _check_rank_major(
     a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
@@ -140,7 +157,7 @@ def _check_rank_major(
     check_bias(name, bias, b.shape[2 - b_k_dim])
 
 
-def _no_negated_views(*tensors: Tensor | None) -> list[Any]:
+def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     """The tensors, with a copy of each that torch negates only by a flag (z.conj().imag), which kernels do not see."""
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
@@ -192,7 +209,7 @@ def matmul(
     check_promotion(promote_every)
     if out is not None and out.is_neg():
         raise ValueError("matmul: out is a view that torch negates (is_neg() is True); allowed: a tensor that is not")
-    a, b, bias = _no_negated_views(a, b, bias)
+    a, b, bias = no_negated_views(a, b, bias)
     m, k = a.shape
     n = b.shape[1]
     if config is None:
@@ -209,7 +226,7 @@ def matmul(
     if config is None:
         check_unmeasured(a)
         spare = accumulate or promote_every is not None
-        config = _INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
+        config = INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
         if a.is_cuda:
             config = fit(config, a.element_size(), shared_memory_of(a.device.index))
 
@@ -273,7 +290,7 @@ def matmul_rank_major(
             return c
     _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)
-    a, b, bias = _no_negated_views(a, b, bias)
+    a, b, bias = no_negated_views(a, b, bias)
     out_dtype = out_dtype or a.dtype
     if not (a.numel() and b.numel()):
         return None

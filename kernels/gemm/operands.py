@@ -47,3 +47,18 @@ def check_operands(
         name, tensor = ("a", a) if not (m and k) else ("b", b)
         raise ValueError(f"matmul: {name} has shape {tuple(tensor.shape)}; allowed: every dimension at least 1")
     check_bias("matmul", bias, n)
+
+
+def check_batches(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raises TypeError or ValueError unless a [B, M, K] and b [B, K, N] agree, have elements and are supported."""
+    check_kinds("batched_matmul", a, b, None, out_dtype)
+    for name, tensor, shape in (("a", a, "[B, M, K]"), ("b", b, "[B, K, N]")):
+        if tensor.dim() != 3 or not tensor.numel():
+            raise ValueError(
+                f"batched_matmul: {name} has shape {tuple(tensor.shape)}; allowed: {shape}, every dimension at least 1"
+            )
+    if (b.shape[0], b.shape[1]) != (a.shape[0], a.shape[2]):
+        raise ValueError(
+            f"batched_matmul: b has shape {tuple(b.shape)}; allowed: [B, K, N] with the B and K of a, whose shape is "
+            f"{tuple(a.shape)}"
+        )

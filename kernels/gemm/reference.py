@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .autotune import check_unmeasured
-from .operands import check_operands
+from .operands import check_batches, check_operands
 from .output import check_output, check_promotion
 
 K_BLOCK = 128
@@ -207,6 +207,15 @@ def matmul(
         TypeError: dtypes that differ or are not supported (float64 among them: accumulation is fp32).
     """
     return unrouted(_matmul, a, b, bias, out_dtype, _blas_agrees, out, accumulate, promote_every)
+
+
+def batched_matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """batched.py's: a [B, M, K] and b [B, K, N] -> [B, M, N], each matrix with the bits of `matmul`."""
+    check_batches(a, b, out_dtype)
+    c = torch.empty((*a.shape[:2], b.shape[2]), dtype=out_dtype or a.dtype, device=a.device)
+    for one_a, one_b, one_c in zip(a, b, c, strict=True):
+        matmul(one_a, one_b, out=one_c)
+    return c
 
 
 def chained_matmul(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from tp_invariant.kernels import peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
-from tp_invariant.kernels.gemm import matmul, matmul_tma
+from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.rowwise import norm, softmax
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
@@ -63,7 +63,7 @@ class NoGPU:
 
 @contextlib.contextmanager
 def hopper():
-    modules = (attention, attention_backward, cross_entropy, embedding, grad_norm, matmul, norm, softmax)
+    modules = (attention, attention_backward, batched, cross_entropy, embedding, grad_norm, matmul, norm, softmax)
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather):
             stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
@@ -78,6 +78,7 @@ def products(dtype: torch.dtype, tma: bool) -> None:
     with mock.patch.object(matmul_tma, "supports_tma", lambda *args: tma):
         for x, y in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)):
             matmul.matmul(x, y, bias=bias)
+    batched.batched_matmul(a[None], b[None])
         matmul.matmul(a, b, out=torch.zeros(256, 384), accumulate=True)
         matmul.matmul(a, b, out_dtype=torch.float32, promote_every=256)
         for k_dim in (0, 1):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm
+from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm, uses_bundled
 from ..kernels.select import select
 
 # --- what is taken --------------------------------------------------------------------------------------------------
@@ -99,8 +99,10 @@ def _bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     batch, m, k = a.shape
     if batch and b.stride(0) == 0:  # one matrix for all, as matmul expands it
         return gemm(None, a.reshape(batch * m, k), b[0], out_dtype=out_dtype).view(batch, m, -1)
+    if a.numel() and b.numel() and a.dtype == b.dtype and uses_bundled(None):
+        return select("batched GEMM", a.device.type).batched_matmul(a, b, out_dtype=out_dtype)
     c = a.new_empty((batch, m, b.shape[2]), dtype=out_dtype or a.dtype)
-    for one_a, one_b, one_c in zip(a, b, c, strict=True):  # a launch each: no batched kernel is bundled
+    for one_a, one_b, one_c in zip(a, b, c, strict=True):  # a gemm_fn takes matrices
         one_c.copy_(gemm(None, one_a, one_b, out_dtype=out_dtype))
     return c
 
