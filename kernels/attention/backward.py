@@ -438,7 +438,7 @@ def _backward(
         for part, total in zip(parts, (dk, dv), strict=True):
             run(index, part, total, rows, groups, *constants, grid=(cdiv(rows, constants[1]), 1, 1))
 
-    tile = tile_for(p, backward_query_tile(head_dim, q.dtype), index)
+    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
     (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
     tiles = cdiv(p.longest_q, tile.queries)
     constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, dmask is not None)
