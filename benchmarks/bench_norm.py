@@ -30,7 +30,8 @@ from tp_invariant.functional.norm import ROWS_PER_SUM
 from tp_invariant.kernels.launch import Launches
 from tp_invariant.kernels.rowwise import norm as kernels
 from tp_invariant.kernels.rowwise.norm import (
-    fold_partial_sums,
+    fold_weight_gradients,
+    norm_backward,
     norm_backward_input,
     norm_forward,
     norm_weight_partial_sums,
@@ -79,12 +80,10 @@ def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]
     _, mean, rstd = norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
     options = dict(rms=rms, zero_centered=False)
 
-    def weight_grads() -> None:
-        for leaves in norm_weight_partial_sums(
-            dy, x, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=rms, with_bias=not rms
-        ):
-            if leaves is not None:
-                fold_partial_sums(leaves)
+    sums_options = dict(rows_per_sum=ROWS_PER_SUM, with_bias=not rms)
+
+    def fold(sums: torch.Tensor) -> None:
+        fold_weight_gradients(sums, w.dtype, None if b is None else b.dtype)
 
     def torch_forward(x: torch.Tensor = x) -> torch.Tensor:
         return F.rms_norm(x, (hidden,), w, EPS) if rms else F.layer_norm(x, (hidden,), w, b, EPS)
@@ -94,8 +93,7 @@ def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]
     wanted = [t for t in (x_grad, w, b) if t is not None]
 
     def ours_backward() -> None:
-        norm_backward_input(dy, x, w, mean, rstd, **options)
-        weight_grads()
+        fold(norm_backward(dy, x, w, mean, rstd, **options, **sums_options)[1])
 
     def forward() -> tuple:
         return norm_forward(x, w, b, eps=EPS, **options)
@@ -105,7 +103,7 @@ def cases(hidden: int, rms: bool) -> dict[str, tuple[Callable[[], object], int]]
         **{name: (fn, 2 * size) for name, fn in variants(forward).items()},
         "forward, torch": (torch_forward, 2 * size),
         "dx": (lambda: norm_backward_input(dy, x, w, mean, rstd, **options), 3 * size),
-        "dw": (weight_grads, 2 * size),
+        "dw": (lambda: fold(norm_weight_partial_sums(dy, x, mean, rstd, rms=rms, **sums_options)), 2 * size),
         "backward": (ours_backward, 3 * size),
         "backward, torch": (lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True), 3 * size),
     }

@@ -7,6 +7,7 @@ or multiples of 16, and from all options. This takes longer than the rest of a l
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -60,6 +61,14 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
     if tensor.device.index == torch.cuda.current_device():
         return _NO_CONTEXT
     return torch.cuda.device(tensor.device)
+
+
+@functools.cache
+def can_overlap(device_index: int | None) -> bool:
+    """Whether a kernel may be launched before the kernel that it waits for has ended: Hopper's programmatic launch."""
+    if device_index is None or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
 _thread = threading.local()

@@ -250,11 +250,11 @@ def test_a_norm_is_measured_and_checked(on_cpu, rms, monkeypatch):
     rows = norm.measure(shape, seed=0, seconds=1)
     assert [(r["case"], r["us"]) for r in rows] == [("forward", 2.0), ("backward", 2.0)]
     case = norm.Operands(shape)
-    right = norm.fold_partial_sums
-    monkeypatch.setattr(norm, "fold_partial_sums", lambda sums, dtype: right(sums[:-1], dtype))
+    right = norm.fold_weight_gradients
+    monkeypatch.setattr(norm, "fold_weight_gradients", lambda sums, *dtypes: right(sums[:-1], *dtypes))
     with pytest.raises(on_cpu.random_shapes.WrongResult, match="dgamma: error"):
         norm.check(case)
-    monkeypatch.setattr(norm, "fold_partial_sums", right)
+    monkeypatch.setattr(norm, "fold_weight_gradients", right)
     forward = norm.norm_forward
 
     def by_the_number_of_rows(x, *args, **options):

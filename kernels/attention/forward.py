@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import DTYPES
-from ..launch import Launch, cdiv, launch_on
+from ..launch import Launch, can_overlap, cdiv, launch_on
 from .backward import backward
 from .merge import finish, fold, merge_kernel
 from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
@@ -224,11 +224,6 @@ def _multiprocessors(index: int) -> int:
 
 
 @functools.cache
-def _overlaps(index: int | None) -> bool:
-    """Whether a kernel may be launched before the kernel that it waits for has ended: Hopper's programmatic launch."""
-    return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
-
-
 def _max_scratch(cache: int) -> int:
     """How many bytes of scratch memory a split may take; cache: the bytes of keys and values.
 
@@ -323,7 +318,7 @@ def _plan(
     part_rows = p.longest_q * shared
     pairs = (heads // shared) * p.sequences
     places = pairs * chunks * part_rows if split else 0
-    overlap = _overlaps(index)
+    overlap = can_overlap(index)
     constants = (
         head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
         *p.flags, overlap, p.sinks, p.matrix,

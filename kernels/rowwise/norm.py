@@ -13,6 +13,10 @@ Sums over rows (the weight gradients) have two phases. `norm_weight_partial_sums
 block of a fixed number of rows, adding row by row, and `fold_partial_sums` adds the partial sums one after another.
 Neither mixes columns.
 
+A backward pass is two launches, because a launch takes longer than a small norm: `norm_backward` computes dx and the
+partial sums, in different programs, and `fold_weight_gradients` the gradients of weight and bias. On Hopper GPUs the
+second is launched while the first runs.
+
 All kernels run in fp32 and are launched with enable_fp_fusion=False: every multiplication and addition rounds on its
 own, so no compiler's choice of where to fuse them can show, and the sums over rows equal a plain loop's in torch.
 """
@@ -24,13 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
 from .norm_checks import check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
 LOOP_CHUNK = 8192
-COLUMN_BLOCK = 1024  # columns per program in the sums over rows: 16 bytes a thread and load; sets the speed only
-FOLD_BLOCK = 64  # the same for the fold, whose few columns must keep all multiprocessors busy
+FOLD_COLUMNS, FOLD_AT_ONCE = 64, 32  # of a program of the fold, whose few columns must keep all multiprocessors busy
 
 
 @triton.jit
@@ -105,11 +108,10 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, stride_dy, stride_x,
+def _store_input_gradient(
+    row, dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, stride_dy, stride_x,
     H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
     dy_row, x_row = dy_ptr + row * stride_dy, x_ptr + row * stride_x
     rstd = tl.load(rstd_ptr + row)
     mean = tl.full((), 0.0, tl.float32)
@@ -137,46 +139,88 @@ def _backward_kernel(
 
 
 @triton.jit
-def _partial_sums_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, stride_dy, stride_x, T, H, rows_per_sum,
-    BLOCK: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr,
+def _store_partial_sums(
+    sum_index, cols, dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, stride_dy, stride_x, T, rows_per_sum, with_bias,
+    H: tl.constexpr, RMS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     # HEADS equal parts of a row have a mean and an rstd each.
-    sum_index = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
-    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    # A column belongs to one thread, which adds the rows in this order whatever BLOCK is.
-    # Unrolled, so that loads of several rows are under way at a time.
-    for row in tl.range(
-        sum_index * rows_per_sum, tl.minimum(sum_index * rows_per_sum + rows_per_sum, T), loop_unroll_factor=4
-    ):
-        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
-        part = row if HEADS == 1 else row * HEADS + tl.minimum(cols // (H // HEADS), HEADS - 1)
-        if not RMS:
-            x = x - tl.load(mean_ptr + part)
-        dw += dy * (x * tl.load(rstd_ptr + part))  # product and sum round separately: see the top of this file
-        if HAS_BIAS:
+    dw, db = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    end = tl.minimum(sum_index * rows_per_sum + rows_per_sum, T)
+    # A column belongs to one thread, which adds the rows in this order whatever COLUMNS is. The loads of AT_ONCE rows
+    # are under way at a time. A row past the end adds +0.0 to sums that are never -0.0, so it changes no bit.
+    for start in range(sum_index * rows_per_sum, end, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            row = start + i
+            loaded = inside & (row < end)
+            dy = tl.load(dy_ptr + row * stride_dy + cols, mask=loaded, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * stride_x + cols, mask=loaded, other=0.0).to(tl.float32)
+            if HEADS == 1:
+                part, exists = row, row < end
+            else:
+                part, exists = row * HEADS + tl.minimum(cols // (H // HEADS), HEADS - 1), loaded
+            if not RMS:
+                x = x - tl.load(mean_ptr + part, mask=exists, other=0.0)
+            # product and sum round separately: see the top of this file
+            dw += dy * (x * tl.load(rstd_ptr + part, mask=exists, other=0.0))
             db += dy
-    tl.store(dw_ptr + sum_index * H + cols, dw, mask=inside)
-    if HAS_BIAS:
-        tl.store(db_ptr + sum_index * H + cols, db, mask=inside)
+    sums = sums_ptr + sum_index * H * (1 + with_bias) + cols
+    tl.store(sums, dw, mask=inside)
+    tl.store(sums + H, db, mask=inside & (with_bias != 0))
 
 
-@triton.jit
-def _fold_kernel(partial_sums_ptr, out_ptr, L, H, BLOCK: tl.constexpr):
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for sum_index in tl.range(0, L, loop_unroll_factor=16):
-        total += tl.load(partial_sums_ptr + tl.cast(sum_index, tl.int64) * H + cols, mask=cols < H, other=0.0)
-    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
+@triton.jit(
+    do_not_specialize=["mean_ptr", "rstd_ptr", "T", "rows_per_sum", "sum_programs", "row_programs", "with_bias"]
+)
+def _backward_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, stride_dy, stride_x, T, rows_per_sum, sum_programs,
+    row_programs, with_bias,
+    H: tl.constexpr, CHUNK: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # Each block of rows has sum_programs programs for its partial sums, then row_programs for its rows of dx: what one
+    # of them loads is in a cache for the others. With none of the one kind the compiled kernel is still the same one,
+    # so that dx has the same bits with and without partial sums.
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # the fold may be launched and wait
+    block = tl.program_id(0) // (sum_programs + row_programs)
+    program = tl.program_id(0) % (sum_programs + row_programs)
+    if program < sum_programs:
+        _store_partial_sums(
+            block.to(tl.int64), program * COLUMNS + tl.arange(0, COLUMNS), dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr,
+            stride_dy, stride_x, T, rows_per_sum, with_bias, H, RMS, COLUMNS, AT_ONCE, HEADS,
+        )  # fmt: skip
+    else:
+        _store_input_gradient(
+            (block * row_programs + program - sum_programs).to(tl.int64), dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,
+            dx_ptr, stride_dy, stride_x, H, CHUNK, RMS, ZERO_CENTERED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["L", "H"])
+def _fold_kernel(
+    sums_ptr, dw_ptr, db_ptr, L, H, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    # Programs (.., 0) fold the weight's half of each row, programs (.., 1) the bias's, if there is one.
+    cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = cols < H
+    column = sums_ptr + tl.program_id(1) * H + cols
+    stride = tl.num_programs(1).to(tl.int64) * H
+    total = tl.zeros((COLUMNS,), tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # until the partial sums are in memory
+    for start in range(0, L, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # past the end +0.0 is added, which changes no bit, as above
+            total += tl.load(column + (start + i) * stride, mask=inside & (start + i < L), other=0.0)
+    if tl.program_id(1) == 0:
+        tl.store(dw_ptr + cols, total.to(dw_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(db_ptr + cols, total.to(db_ptr.dtype.element_ty), mask=inside)
 
 
 # Every operation rounds on its own: see the top of this file.
 _forward = Launches(_forward_kernel, enable_fp_fusion=False)
 _backward = Launches(_backward_kernel, enable_fp_fusion=False)
-_partial_sums = Launches(_partial_sums_kernel, enable_fp_fusion=False)
 _fold = Launches(_fold_kernel, enable_fp_fusion=False, num_warps=2)
 
 
@@ -184,6 +228,14 @@ def row_chunk(h: int) -> tuple[int, int]:
     """Chunk and warps, both functions of the row length alone."""
     chunk = max(16, next_power_of_2(h)) if h <= MAX_SINGLE_CHUNK else LOOP_CHUNK
     return chunk, min(16, max(1, chunk // 512))
+
+
+def sums_tile(warps: int) -> tuple[int, int]:
+    """Columns of a program of the partial sums, and how many rows it loads at once. A choice of speed alone.
+
+    Short rows come in few programs, which have to wait little; those of long rows load more bytes at once.
+    """
+    return (64 * warps, 16) if warps <= 2 else (128 * warps, 8)
 
 
 def keeps_row(h: int, rms: bool) -> bool:
@@ -250,6 +302,14 @@ def norm_forward(
     return y.to(out_dtype), None if rms else mean, rstd
 
 
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool,
+    zero_centered: bool, with_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `norm_backward_input` and `norm_weight_partial_sums` return, from one launch."""
+    return _launch_backward("norm_backward", dy, x, weight, mean, rstd, rms, zero_centered, rows_per_sum, with_bias)
+
+
 def norm_backward_input(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
 ) -> Tensor:
@@ -258,51 +318,54 @@ def norm_backward_input(
     dy, x: [T, H]; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`), rstd: float32 [T],
     from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
     """
-    check_backward("norm_backward_input", dy, x, mean, rstd, rms)
-    t, h = x.shape
-    check("norm_backward_input", "weight", weight, (h,), x)
-    dx = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
-    if t > 0:
-        (dy, dy_stride), (x_rows, x_stride), (w, _) = _rows(dy), _rows(x), _rows(weight)
-        rstd = _contiguous(rstd)
-        with launch_on(x, "norm_backward_input"):
-            chunk, warps = row_chunk(h)
-            _backward(
-                x.device.index, (t,),
-                (dy, x_rows, w, rstd if rms else _contiguous(mean), rstd, dx, dy_stride, x_stride),
-                (h, chunk, rms, zero_centered), num_warps=warps,
-            )  # fmt: skip
-    return dx.to(x.dtype)
+    return _launch_backward("norm_backward_input", dy, x, weight, mean, rstd, rms, zero_centered, None, False)[0]
 
 
 def norm_weight_partial_sums(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool, with_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Partial sums for (dweight, dbias or None), float32 [ceil(T / rows_per_sum), H]; columns are independent.
+) -> Tensor:
+    """Partial sums for dweight, float32 [ceil(T / rows_per_sum), H], or with_bias [.., 2 * H]: those for dbias beside
+    them. `fold_weight_gradients` takes them. Columns are independent.
 
     Partial sum s starts from +0.0 and adds, in row order, dy * xhat (for dbias: dy) of rows s * rows_per_sum to
     (s + 1) * rows_per_sum - 1; the product is rounded to fp32 before it is added. Arguments and errors as for
     `norm_backward_input`; rows_per_sum below 1 raises ValueError. mean and rstd may be [T, heads]: then a row consists
     of `heads` equal parts, the heads of one token, and each part is normalised separately.
     """
-    heads = check_backward("norm_weight_partial_sums", dy, x, mean, rstd, rms, heads=True)
-    check_rows_per_sum("norm_weight_partial_sums", rows_per_sum)
+    return _launch_backward("norm_weight_partial_sums", dy, x, None, mean, rstd, rms, False, rows_per_sum, with_bias)[1]
+
+
+def _launch_backward(
+    operation: str, dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, rms: bool,
+    zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
+    heads = check_backward(operation, dy, x, mean, rstd, rms, heads=weight is None)
     t, h = x.shape
-    count = cdiv(t, rows_per_sum)
-    dw = torch.empty((count, h), device=x.device, dtype=torch.float32)
-    db = torch.empty_like(dw) if with_bias else None
+    if weight is not None:
+        check(operation, "weight", weight, (h,), x)
+    if rows_per_sum is not None:
+        check_rows_per_sum(operation, rows_per_sum)
+    rows, count = 0 if weight is None else t, 0 if rows_per_sum is None else cdiv(t, rows_per_sum)
+    dx = torch.empty((rows, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
+    sums = torch.empty((count, 2 * h if with_bias else h), device=x.device, dtype=torch.float32)
     if t > 0:
-        (dy, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
-        with launch_on(x, "norm_weight_partial_sums"):
-            _partial_sums(
-                x.device.index, (count, cdiv(h, COLUMN_BLOCK)),
+        (dy_rows, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
+        w = x_rows if weight is None else _rows(weight)[0]
+        chunk, warps = row_chunk(h)
+        columns, at_once = sums_tile(warps)
+        sum_programs = cdiv(h, columns) if count else 0
+        block = rows_per_sum or t
+        with launch_on(x, operation):
+            _backward(
+                x.device.index, (count * sum_programs + rows,),
                 (
-                    dy, x_rows, rstd if rms else _contiguous(mean), rstd, dw, dw if db is None else db,
-                    dy_stride, x_stride, t, h, rows_per_sum,
+                    dy_rows, x_rows, w, rstd if rms else _contiguous(mean), rstd, dx, sums, dy_stride, x_stride, t,
+                    block, sum_programs, block if rows else 0, int(with_bias),
                 ),
-                (COLUMN_BLOCK, rms, with_bias, heads),
+                (h, chunk, rms, zero_centered, columns, at_once, heads, can_overlap(x.device.index)), num_warps=warps,
             )  # fmt: skip
-    return dw, db
+    return dx.to(x.dtype), sums
 
 
 def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -311,12 +374,32 @@ def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None
 
     Raises TypeError for another dtype and ValueError for another shape.
     """
-    check_fold(partial_sums, out_dtype)
-    count, h = partial_sums.shape
-    out_dtype = out_dtype or torch.float32
-    out = torch.empty(h, device=partial_sums.device, dtype=torch.float32 if interpreting() else out_dtype)
-    with launch_on(partial_sums, "fold_partial_sums"):
+    return _launch_fold("fold_partial_sums", partial_sums, out_dtype, None)[0]
+
+
+def fold_weight_gradients(
+    partial_sums: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """(dweight, dbias) from `norm_weight_partial_sums`, each as `fold_partial_sums` gives it, from one launch.
+
+    bias_dtype is None, and so is dbias, if the partial sums are without those of the bias.
+    """
+    return _launch_fold("fold_weight_gradients", partial_sums, weight_dtype, bias_dtype)
+
+
+def _launch_fold(
+    operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    check_fold(operation, sums, weight_dtype, bias_dtype)
+    halves = 1 if bias_dtype is None else 2
+    count, h = sums.shape[0], sums.shape[1] // halves
+    dtypes = (weight_dtype or torch.float32, bias_dtype)[:halves]
+    outs = [torch.empty(h, device=sums.device, dtype=torch.float32 if interpreting() else dtype) for dtype in dtypes]
+    overlap = can_overlap(sums.device.index)
+    with launch_on(sums, operation):
         _fold(
-            partial_sums.device.index, (cdiv(h, FOLD_BLOCK),), (_contiguous(partial_sums), out, count, h), (FOLD_BLOCK,)
-        )
-    return out.to(out_dtype)
+            sums.device.index, (cdiv(h, FOLD_COLUMNS), halves), (_contiguous(sums), outs[0], outs[-1], count, h),
+            (FOLD_COLUMNS, FOLD_AT_ONCE, overlap), **({"launch_pdl": True} if overlap else {}),
+        )  # fmt: skip
+    folded = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
+    return folded[0], folded[1] if halves == 2 else None

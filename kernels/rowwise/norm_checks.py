@@ -59,7 +59,11 @@ def check_rows_per_sum(operation: str, rows_per_sum: int) -> None:
         raise ValueError(f"{operation}: rows_per_sum is {rows_per_sum}; allowed: 1 or more")
 
 
-def check_fold(partial_sums: Tensor, out_dtype: torch.dtype | None) -> None:
-    check("fold_partial_sums", "partial_sums", partial_sums, None, partial_sums, (torch.float32,))
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"fold_partial_sums: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
+def check_fold(operation: str, partial_sums: Tensor, *out_dtypes: torch.dtype | None) -> None:
+    """`check` of what a fold is given; two dtypes that are not None are those of two halves of each row."""
+    check(operation, "partial_sums", partial_sums, None, partial_sums, (torch.float32,))
+    for out_dtype in out_dtypes:
+        if out_dtype is not None and out_dtype not in DTYPES:
+            raise TypeError(f"{operation}: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
+    if len(out_dtypes) == 2 and out_dtypes[1] is not None and partial_sums.shape[1] % 2:
+        raise ValueError(f"{operation}: partial_sums has shape {tuple(partial_sums.shape)}; allowed: two equal halves")

@@ -57,6 +57,27 @@ def norm_forward(
     return y.to(out_dtype or x.dtype), None if mean is None else mean.squeeze(1), rstd.squeeze(1)
 
 
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    rows_per_sum: int,
+    rms: bool,
+    zero_centered: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """See norm.norm_backward."""
+    check_backward("norm_backward", dy, x, mean, rstd, rms)
+    check("norm_backward", "weight", weight, (x.shape[1],), x)
+    check_rows_per_sum("norm_backward", rows_per_sum)
+    dx = norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
+    sums = norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=with_bias)
+    return dx, sums
+
+
 def norm_backward_input(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
 ) -> Tensor:
@@ -75,23 +96,31 @@ def norm_backward_input(
 
 def norm_weight_partial_sums(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool, with_bias: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """See norm.norm_weight_partial_sums."""
     check_backward("norm_weight_partial_sums", dy, x, mean, rstd, rms, heads=True)
     check_rows_per_sum("norm_weight_partial_sums", rows_per_sum)
     dy32 = dy.float()
     products = dy32 * _normalized(x, mean, rstd)
-    return _sum_blocks(products, rows_per_sum), _sum_blocks(dy32, rows_per_sum) if with_bias else None
-
-
-def _sum_blocks(values: Tensor, rows_per_sum: int) -> Tensor:
-    return torch.stack([fold_partial_sums(block) for block in values.split(rows_per_sum)]) if len(values) else values
+    terms = torch.cat([products, dy32], dim=1) if with_bias else products
+    return torch.stack([fold_partial_sums(block) for block in terms.split(rows_per_sum)]) if len(terms) else terms
 
 
 def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """See norm.fold_partial_sums."""
-    check_fold(partial_sums, out_dtype)
+    check_fold("fold_partial_sums", partial_sums, out_dtype)
     total = partial_sums.new_zeros(partial_sums.shape[1])
     for partial_sum in partial_sums:
         total += partial_sum
     return total.to(out_dtype or torch.float32)
+
+
+def fold_weight_gradients(
+    partial_sums: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """See norm.fold_weight_gradients."""
+    check_fold("fold_weight_gradients", partial_sums, weight_dtype, bias_dtype)
+    if bias_dtype is None:
+        return fold_partial_sums(partial_sums, weight_dtype), None
+    weight_sums, bias_sums = partial_sums.chunk(2, dim=1)
+    return fold_partial_sums(weight_sums, weight_dtype), fold_partial_sums(bias_sums, bias_dtype)

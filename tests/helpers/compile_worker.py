@@ -69,6 +69,7 @@ def hopper():
             stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
         for name, value in (("get_device_properties", HOPPER), ("get_device_capability", (9, 0))):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, value=value: value))
+        stack.enter_context(mock.patch.object(norm, "can_overlap", lambda index: True))
         driver.set_active(NoGPU())
         yield stack
 
@@ -91,10 +92,9 @@ def norms(dtype: torch.dtype) -> None:
     for h, rms in itertools.product((4096, 1000, 20000), (False, True)):
         x, w = torch.zeros(64, h, dtype=dtype), torch.zeros(h, dtype=dtype)
         y, mean, rstd = norm.norm_forward(x, w, None if rms else w, eps=1e-5, rms=rms, zero_centered=rms)
-        norm.norm_backward_input(y, x, w, mean, rstd, rms=rms, zero_centered=rms)
-        norm.fold_partial_sums(
-            norm.norm_weight_partial_sums(y, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=not rms)[0], dtype
-        )
+        options = dict(rows_per_sum=32, rms=rms, zero_centered=rms, with_bias=not rms)
+        _, sums = norm.norm_backward(y, x, w, mean, rstd, **options)
+        norm.fold_weight_gradients(sums, dtype, None if rms else dtype)
 
 
 def losses(dtype: torch.dtype) -> None:
@@ -122,7 +122,7 @@ def attend(dtype: torch.dtype, own_kernel: bool) -> None:
     attention._plan.cache_clear()  # it does not know of the two that are replaced here
     with (
         mock.patch.object(attention, "_has_own_kernel", lambda *args: own_kernel),
-        mock.patch.object(attention, "_overlaps", lambda index: own_kernel),
+        mock.patch.object(attention, "can_overlap", lambda index: own_kernel),
     ):
         for head_dim, queries, window, lengths in ((128, 100, 0, None), (64, 100, 20, packed), (128, 1, 0, None)):
             q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)

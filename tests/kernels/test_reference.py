@@ -263,8 +263,8 @@ def every_kernel():
         y = reference_norm.norm_forward(x, w, bias, eps=1e-5, rms=rms, zero_centered=True)
         _, mean, rstd = stats[rms]
         dx = reference_norm.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=True)
-        dw, db = reference_norm.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=True)
-        return [t for t in (*y, dx, dw, db, *map(reference_norm.fold_partial_sums, (dw, db))) if t is not None]
+        sums = reference_norm.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=True)
+        return [t for t in (*y, dx, sums, reference_norm.fold_partial_sums(sums)) if t is not None]
 
     def of_logits():
         exps, shifts = reference_cross_entropy.row_sums(x, 40, top, exp_bits=40, shift_scale=scale)

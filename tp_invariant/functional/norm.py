@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm.collectives import Group, Pending, gather_dim
+from ..comm.collectives import Group, gather_dim
 from ..comm.small_gathers import start_gather_major
 from ..core.compiled import as_custom_op, op_config
 from ..core.layout import TokenSharding, reshape_in_place
@@ -76,27 +76,29 @@ class Norm(torch.autograd.Function):
         call: NormCall = ctx.call
         kernels = select("norm", x.device.type)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = dweight = dbias = partial_sums = None
+        dx = dweight = dbias = finish = None
         dy = dy.contiguous()  # once, for all kernels that read it
         dy_rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
-        if need_weight or need_bias:  # before dx, whose kernel overlaps their gather
-            start = _start_partial_sums if call.heads_dim is None else _start_head_sums
-            partial_sums = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
+        options = dict(rms=call.rms, zero_centered=call.zero_centered)
+        if need_weight or need_bias:
+            whole_sums = call.heads_dim is None and call.sharding.partial_sums_fit(x.shape, ROWS_PER_SUM)
+            if need_x and whole_sums:
+                dx, sums = kernels.norm_backward(
+                    dy_rows, x_rows, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, with_bias=need_bias, **options
+                )
+                finish = _start_gather(call, sums, x.shape)
+            else:  # the partial sums before dx, whose kernel overlaps their gather
+                start = _start_partial_sums if call.heads_dim is None else _start_head_sums
+                finish = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
         if need_x:
-            dx = kernels.norm_backward_input(
-                dy_rows, x_rows, weight, mean, rstd, rms=call.rms, zero_centered=call.zero_centered
-            )
+            if dx is None:
+                dx = kernels.norm_backward_input(dy_rows, x_rows, weight, mean, rstd, **options)
             dx = reshape_in_place(dx, x.shape)
-        if partial_sums is not None:
-            weight_sums, bias_sums = partial_sums()
-            if need_weight:
-                dweight = kernels.fold_partial_sums(weight_sums, weight.dtype)
-            if bias_sums is not None:
-                dbias = kernels.fold_partial_sums(bias_sums, ctx.bias_dtype)
-        return dx, dweight, dbias, None
-
-
-_PartialSums = tuple[Tensor, Tensor | None]  # of gamma and of beta
+        if finish is not None:
+            dweight, dbias = kernels.fold_weight_gradients(
+                finish(), weight.dtype, ctx.bias_dtype if need_bias else None
+            )
+        return dx, dweight if need_weight else None, dbias, None
 
 
 def _start_partial_sums(
@@ -108,8 +110,9 @@ def _start_partial_sums(
     mean: Tensor | None,
     rstd: Tensor,
     with_bias: bool,
-) -> Callable[[], _PartialSums]:
-    """Starts gathering the partial sums of the full activation; the returned function gives them in token order.
+) -> Callable[[], Tensor]:
+    """Starts gathering the partial sums of the full activation; the returned function gives them in token order,
+    gamma's and beta's side by side.
 
     dy, x: [T, H], this rank's rows of an activation of this shape.
     """
@@ -119,23 +122,18 @@ def _start_partial_sums(
         dy, x = (flatten_tokens(gather_dim(t.view(shape), dim, group)) for t in (dy, x))
         rstd = gather_dim(rstd.view(shape[:-1]), dim, group).reshape(-1)
         mean = None if mean is None else gather_dim(mean.view(shape[:-1]), dim, group).reshape(-1)
-    partial_sums, bias_sums = kernels.norm_weight_partial_sums(
+    sums = kernels.norm_weight_partial_sums(
         dy, x, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=call.rms, with_bias=with_bias
     )
-    if call.sharding.world == 1 or not fits:
-        return lambda: (partial_sums, bias_sums)
-    # one collective for both
-    local = partial_sums if bias_sums is None else torch.cat([partial_sums, bias_sums], dim=1)
-    pending = start_gather_major(local, call.group)
+    return _start_gather(call, sums, shape) if fits else lambda: sums
 
-    def finish() -> _PartialSums:
-        ordered = call.sharding.order_partial_sums(pending.wait(), shape)
-        if bias_sums is None:
-            return ordered, None
-        weight_part, bias_part = ordered.split(shape[-1], dim=1)
-        return weight_part, bias_part
 
-    return finish
+def _start_gather(call: NormCall, sums: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
+    """One collective for the partial sums of gamma and beta; what it returns waits for it."""
+    if call.sharding.world == 1:
+        return lambda: sums
+    pending = start_gather_major(sums, call.group)
+    return lambda: call.sharding.order_partial_sums(pending.wait(), shape)
 
 
 def _start_head_sums(
@@ -147,7 +145,7 @@ def _start_head_sums(
     mean: Tensor | None,
     rstd: Tensor,
     with_bias: bool,
-) -> Callable[[], _PartialSums]:
+) -> Callable[[], Tensor]:
     """Starts gathering one partial sum for each head of all ranks; the returned function gives them in head order.
 
     A head's sum over its tokens is computed in blocks of ROWS_PER_SUM tokens.
@@ -162,7 +160,7 @@ def _start_head_sums(
             t = t.view(*shape[:-1], *t.shape[1:]).movedim(dim, last)
         return t.reshape(-1, *sizes)
 
-    partial_sums = kernels.norm_weight_partial_sums(
+    blocks = kernels.norm_weight_partial_sums(
         heads_last(dy, heads * shape[-1]),
         heads_last(x, heads * shape[-1]),
         None if mean is None else heads_last(mean, heads),
@@ -171,18 +169,12 @@ def _start_head_sums(
         rms=call.rms,
         with_bias=with_bias,
     )
+    of_heads = kernels.fold_partial_sums(blocks).view(-1, heads, shape[-1])  # of gamma, and of beta if with_bias
+    pending = [start_gather_major(sums, call.group) for sums in of_heads]
 
-    def start(blocks: Tensor | None) -> Pending | None:
-        if blocks is None:
-            return None
-        return start_gather_major(kernels.fold_partial_sums(blocks).view(heads, shape[-1]), call.group)
-
-    pending = [start(blocks) for blocks in partial_sums]
-
-    def finish() -> _PartialSums:
-        weight_sums, bias_sums = (None if p is None else p.wait().flatten(0, 1) for p in pending)
-        assert weight_sums is not None
-        return weight_sums, bias_sums
+    def finish() -> Tensor:
+        gathered = [p.wait().flatten(0, 1) for p in pending]
+        return torch.cat(gathered, dim=1) if with_bias else gathered[0]
 
     return finish
 

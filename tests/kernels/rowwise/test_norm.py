@@ -58,10 +58,16 @@ def everything(
     norms: ModuleType, x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool, zero_centered: bool = False
 ) -> dict:
     y, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=zero_centered)
-    dx = norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=zero_centered)
-    dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=b is not None)
-    dw, db = norms.fold_partial_sums(dw), None if b is None else norms.fold_partial_sums(db)
+    options = dict(rows_per_sum=4, rms=rms, zero_centered=zero_centered, with_bias=b is not None)
+    dx, sums = norms.norm_backward(dy, x, w, mean, rstd, **options)
+    dw, db = norms.fold_weight_gradients(sums, torch.float32, None if b is None else torch.float32)
     return {"y": y, "mean": mean, "rstd": rstd, "dx": dx, "dw": dw, "db": db}
+
+
+def partial_sums(norms: ModuleType, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight's and the bias's, each contiguous."""
+    sums = norms.norm_weight_partial_sums(*args, **options)
+    return tuple(part.contiguous() for part in sums.chunk(2, dim=1)) if options["with_bias"] else (sums, None)
 
 
 def with_autograd(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, rms: bool, zero_centered: bool, dtype) -> dict:
@@ -177,7 +183,7 @@ def test_views_negated_by_a_flag_are_negated(norms, rms):
     for view in (lambda z: z, negated):
         stats = None if rms else view(mean), view(rstd)
         dx = norms.norm_backward_input(dy, x, w, *stats, rms=rms, zero_centered=False)
-        results.append((dx, *norms.norm_weight_partial_sums(dy, x, *stats, rows_per_sum=4, rms=rms, with_bias=True)))
+        results.append((dx, *partial_sums(norms, dy, x, *stats, rows_per_sum=4, rms=rms, with_bias=True)))
     assert_bitwise_equal(*results)
     assert_bitwise_equal(norms.fold_partial_sums(negated(dy)), norms.fold_partial_sums(dy))
 
@@ -208,26 +214,22 @@ def test_partial_sums_add_in_row_order(norms, t, h, rows_per_sum, dtype, rms):
     """Equal to a loop in torch, bit for bit, on data of wide exponents, for which another order gives other bits."""
     x, dy = rand(t, h, dtype=dtype, wide=True), rand(t, h, dtype=dtype, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, seed=2), rand(t, seed=3).abs()
-    dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=True)
+    dw, db = partial_sums(norms, dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=True)
     xhat = (x.float() if rms else x.float() - mean[:, None]) * rstd[:, None]
     assert_bitwise_equal(dw, sequential_sums(dy.float() * xhat, rows_per_sum), "dw")
     assert_bitwise_equal(db, sequential_sums(dy.float(), rows_per_sum), "db")
     assert_bitwise_equal(norms.fold_partial_sums(dw), sequential_sums(dw, len(dw))[0], "fold")
-    without_bias = norms.norm_weight_partial_sums(
-        dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
-    )
+    without_bias = partial_sums(norms, dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=False)
     assert without_bias[1] is None
     assert_bitwise_equal(without_bias[0], dw)
     for rows in (slice(0, rows_per_sum), slice(rows_per_sum, None)):  # the leaves that another rank would hold
         leaves = slice(0, 1) if rows.start == 0 else slice(1, None)
         stats = (None if rms else mean[rows], rstd[rows])
-        part, _ = norms.norm_weight_partial_sums(
-            dy[rows], x[rows], *stats, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
-        )
+        part, _ = partial_sums(norms, dy[rows], x[rows], *stats, rows_per_sum=rows_per_sum, rms=rms, with_bias=False)
         assert_bitwise_equal(part, dw[leaves], f"leaves of {rows}")
     for cols in (slice(0, 1), slice(h // 2, None), slice(0, None, 3)):
-        part, _ = norms.norm_weight_partial_sums(
-            dy[:, cols], x[:, cols], mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
+        part, _ = partial_sums(
+            norms, dy[:, cols], x[:, cols], mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=False
         )
         assert_bitwise_equal(part, dw[:, cols].clone(memory_format=torch.contiguous_format), f"columns {cols}")
 
@@ -238,16 +240,39 @@ def test_partial_sums_of_heads_side_by_side(norms, rms):
     t, heads, size = 9, 3, 20
     x, dy = rand(t, heads * size, wide=True), rand(t, heads * size, seed=1, wide=True)
     mean, rstd = None if rms else rand(t, heads, seed=2), rand(t, heads, seed=3).abs()
-    leaves = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=True)
+    leaves = partial_sums(norms, dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=True)
     for head in range(heads):
         cols = slice(head * size, head * size + size)
         stats = (None if rms else mean[:, head], rstd[:, head])
-        alone = norms.norm_weight_partial_sums(dy[:, cols], x[:, cols], *stats, rows_per_sum=4, rms=rms, with_bias=True)
+        alone = partial_sums(norms, dy[:, cols], x[:, cols], *stats, rows_per_sum=4, rms=rms, with_bias=True)
         assert_bitwise_equal([part[:, cols].contiguous() for part in leaves], list(alone), f"head {head}")
     stats = (None if rms else mean[:, 0].contiguous(), rstd[:, 0].contiguous())
-    assert (
-        norms.norm_weight_partial_sums(dy, x, *stats, rows_per_sum=4, rms=rms, with_bias=False)[0] != leaves[0]
-    ).any()
+    assert (partial_sums(norms, dy, x, *stats, rows_per_sum=4, rms=rms, with_bias=False)[0] != leaves[0]).any()
+
+
+def check_one_launch(norms: ModuleType, t: int, h: int, dtype: torch.dtype, rms: bool) -> None:
+    """One launch for dx and the partial sums gives the bits of a launch for each, and one fold those of two."""
+    x, w, b, dy = case(t, h, dtype)
+    _, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=True)
+    dx = norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=True)
+    for with_bias in (False, True):
+        options = dict(rows_per_sum=32, rms=rms, with_bias=with_bias)
+        sums = norms.norm_weight_partial_sums(dy, x, mean, rstd, **options)
+        both = norms.norm_backward(dy, x, w, mean, rstd, zero_centered=True, **options)
+        assert_bitwise_equal(list(both), [dx, sums], f"with_bias={with_bias}")
+        folded = norms.fold_weight_gradients(sums, dtype, torch.float32 if with_bias else None)
+        halves = [part.contiguous() for part in sums.chunk(2, dim=1)] if with_bias else [sums]
+        expected = [
+            norms.fold_partial_sums(part, kind) for part, kind in zip(halves, (dtype, torch.float32), strict=False)
+        ]
+        assert_bitwise_equal([part for part in folded if part is not None], expected)
+    assert (sums[:, :h] != sums[:, h:]).any() and len(folded[1]) == h
+
+
+@both_norms
+@pytest.mark.parametrize("t, h, dtype", ((33, 20, torch.bfloat16), (3, 130, torch.float32), (65, 7, torch.float16)))
+def test_one_launch_gives_the_bits_of_two(norms, t, h, dtype, rms):
+    check_one_launch(norms, t, h, dtype, rms)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
@@ -274,7 +299,7 @@ def test_sums_of_rows_start_from_plus_zero(norms):
     minus, ones = torch.full((3, 4), -0.0, device=DEVICE), torch.ones(3, 4, device=DEVICE)
     for count in (0, 1, 3):
         assert_bitwise_equal(norms.fold_partial_sums(minus[:count]), torch.zeros(4, device=DEVICE))
-    leaves = norms.norm_weight_partial_sums(minus, ones, None, ones[:, 0], rows_per_sum=2, rms=True, with_bias=True)
+    leaves = partial_sums(norms, minus, ones, None, ones[:, 0], rows_per_sum=2, rms=True, with_bias=True)
     assert_bitwise_equal(leaves, [torch.zeros(2, 4, device=DEVICE)] * 2)
 
 
@@ -284,7 +309,7 @@ def test_no_rows(norms, rms):
     y, mean, rstd = norms.norm_forward(x, w, b, eps=EPS, rms=rms, zero_centered=False)
     assert y.shape == (0, 5) and y.dtype == x.dtype and rstd.shape == (0,)
     assert norms.norm_backward_input(dy, x, w, mean, rstd, rms=rms, zero_centered=False).shape == (0, 5)
-    dw, db = norms.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=True)
+    dw, db = partial_sums(norms, dy, x, mean, rstd, rows_per_sum=4, rms=rms, with_bias=True)
     assert dw.shape == db.shape == (0, 5)
     assert_bitwise_equal(norms.fold_partial_sums(dw), torch.zeros(5, device=DEVICE))
 
@@ -294,7 +319,9 @@ NAMES = "torch.bfloat16, torch.float16, torch.float32"
 OPTIONS = {
     "norm_forward": dict(eps=EPS, rms=False, zero_centered=False),
     "norm_backward_input": dict(rms=False, zero_centered=False),
+    "norm_backward": dict(rms=False, zero_centered=False, with_bias=True, rows_per_sum=4),
     "norm_weight_partial_sums": dict(rms=False, with_bias=True, rows_per_sum=4),
+    "fold_weight_gradients": {},
     "fold_partial_sums": {},
 }
 
@@ -322,6 +349,11 @@ OPTIONS = {
         (ValueError, "norm_weight_partial_sums: rstd has shape (4, 3); allowed: (4,)", (X, X, STAT, R3), {}),
         (ValueError, "norm_weight_partial_sums: rows_per_sum is 0;", (X, X, STAT, STAT), dict(rows_per_sum=0)),
         (TypeError, "fold_partial_sums: out_dtype is torch.int8; allowed:", (X, torch.int8), {}),
+        (ValueError, "norm_backward: dy has shape (8,); allowed: (4, 8)", (W, X, W, STAT, STAT), {}),
+        (ValueError, "norm_backward: weight has shape (1,);", (X, X, W[:1], STAT, STAT), {}),
+        (ValueError, "norm_backward: rows_per_sum is 0;", (X, X, W, STAT, STAT), dict(rows_per_sum=0)),
+        (ValueError, "fold_weight_gradients: partial_sums has shape (4, 3); allowed: tw", (R3, *2 * [R3.dtype]), {}),
+        (TypeError, "fold_weight_gradients: out_dtype is torch.int8; allowed:", (X, torch.int8, None), {}),
         (TypeError, "fold_partial_sums: partial_sums has dtype torch.float16; allowed: torch.fl", (X.half(),), {}),
         (ValueError, "fold_partial_sums: partial_sums has shape (8,); allowed: [rows, H]", (W,), {}),
     ),
@@ -337,7 +369,9 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
     calls = {
         "norm_forward": (X, W, W),
         "norm_backward_input": (X, X, W, STAT, STAT),
+        "norm_backward": (X, X, W, STAT, STAT),
         "norm_weight_partial_sums": (X, X, STAT, STAT),
+        "fold_weight_gradients": (X, X.dtype, None),
         "fold_partial_sums": (X,),
     }
     for operation, args in calls.items():
@@ -429,3 +463,5 @@ def test_large(norms, t, h, dtype, rms):
     args = (x, w, b, dy, rms, True)
     check_close(norms, *args)
     check_rows_alone(norms, t, h, dtype, rms, (slice(0, 1), slice(1, None), slice(3, 12), slice(0, None, 3)))
+    check_one_launch(norms, t, h, dtype, rms)
+    check_one_launch(norms, 1000, h, dtype, rms)
