@@ -223,7 +223,6 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-@functools.cache
 def _max_scratch(cache: int) -> int:
     """How many bytes of scratch memory a split may take; cache: the bytes of keys and values.
 
