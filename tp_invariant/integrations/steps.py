@@ -42,23 +42,26 @@ class Step:
         self._tree: MicroBatchTree | None = None
         self._trees: dict[Hashable, MicroBatchTree] = {}
         self._losses: list[Tensor] = []
+        self._counts: list[Tensor] = []
         self._compared = False  # the buffers of data parallel ranks, after a step
         everything = [named for module in modules for named in (*module.named_parameters(), *module.named_buffers())]
         ranks.check_replicas(everything, "when training begins")
 
-    def start(self, micro_batches: int, *, divided: bool = False) -> None:
-        """Starts a step of so many micro-batches on all ranks together; divided: add() gets counts."""
+    def start(self, micro_batches: int) -> None:
+        """Starts a step of so many micro-batches on all ranks together."""
         self.micro_batches = micro_batches
         self._losses.clear()
-        self._tree = None
-        if micro_batches > 1 or self.ranks.dp.size > 1 or divided:  # one of one rank is no sum
-            parameters = [p for module in self.modules for p in module.parameters()]
-            trained = tuple(id(p) for p in parameters if p.requires_grad)  # a callback may unfreeze some
-            key = micro_batches, trained
-            if key not in self._trees:
-                self._trees.clear()
-                self._trees[key] = MicroBatchTree(parameters, self.ranks.dp, micro_batches)
-            self._tree = self._trees[key]
+        self._counts.clear()
+        # one micro-batch of one rank is no sum
+        self._tree = self._make_tree() if micro_batches > 1 or self.ranks.dp.size > 1 else None
+
+    def _make_tree(self) -> MicroBatchTree:
+        parameters = [p for module in self.modules for p in module.parameters()]
+        key = self.micro_batches, tuple(id(p) for p in parameters if p.requires_grad)  # a callback may unfreeze some
+        if key not in self._trees:
+            self._trees.clear()
+            self._trees[key] = MicroBatchTree(parameters, self.ranks.dp, self.micro_batches)
+        return self._trees[key]
 
     @property
     def share(self) -> range:
@@ -71,31 +74,44 @@ class Step:
         return len(self._losses)
 
     def add(self, loss: Tensor, count: int | Tensor | None = None) -> None:
-        """Takes .grad and the loss, after the backward of this rank's next micro-batch."""
+        """Takes .grad and the loss, after the backward of this rank's next micro-batch.
+
+        count: what finish() divides both by is the sum of these over all micro-batches; give it for all or for none.
+        """
         self._losses.append(loss.detach().float())
+        if count is not None:
+            self._counts.append(torch.as_tensor(count, device=loss.device))
+            self._tree = self._tree or self._make_tree()
         if self._tree is not None:
             self._tree.add(count=count)
 
     def finish(self) -> Tensor:
-        """Sets .grad to the sum over all ranks; returns the sum of the losses. A collective."""
+        """Sets .grad to the sum over all ranks; returns that of the losses. A collective."""
         if self._tree is not None:
             self._tree.reduce()
-        device = next(self.modules[0].parameters()).device
-        own = torch.stack(self._losses) if self._losses else torch.zeros(0, device=device)
-        loss = gather_uneven(own, 0, self.micro_batches, self.ranks.dp).sum()
+        loss = self._of_all(self._losses, torch.float32)
+        if self._counts:
+            loss = loss / self._of_all(self._counts, torch.int64)
         self._losses.clear()
+        self._counts.clear()
         if not self._compared:  # a buffer that forwards change differs after the first step already
             buffers = [named for module in self.modules for named in module.named_buffers()]
             self.ranks.check_replicas(buffers, "after a step's forwards")
             self._compared = True
         return loss
 
+    def _of_all(self, own: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """The sum of all micro-batches' numbers, in their order."""
+        device = next(self.modules[0].parameters()).device
+        numbers = torch.stack(own).to(dtype) if own else torch.zeros(0, dtype=dtype, device=device)
+        return gather_uneven(numbers, 0, self.micro_batches, self.ranks.dp).sum()
+
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def seeded(place: tuple[int, int, int], device: torch.device) -> Iterator[None]:
+def seeded(place: tuple[int, ...], device: torch.device) -> Iterator[None]:
     """Random numbers that depend on the seed, the step and the micro-batch alone, not on which rank draws them, nor on
     what it has drawn before; the generators' states are restored afterwards."""
     before = generator_states(device)
