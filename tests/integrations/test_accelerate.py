@@ -12,7 +12,7 @@ import hf_models
 import pytest
 import torch
 from accelerate import state as accelerate_state
-from meshes import mesh_or_group
+from meshes import init_device_mesh, mesh_or_group
 from torch.utils.data import DataLoader
 
 import tp_invariant as tpi
@@ -33,28 +33,35 @@ def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:
 
 
 def loop(accelerator: Any, model: Any, steps: int = 10) -> list[tuple[float, float]]:
-    """accelerate's loop, as its documents have it: shuffled batches of 2, two of them a step, a schedule."""
+    """accelerate's loop, as its documents have it: shuffled batches of 2, four of them a step (an epoch's last step has
+    two), a schedule."""
     torch.manual_seed(7)
     loader = DataLoader(examples(), batch_size=2, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     seen: list[tuple[float, float]] = []
     while len(seen) < steps:
-        losses = []
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                losses.append(loss.item())
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    seen.append((sum(losses), float(norm)))
-                    losses = []
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+        seen += epoch(accelerator, *prepared)
     return seen[:steps]
+
+
+def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> list[tuple[float, float]]:
+    """Loss and norm of each step."""
+    seen, losses = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(loss.item() / accelerator.gradient_accumulation_steps)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                seen.append((float(getattr(accelerator, "step_loss", sum(losses))), float(norm)))
+                losses = []
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return seen
 
 
 def reset() -> None:
@@ -66,21 +73,30 @@ def build(dtype: torch.dtype = torch.float32) -> Any:
     return hf_models.build("llama", dtype, num_hidden_layers=1)
 
 
-def ours(tp_group: Any, kind: str, mode: bool, **options: Any) -> Any:
+def groups_of(tp_group: Any, kind: str, dp: int) -> tuple[Any, Any]:
+    """(what parallelize takes, dp_group) of the first ranks of the pool."""
+    if dp == 1:
+        return mesh_or_group(tp_group, kind), None
+    mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
+    return mesh["tp"] if kind == "mesh" else mesh["tp"].get_group(), mesh["dp"]
+
+
+def ours(tp_group: Any, kind: str, mode: bool, dp: int = 1, **options: Any) -> Any:
     from tp_invariant.integrations.accelerate import Accelerator
 
+    tp, dp_group = groups_of(tp_group, kind, dp)
     try:
         with tpi.set_tp_invariant_mode(mode):
-            model = tpi.parallelize(build(), mesh_or_group(tp_group, kind))
-            seen = loop(Accelerator(cpu=True, gradient_accumulation_steps=2, **options), model)
-            return seen, testing.full_parameters(model)
+            model = tpi.parallelize(build(), tp)
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, **options)
+            return loop(accelerator, model), testing.full_parameters(model)
     finally:
         reset()
 
 
 def theirs(tp_group: Any, dtype: torch.dtype) -> Any:
     try:
-        return loop(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2), build(dtype))
+        return loop(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4), build(dtype))
     finally:
         reset()
 
@@ -91,13 +107,16 @@ def trained(tp_group: Any, kind: str, mode: bool, options: dict[str, Any]) -> An
 
 @pytest.mark.parametrize(
     "options, degrees",
-    [({}, [(2, "mesh"), (4, "group")]), ({"mixed_precision": "bf16"}, [(2, "group")])],
+    [
+        ({}, [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh"), (2, 2, "group")]),
+        ({"mixed_precision": "bf16"}, [(2, 1, "group"), (4, 2, "group")]),
+    ],
     ids=["float32", "bf16"],
 )
 def test_ten_steps_have_the_bits_of_one_process(options, degrees):
     (expected,) = run_ranks(trained, 1, "group", True, options)
-    for degree, kind in degrees:
-        for got in run_ranks(trained, degree, kind, True, options):
+    for ranks, dp, kind in degrees:
+        for got in run_ranks(trained, ranks, kind, True, dict(options, dp=dp)):
             assert_bitwise_equal(got, expected)
     if not options:
         exact, single = (run_ranks(theirs, 1, dtype)[0] for dtype in (torch.float64, torch.float32))
@@ -110,8 +129,159 @@ def test_ten_steps_have_the_bits_of_one_process(options, degrees):
 
 
 def test_with_the_mode_off_the_bits_depend_on_the_degree():
-    one, two = (run_ranks(trained, degree, "group", False, {})[0] for degree in (1, 2))
-    assert testing.digest(one) != testing.digest(two)
+    one, two, four = (
+        run_ranks(trained, ranks, "group", False, dict(dp=dp))[0] for ranks, dp in ((1, 1), (2, 1), (4, 2))
+    )
+    assert len({testing.digest(found) for found in (one, two, four)}) > 1
+    assert testing.digest(one) != testing.digest(four)
+
+
+# --- sums over tokens, dropout, checkpoints -------------------------------------------------------------------------
+
+
+class Weighted(torch.nn.Module):
+    """Two forwards of it in a micro-batch have different masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.dropout, self.last = torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.first(x))).square()
+
+
+def rows(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x, weights = torch.randn(12, 8, generator=generator), torch.randint(0, 3, (12, 1), generator=generator)
+    return [{"x": x[i].to(dtype), "items": weights[i]} for i in range(12)]
+
+
+def by_items(tp_group: Any, dtype: torch.dtype, dp: int, dropout: float) -> Any:
+    """Losses and parameters after six steps of four micro-batches, divided by each step's number of items."""
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    try:
+        model = Weighted().to(dtype)
+        model.dropout.p = dropout
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=groups_of(tp_group, "group", dp)[1])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        torch.manual_seed(5)
+        loader = accelerator.prepare(DataLoader(rows(dtype), batch_size=1, shuffle=True))
+        seen = []
+        for _ in range(2):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = ((model(batch["x"]) + model(batch["x"])) * batch["items"]).sum()
+                    accelerator.backward(loss, num_items=batch["items"].sum())
+                    if accelerator.sync_gradients:
+                        seen.append(accelerator.step_loss.clone())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            whole = [batch["items"] for batch in accelerator.prepare_data_loader(DataLoader(rows(dtype)), shared=False)]
+            assert accelerator.gather(torch.tensor(tp_group.rank())).tolist() == ([0, 1] if dp == 2 else 0)
+            assert len(whole) == 12
+        return seen, {name: p.detach() for name, p in model.named_parameters()}
+    finally:
+        reset()
+
+
+def by_hand(tp_group: Any) -> Any:
+    """The same by torch alone, in float64, of whole steps without dropout."""
+    model, data = Weighted().double().eval(), rows(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(5)
+    seen = []
+    for _ in range(2):
+        batches = list(DataLoader(data, batch_size=1, shuffle=True))
+        for first in range(0, 12, 4):
+            step = batches[first : first + 4]
+            items = sum(int(batch["items"].sum()) for batch in step)
+            loss = sum((2 * model(batch["x"]) * batch["items"]).sum() for batch in step) / items
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.detach())
+        list(DataLoader(data))  # the loader for evaluation draws a seed
+    return seen, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_sums_are_divided_by_the_items_of_a_step_and_dropout_is_the_micro_batchs_own():
+    for dropout in (0.0, 0.3):
+        (one,) = run_ranks(by_items, 1, torch.float32, 1, dropout)
+        for got in run_ranks(by_items, 2, torch.float32, 2, dropout):
+            assert_bitwise_equal(got, one)
+        if not dropout:
+            without = one
+            exact = run_ranks(by_hand, 1)[0]
+            torch.testing.assert_close([x.double() for x in one[0]], exact[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close({n: p.double() for n, p in one[1].items()}, exact[1], rtol=1e-4, atol=1e-5)
+    assert testing.digest(one) != testing.digest(without)
+
+
+def stopped(tp_group: Any, kind: str, dp: int, folder: str, resume: bool) -> Any:
+    """Loss and norm of the steps of two epochs, whose second one is left after its second step, and saved; or of what
+    is left of them, and the parameters."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    tp, dp_group = groups_of(tp_group, kind, dp)
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    try:
+        with tpi.set_tp_invariant_mode(True):
+            model = tpi.parallelize(build(), tp)
+            accelerator = Accelerator(
+                cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, dataloader_config=seedable
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+            counter = Counter()
+            accelerator.register_for_checkpointing(counter)
+            loader = DataLoader(examples(), batch_size=2, shuffle=True)
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            if not resume:
+                seen = epoch(accelerator, model, optimizer, loader, scheduler)
+                counter.value = len(seen)
+                loader.set_epoch(1)
+                two_steps = (batch for _, batch in zip(range(8 // dp), loader, strict=False))
+                seen += epoch(accelerator, model, optimizer, two_steps, scheduler)
+                accelerator.save_state(folder)
+                return seen
+            accelerator.load_state(folder)
+            assert counter.value == 3
+            rest = accelerator.skip_first_batches(loader, 8 // dp)
+            seen = epoch(accelerator, model, optimizer, rest, scheduler)
+            loader.set_epoch(2)
+            return seen + epoch(accelerator, model, optimizer, loader, scheduler), testing.full_parameters(model)
+    finally:
+        reset()
+
+
+class Counter:
+    value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def test_a_run_goes_on_at_another_degree(tmp_path):
+    """save_state inside an epoch at 2 x 2 and at 1; load_state at 2, at 2 x 1 and at 1."""
+    folders = {name: str(tmp_path / name) for name in ("four", "one")}
+    (first,) = run_ranks(stopped, 1, "group", 1, folders["one"], False)
+    assert_bitwise_equal(run_ranks(stopped, 4, "mesh", 2, folders["four"], False), [first] * 4)
+    (rest,) = run_ranks(stopped, 1, "group", 1, folders["one"], True)
+    assert len(first) == 5 and len(rest[0]) == 4
+    assert_bitwise_equal(run_ranks(stopped, 1, "group", 1, folders["four"], True), [rest])
+    assert_bitwise_equal(run_ranks(stopped, 2, "mesh", 1, folders["four"], True), [rest] * 2)
+    assert_bitwise_equal(run_ranks(stopped, 4, "group", 2, folders["one"], True), [rest] * 4)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def refusals(tp_group: Any) -> dict[str, str]:
@@ -141,7 +311,8 @@ def refusals(tp_group: Any) -> dict[str, str]:
         lambda: Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True)),
     )
     refused("compile", ValueError, lambda: Accelerator(cpu=True, dynamo_backend="eager"))
-    refused("state", NotImplementedError, lambda: Accelerator(cpu=True).save_state("folder"))
+    refused("state", ValueError, lambda: Accelerator(cpu=True).save_state("folder"))
+    refused("save_model", NotImplementedError, lambda: Accelerator(cpu=True).save_model(model(), "folder"))
     refused("optimizer", TypeError, lambda: Accelerator(cpu=True).prepare(adafactor))
     refused("batches", ValueError, step_with_other_batches)
     rank = str(tp_group.rank())
@@ -158,11 +329,92 @@ def test_what_is_refused():
     assert said["split"].startswith("split_batches=True")
     assert said["compile"].startswith("torch.compile by accelerate is not supported")
     assert "tp_invariant.checkpoint.save" in said["state"]
+    assert "save_pretrained" in said["save_model"]
     assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
     assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
     assert "tp_invariant.integrations.accelerate.Accelerator" in said["their own"]
-    assert "and the model is sharded over 1: data parallel ranks need" in said["part of the job"]
+    assert "ranks, the model is sharded over 1, and dp_group has 1: give dp_group" in said["part of the job"]
+
+
+def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    dp_group, rank = groups_of(tp_group, "group", 2)[1], torch.distributed.get_rank()
+    said = {}
+
+    def made(steps: int = 4, **options: Any) -> Any:
+        return Accelerator(cpu=True, gradient_accumulation_steps=steps, dp_group=dp_group, **options)
+
+    def refused(name: str, call: Any, error: type[Exception] = ValueError) -> None:
+        try:
+            with pytest.raises(error) as caught:
+                call()
+            said[name] = str(caught.value)
+        finally:
+            reset()
+
+    def begin(accelerator: Any, seed: int = 0, order: int = 0, batches: int = 2, norm: bool = False) -> Any:
+        torch.manual_seed(seed)
+        last = torch.nn.BatchNorm1d(4) if norm else torch.nn.Linear(4, 4)
+        model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), last))
+        generator = torch.Generator().manual_seed(order)
+        data = torch.arange(32.0).view(8, 4)
+        loader = accelerator.prepare(DataLoader(data, batches, shuffle=True, generator=generator))
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+        return accelerator, loader
+
+    def twice() -> None:
+        accelerator = made()
+        model = accelerator.prepare(torch.nn.Linear(4, 4))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+
+    def skip() -> None:
+        accelerator, loader = begin(made())
+        accelerator.skip_first_batches(loader, 1)
+
+    def save_inside() -> None:
+        accelerator = made()
+        model = accelerator.prepare(torch.nn.Linear(4, 4))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+        accelerator.save_state("folder")
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(torch.ones(8, 4))
+
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    refused("steps", lambda: made(3))
+    refused("plugin", lambda: Accelerator(cpu=True, gradient_accumulation_plugin=plugin, dp_group=dp_group))
+    refused("odd", lambda: begin(made(), batches=3))
+    refused("length", lambda: made().prepare(DataLoader(Endless(), 2)))
+    refused("replicas", lambda: begin(made(), seed=rank))
+    refused("buffers", lambda: begin(made(), norm=True))
+    refused("order", lambda: begin(made(), order=rank))
+    refused("outside", twice, RuntimeError)
+    refused("skip", skip)
+    refused("save", save_inside)
+    return said
+
+
+def test_what_is_refused_of_data_parallel_ranks():
+    said = run_ranks(refusals_of_data_parallel_ranks, 2)[0]
+    assert said["steps"].startswith("gradient_accumulation_steps=3 on rank 0 of dp_group, which has 2 ranks")
+    assert said["plugin"].startswith("sync_with_dataloader=False with 2 data parallel ranks")
+    assert said["odd"].startswith("an epoch's last step has 3 batches on rank 0 of dp_group")
+    assert said["length"].startswith("a loader of Endless on rank 0 of dp_group has no batch_sampler of known length")
+    assert "different values of 0.weight when training begins" in said["replicas"]
+    assert "different values of 1.running_mean after a step's forwards" in said["buffers"]
+    assert said["order"].startswith("the 2 ranks differ in the batches of a step")
+    assert said["outside"].startswith("backward was called 1 times on rank 0 when the optimizer's step is due")
+    assert said["skip"].startswith("num_batches=1 on rank 0 of dp_group: with data parallel ranks skip whole steps")
+    assert said["save"].startswith("save_state('folder') was called inside of a step")
 
 
 def as_a_launcher_says(tp_group: Any) -> tuple[float, bool, list[int]]:

@@ -12,7 +12,7 @@ from unittest import mock
 import hf_models
 import pytest
 import torch
-from meshes import mesh_or_group
+from meshes import init_device_mesh, mesh_or_group
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tp_invariant as tpi
@@ -36,7 +36,7 @@ def build(dtype: torch.dtype = torch.float32) -> Any:
     return hf_models.build("llama", dtype, num_hidden_layers=1)
 
 
-def module_of(model: Any, optimizer: str = "AdamW") -> Any:
+def module_of(model: Any, optimizer: str = "AdamW", dropout: float = 0.0) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -45,9 +45,11 @@ def module_of(model: Any, optimizer: str = "AdamW") -> Any:
             self.model = model
             self.losses: list[float] = []
             self.norms: list[float] = []
+            self.step_losses: list[float] = []
+            self.dropout = torch.nn.Dropout(dropout)
 
         def training_step(self, batch: Any, index: int) -> Any:
-            loss = self.model(**batch).loss
+            loss = self.dropout(self.model(**batch).loss[None]).sum() if dropout else self.model(**batch).loss
             self.losses.append(loss.item())
             self.log("loss", loss)
             return loss
@@ -56,6 +58,9 @@ def module_of(model: Any, optimizer: str = "AdamW") -> Any:
             self.log("validation", self.model(**batch).loss, sync_dist=True)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
+            loss = getattr(self.trainer.strategy, "step_loss", None)
+            if loss is not None:
+                self.step_losses.append(loss.item())
             self.norms.append(float(tpi.clip_grad_norm_(self.parameters(), float("inf"))))
 
         def configure_optimizers(self) -> Any:
@@ -66,13 +71,20 @@ def module_of(model: Any, optimizer: str = "AdamW") -> Any:
 
 
 def fit(
-    module: Any, folder: Any, steps: int = 10, resume: Any = None, seed: int = 7, workers: int = 0, **options: Any
+    module: Any,
+    folder: Any,
+    steps: int = 10,
+    resume: Any = None,
+    seed: int = 7,
+    workers: int = 0,
+    data: Any = None,
+    **options: Any,
 ) -> Any:
     import lightning
 
     lightning.seed_everything(seed, workers=True, verbose=False)
     given = dict(
-        accelerator="cpu", devices=1, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False,
+        accelerator="cpu", devices=1, max_steps=steps, accumulate_grad_batches=3, gradient_clip_val=1.0, logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
         enable_checkpointing=False,
     )  # fmt: skip
@@ -81,23 +93,43 @@ def fit(
         trainer = lightning.Trainer(**{**given, **options})
         by_epoch = DistributedSampler(examples(), num_replicas=1, rank=0, seed=seed)
         loader = DataLoader(examples(), 2, sampler=by_epoch, num_workers=workers)
-        trainer.fit(module, loader, DataLoader(examples(6), 2), ckpt_path=resume, weights_only=False)
+        if data is None:
+            trainer.fit(module, loader, DataLoader(examples(6), 2), ckpt_path=resume, weights_only=False)
+        else:
+            trainer.fit(module, data)
     return trainer
 
 
-def trained(tp_group: Any, folder: Any, kind: str = "group", mode: bool = True, **options: Any) -> dict[str, Any]:
+def trained(
+    tp_group: Any,
+    folder: Any,
+    kind: str = "group",
+    mode: bool = True,
+    dp: int = 1,
+    dropout: float = 0.0,
+    **options: Any,
+) -> dict[str, Any]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from tp_invariant.integrations.lightning import TensorParallelStrategy
 
-    group = mesh_or_group(tp_group, kind)
+    group, dp_group = mesh_or_group(tp_group, kind), None
+    if dp > 1:
+        mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
+        group, dp_group = mesh["tp"] if kind == "mesh" else mesh["tp"].get_group(), mesh["dp"]
     with tpi.set_tp_invariant_mode(mode):
-        module = module_of(tpi.parallelize(build(), group))
+        module = module_of(tpi.parallelize(build(), group), dropout=dropout)
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
-        options = dict(strategy=TensorParallelStrategy(group), callbacks=[saving], enable_checkpointing=True) | options
+        options = (
+            dict(
+                strategy=TensorParallelStrategy(group, dp_group=dp_group), callbacks=[saving], enable_checkpointing=True
+            )
+            | options
+        )
         trainer = fit(module, folder, **options)
         return {
             "losses": module.losses,
+            "step losses": module.step_losses,
             "norms": module.norms,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "parameters": testing.full_parameters(module.model),
@@ -136,18 +168,50 @@ def test_ten_steps_have_the_bits_of_one_process(at_one, tmp_path, degree, kind):
     for got in run_on(degree, tmp_path, kind=kind):
         assert_bitwise_equal(got, expected)
     written = files_of(tmp_path)
-    assert sorted(written) == ["step=10.ckpt", "step=5.ckpt"]
+    assert sorted(written) == ["step=10.ckpt", "step=4.ckpt", "step=8.ckpt"]
     assert_bitwise_equal(written, files_of(folder))
 
 
-def test_a_run_goes_on_at_another_degree(at_one, tmp_path):
-    """From a checkpoint of TP=1, at TP=1 and 2. With which batches is up to Lightning."""
+def of_all(run: dict[str, Any]) -> dict[str, Any]:
+    """Without what a rank logs of its own micro-batches."""
+    return {
+        **{name: run[name] for name in ("step losses", "norms", "parameters")},
+        "validation": run["metrics"].get("validation"),
+    }
+
+
+@pytest.mark.parametrize("ranks, kind", [(4, "mesh"), (2, "group")])
+def test_data_parallel_ranks_have_the_bits_of_one_process(at_one, tmp_path, ranks, kind):
+    """Ten steps at 2 x 2 and 2 x 1: of three micro-batches, an epoch's last one of one; and the checkpoints."""
     expected, folder = at_one
-    options = dict(resume=str(folder / "step=5.ckpt"))
+    runs = run_on(ranks, tmp_path, kind=kind, dp=2)
+    for got in runs:
+        assert_bitwise_equal(of_all(got), of_all(expected))
+    assert len(expected["step losses"]) == 10
+    losses = expected["losses"][:3]
+    assert expected["step losses"][0] == pytest.approx(sum(losses) / 3, rel=1e-6)
+    assert runs[0]["losses"][:2] == losses[:2] and runs[-1]["losses"][0] == losses[2]
+    assert_bitwise_equal(files_of(tmp_path), files_of(folder))
+
+
+def test_dropout_at_every_data_parallel_degree(tmp_path):
+    options = dict(dropout=0.4, steps=3)
+    (one,), two = (run_on(n, tmp_path / str(n), dp=n, **options) for n in (1, 2))
+    for got in two:
+        assert_bitwise_equal(of_all(got), of_all(one))
+    assert 0.0 in one["losses"], "the mask"
+
+
+def test_a_run_goes_on_at_another_degree(at_one, tmp_path):
+    """From a checkpoint of TP=1, at 1, TP=2 and 2 x 2. With which batches is up to Lightning."""
+    expected, folder = at_one
+    options = dict(resume=str(folder / "step=4.ckpt"))
     (one,) = run_on(1, tmp_path / "1", **options)
-    assert len(one["norms"]) == 5 and max(one["losses"]) < max(expected["losses"][:10]) - 0.5, "it goes on"
+    assert len(one["norms"]) == 6 and max(one["losses"]) < max(expected["losses"][:10]) - 0.5, "it goes on"
     for got in run_on(2, tmp_path / "2", **options):
         assert_bitwise_equal(got, one)
+    for got in run_on(4, tmp_path / "4", dp=2, **options):
+        assert_bitwise_equal(of_all(got), of_all(one))
 
 
 def loaded(tp_group: Any, folder: Any) -> Any:
@@ -197,6 +261,8 @@ def test_the_values_are_those_of_lightnings_own(at_one, tmp_path):
 def test_with_the_mode_off_the_bits_depend_on_the_degree(tmp_path):
     one, two = (run_on(degree, tmp_path / str(degree), mode=False, steps=3)[0] for degree in (1, 2))
     assert testing.digest(one) != testing.digest(two)
+    four = run_on(4, tmp_path / "4", mode=False, steps=3, dp=2)[0]
+    assert testing.digest(of_all(four)) != testing.digest(of_all(one))
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
 
 
@@ -237,6 +303,48 @@ def test_what_is_refused(tmp_path):
     assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
     assert said["group"].startswith("the model is sharded over the ranks [0, 1], and the strategy's tp_group has [0]")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
-    assert said["part of the job"].startswith("the job has 4 ranks, and tp_group has 2: data parallel ranks are not")
+    assert said["part of the job"].startswith("the job has 4 ranks, tp_group has 2, and dp_group 1: give dp_group")
     assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
     assert "tp_invariant.integrations.lightning.TensorParallelStrategy" in said["their own"]
+
+
+def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
+    from tp_invariant.integrations.lightning import TensorParallelStrategy
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    rank, said, plain = tp_group.rank(), [], DataLoader(torch.arange(32.0).view(8, 4), 2)
+
+    def refused(seed: int = 0, manual: bool = False, norm: bool = False, loader: Any = None, **options: Any) -> None:
+        torch.manual_seed(seed)
+        module = module_of(torch.nn.Linear(4, 4))
+        norms = torch.nn.BatchNorm1d(4) if norm else torch.nn.Identity()
+        module.norms_of = norms
+        module.automatic_optimization = not manual
+        module.training_step = lambda batch, batch_idx: norms(module.model(batch)).square().mean()
+        strategy = TensorParallelStrategy(mesh["tp"].get_group(), dp_group=mesh["dp"])
+        with pytest.raises(ValueError) as caught:
+            fit(module, folder, strategy=strategy, data=plain if loader is None else loader, **options)
+        said.append(str(caught.value))
+
+    refused(accumulate_grad_batches=1)
+    refused(manual=True, gradient_clip_val=None, accumulate_grad_batches=1)
+    refused(seed=rank)
+    refused(norm=True)
+    refused(loader=DataLoader(Endless(), 2))
+    return said
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Of five batches of two, where a step has three."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(10, 4))
+
+
+def test_what_is_refused_of_data_parallel_ranks(tmp_path):
+    said = run_ranks(refusals_of_data_parallel_ranks, 2, tmp_path)[0]
+    assert said[0].startswith("accumulate_grad_batches=1 on rank 0, and dp_group has 2 ranks")
+    assert said[1].startswith("automatic_optimization=False on rank 0 with 2 data parallel ranks is not supported")
+    assert "different values of model.weight when training begins" in said[2]
+    assert "different values of norms_of.running_mean after a step's forwards" in said[3]
+    assert said[4].startswith("the loader ended after 2 of a step's 3 micro-batches on rank 0")

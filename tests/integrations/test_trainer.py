@@ -81,8 +81,19 @@ def ours(tp_group: Any, folder: Any, kind: str = "group", dp: int = 1, family: s
     tp = mesh if kind == "mesh" else mesh.get_group()
     others = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "optimizers") if name in options}
     model = tpi.parallelize(hf_models.build(family, options.pop("dtype", torch.float32), num_hidden_layers=1), tp)
+    if options.pop("lora", False):
+        from tp_invariant.integrations.peft import register
+
+        model = with_lora(model, register)
     data = options.pop("train_dataset", Examples())
     return Trainer(model, arguments(folder, **options), train_dataset=data, dp_group=dp_group, **others)
+
+
+def with_lora(model: Any, register: Any = lambda config: config) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, register(LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)))
 
 
 def reset() -> None:
@@ -241,6 +252,128 @@ def test_the_best_model_and_a_run_that_goes_on_alone(at_one, tmp_path):
     whole = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
     for run in runs:
         assert_bitwise_equal({name: run["parameters"][name] for name in whole}, whole)
+
+
+def with_another_view(tp_group: Any, folder: Any) -> tuple[Any, Any]:
+    """A run whose rank 1 does not see the best checkpoint when it is asked for; and what it then has."""
+    import os
+    from unittest import mock
+
+    def exists(path: Any, there: Any = os.path.exists) -> bool:
+        return there(path) and not (tp_group.rank() == 1 and str(path).endswith("checkpoint-1"))
+
+    try:
+        with tpi.set_tp_invariant_mode(True), mock.patch("os.path.exists", exists):
+            options = dict(EVERYTHING, max_steps=2, eval_steps=1, save_steps=1, load_best_model_at_end=True)
+            trainer = ours(tp_group, folder, **options, learning_rate=1.0)
+            trainer.train()
+            return trainer.state.best_model_checkpoint, testing.full_parameters(trainer.model)
+    finally:
+        reset()
+
+
+def test_rank_0_says_which_checkpoint_is_the_best(tmp_path):
+    (best, parameters), other = run_ranks(with_another_view, 2, tmp_path)
+    assert best == other[0] == str(tmp_path / "checkpoint-1"), "training has made it worse"
+    assert_bitwise_equal(parameters, other[1])
+    from safetensors.torch import load_file
+
+    whole = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert_bitwise_equal({name: parameters[name] for name in whole}, whole)
+
+
+def goes_on_elsewhere(tp_group: Any, folder: Any) -> str:
+    """A rank that finds another checkpoint to go on from."""
+    checkpoint = str(folder / f"checkpoint-{5 * (tp_group.rank() + 1)}")
+    try:
+        with pytest.raises(ValueError) as caught:
+            ours(tp_group, folder).train(resume_from_checkpoint=checkpoint)
+        return str(caught.value)
+    finally:
+        reset()
+
+
+def test_ranks_that_go_on_from_different_checkpoints_are_refused(at_one):
+    for text in run_ranks(goes_on_elsewhere, 2, at_one[1]):
+        assert text.startswith("the 2 ranks differ in resume_from_checkpoint: ")
+
+
+# --- LoRA -----------------------------------------------------------------------------------------------------------
+
+
+def stock_lora(tp_group: Any, folder: Any, dtype: torch.dtype) -> list[Any]:
+    """PEFT's adapters by transformers' own Trainer, on one process, without dropout, and ours in the same way."""
+    record = Record()
+    try:
+        model = with_lora(hf_models.build("llama", dtype, num_hidden_layers=1))
+        given = arguments(folder, optim="adamw_torch")
+        transformers.Trainer(without_dropout(model), given, train_dataset=Examples(), callbacks=[record]).train()
+    finally:
+        reset()
+    return steps_of({"logs": record.logs})
+
+
+def without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def lora_without_dropout(tp_group: Any, folder: Any) -> list[Any]:
+    record = Record()
+    try:
+        with tpi.set_tp_invariant_mode(True):
+            trainer = ours(tp_group, folder, lora=True, callbacks=[record])
+            without_dropout(trainer.model)
+            trainer.train()
+    finally:
+        reset()
+    return steps_of({"logs": record.logs})
+
+
+def test_the_values_of_lora_are_those_of_transformers_own(tmp_path):
+    pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
+    run = run_ranks(lora_without_dropout, 1, tmp_path)[0]
+    exact, theirs = (run_ranks(stock_lora, 1, tmp_path, dtype)[0] for dtype in (torch.float64, torch.float32))
+    assert len(run) == STEPS
+    for column in (0, 1):
+        errors = [
+            max(abs(a[column] / b[column] - 1) for a, b in zip(steps, exact, strict=True)) for steps in (run, theirs)
+        ]
+        assert errors[0] <= max(4 * errors[1], 1e-5), errors
+    assert run[-1][0] < run[0][0], "it trains"
+
+
+def test_lora_at_every_degree_and_resumed_at_another(tmp_path):
+    """Ten steps at 1, 2 x 2 and from the middle at TP=2: adapters, and PEFT's files of them; dropout included."""
+    pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
+    options = dict(EVERYTHING, lora=True)
+    (one,) = run_on(1, tmp_path / "1", **options)
+    trained_ones = {name for name in one["parameters"] if "lora_" in name}
+    start = testing.full_parameters(with_lora(hf_models.build("llama", num_hidden_layers=1)))
+    for name, p in one["parameters"].items():
+        assert (testing.digest(p) != testing.digest(start[name])) == (name in trained_ones), name
+    for run in run_on(4, tmp_path / "4", dp=2, kind="mesh", **options):
+        assert run["logs"] == one["logs"] and len(steps_of(run)) == STEPS
+        assert_bitwise_equal(run["parameters"], one["parameters"])
+    for run in run_on(2, tmp_path / "2", **options, resume=str(tmp_path / "4" / "checkpoint-5")):
+        assert steps_of(run) == steps_of(one)[5:]
+        assert_bitwise_equal(run["parameters"], one["parameters"])
+    files = [tmp_path / name / "checkpoint-10" for name in "124"]
+    assert len({(folder / "adapter_model.safetensors").read_bytes() for folder in files}) == 1
+    assert not any((folder / "model.safetensors").exists() for folder in files)
+    from peft import PeftModel
+
+    theirs = PeftModel.from_pretrained(hf_models.build("llama", num_hidden_layers=1), files[0])
+    saved = testing.full_parameters(theirs)
+    assert_bitwise_equal({name: saved[name] for name in trained_ones}, {n: one["parameters"][n] for n in trained_ones})
+
+
+def test_lora_with_the_mode_off(tmp_path):
+    pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
+    one, four = (run_on(n, tmp_path, mode=False, max_steps=3, lora=True, dp=dp)[0] for n, dp in ((1, 1), (4, 2)))
+    assert testing.digest(one["parameters"]) != testing.digest(four["parameters"])
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""accelerate's Accelerator for a model of this library's: nothing is wrapped, and every rank gets the same batches.
+"""accelerate's Accelerator for models that parallelize has changed, also with data parallel ranks besides.
 
-    accelerator = tp_invariant.integrations.accelerate.Accelerator(mixed_precision="bf16")
+    accelerator = tp_invariant.integrations.accelerate.Accelerator(gradient_accumulation_steps=4, dp_group=mesh["dp"])
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -9,54 +9,91 @@
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    tp_invariant.checkpoint.save("folder", accelerator.unwrap_model(model), optimizer.optimizer)
+    accelerator.save_state("folder")
 
 Give optimizers and schedulers to `prepare` too, as accelerate's examples do. accelerate's own Accelerator wraps every
-model in DistributedDataParallel over all ranks, which is refused, and gives each rank another batch.
+model in DistributedDataParallel over all ranks, which is refused. What differs from it:
+
+    the model      is not wrapped; the last backward of a step sums the gradients over dp_group by a MicroBatchTree
+    a step         has gradient_accumulation_steps micro-batches, one batch of the loader each, at every degree: data
+                   parallel ranks share them, so it must be a multiple of their number
+    batches        a loader that `prepare` gets gives each data parallel rank its share of every step, the same to all
+                   of its tensor parallel ranks; prepare_data_loader(loader, shared=False) gives every rank all
+    the loss       is the mean over the step's micro-batches; backward(loss, num_items=n) takes sums over n tokens each,
+                   and divides by those of the whole step. `step_loss` is the last step's, of all ranks
+    random numbers in a forward in training (dropout) depend on the first seed, the step and the micro-batch alone
+    clipping       is tp_invariant.clip_grad_norm_
+    save_state     writes a checkpoint of this library's, from which any degree goes on
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint import load, save
+from ..comm.collectives import Group, resolve_group
+from ..comm.wire import gather_objects
+from ..data_parallel.micro_batch_tree import resolve_dp_group
 from ..layers.grad_norm import clip_grad_norm_
 from .optimizers import check_optimizer
 from .ranks import Ranks
-
-_CHECKPOINT = (
-    "would write and read each rank's shards as if they were whole: use tp_invariant.checkpoint.save and .load, with "
-    "the optimizer's .optimizer"
-)
+from .steps import Step, generator_states, seeded, set_generator_states
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's Accelerator, whose ranks all have the parts of one model: tensor parallelism alone.
+    """accelerate's Accelerator over tensor parallel ranks, and over data parallel ones. See this file's head.
 
-    Every rank counts as the one process of a run without data parallelism: `num_processes` is 1, `gather` and
-    `reduce` return what they get, and loaders are not split. `is_main_process` is accelerate's: rank 0 alone logs.
-    Seed what shuffles alike on every rank: the first batch of each model is compared between the ranks.
+    A step is that of one process: `num_processes` is 1, and `is_main_process` is accelerate's: rank 0 alone logs.
+    `gather` and `reduce` are over the data parallel ranks; in a loop over a loader that is not shared they return what
+    they get. Seed what shuffles alike on every rank: ranks compare the first batch of each model, and the order of a
+    shared loader's examples.
 
-    For data parallel ranks besides, take integrations.trainer.Trainer, or a loop with data_parallel.MicroBatchTree.
+    Args:
+        dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards; None: there is one of each.
+        others: as for accelerate's.
 
     Raises:
         ValueError: mixed_precision other than "no" and "bf16"; DeepSpeed, FSDP, Megatron-LM, parallelism_config,
-            torch.compile, split_batches and dispatch_batches. At `prepare`: a model that is sharded over less than
-            all ranks of the job; what `check_optimizer` of optimizers.py refuses.
+            torch.compile, split_batches and dispatch_batches; with data parallel ranks also use_stateful_dataloader and
+            sync_with_dataloader=False. At `prepare`: groups that do not fit the job (`Ranks`); a shared loader of
+            unknown length, or whose last step's batches are no multiple of the data parallel ranks; what
+            `check_optimizer` of optimizers.py refuses. When training begins: data parallel ranks with different
+            parameters or buffers.
     """
 
-    ranks: Ranks | None = None  # of the model; the Trainer sets it
+    ranks: Ranks | None = None  # of the model; the Trainer sets it, and has a loop of its own
     flag_tensor: Any  # accelerate's own
+    step: int
+    step_loss: Tensor | None = None  # of the last step
+    _dp = resolve_group(None)
+    _own_loop = False
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        self._own_loop = True
+        if dp_group is not None:
+            self._dp = resolve_dp_group(dp_group)
         self.check_settings()
+        self._trained: list[nn.Module] = []
+        self._step: Step | None = None
+        self._local = 0  # this rank's micro-batches in the step that was started; 0: none was
+        self._steps = 0  # that were finished, and the forwards of the current micro-batch
+        self._forwards = 0
+        self._seed = 0
 
     def check_settings(self) -> None:
         """Raises: ValueError: what this class cannot honour, by arguments, accelerate's config or the environment."""
@@ -72,9 +109,17 @@ class Accelerator(accelerate.Accelerator):
             raise ValueError("torch.compile by accelerate is not supported: compile the model's layers yourself")
         if self.split_batches or self.dispatch_batches:
             raise ValueError(
-                f"split_batches={self.split_batches}, dispatch_batches={self.dispatch_batches}: every rank reads the "
-                "whole batch; leave both out"
+                f"split_batches={self.split_batches}, dispatch_batches={self.dispatch_batches}: every rank reads whole "
+                "batches; leave both out"
             )
+        if self._dp.size > 1:
+            for name, value, only in (
+                ("use_stateful_dataloader", self.use_stateful_dataloader, False),
+                ("sync_with_dataloader", self.gradient_state.sync_with_dataloader, True),
+            ):
+                if value != only:
+                    raise ValueError(f"{name}={value} with {self._dp.size} data parallel ranks: only {only}")
+            _ = self.micro_batches_of_rank
         self.dataloader_config.dispatch_batches = False  # None would be True for iterable datasets
 
     @property
@@ -85,26 +130,51 @@ class Accelerator(accelerate.Accelerator):
     def use_distributed(self) -> bool:
         return False
 
+    # --- what is prepared -------------------------------------------------------------------------------------------
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Autocast alone: accelerate wraps no model that is for evaluation."""
         if self.ranks is None:
-            self.ranks = Ranks(model, None)
+            self.ranks = Ranks(model, self._dp if self._dp.size > 1 else None)
             if self.state.num_processes not in (1, self.ranks.size):
                 raise ValueError(
-                    f"the job has {self.state.num_processes} ranks, and the model is sharded over {self.ranks.size}: "
-                    "data parallel ranks need integrations.trainer.Trainer, or a loop with data_parallel.MicroBatchTree"
+                    f"the job has {self.state.num_processes} ranks, the model is sharded over {self.ranks.tp.size}, "
+                    f"and dp_group has {self._dp.size}: give dp_group, the ranks that hold the same shards as this one"
                 )
+            self._seed = self.ranks.gather(torch.initial_seed())[0]
             self._compare_first(model, self.ranks)
+        if self._own_loop and not evaluation_mode:
+            self._step = None
+            self._trained.append(model)
+            self._seed_forwards(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def _compare_first(self, model: nn.Module, ranks: Ranks) -> None:
         def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ranks.check_batches([args, kwargs])
+            ranks.check_batches([args, kwargs], replicas_differ=True)
             handle.remove()
 
         handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+
+    def _seed_forwards(self, model: nn.Module) -> None:
+        running: list[Any] = []
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                step = self._started()
+                place = self._seed, self._steps, step.share[0] + step.added, self._forwards
+                self._forwards += 1
+                running.append(seeded(place, next(module.parameters()).device))
+                running[-1].__enter__()
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end, always_call=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
         check_optimizer(getattr(optimizer, "optimizer", optimizer))
@@ -116,12 +186,107 @@ class Accelerator(accelerate.Accelerator):
         prepared.split_batches = True  # accelerate's word for it
         return prepared
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """The loader of every batch; its workers have the same seeds on every rank."""
+    def prepare_data_loader(self, data_loader: Any, *args: Any, shared: bool = True, **options: Any) -> Any:
+        """A loader whose workers have the same seeds on every rank.
+
+        shared: data parallel ranks get their parts of each step; False, for evaluation: every rank gets all batches.
+        """
         seed = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seed, functools.partial) and "rank" in seed.keywords:  # transformers' own
             data_loader.worker_init_fn = functools.partial(seed, rank=0)
-        return super().prepare_data_loader(data_loader, *args, **options)
+        prepared = super().prepare_data_loader(data_loader, *args, **options)
+        if not self._own_loop or isinstance(prepared, _Loader):
+            return prepared
+        shared = shared and self._dp.size > 1
+        if shared:
+            # a DataLoader does not let its batch_sampler be set by its name
+            vars(prepared.base_dataloader)["batch_sampler"] = _Share(self, prepared)
+        counting = _Loader.of(prepared, shared)
+        self._dataloaders[self._dataloaders.index(prepared)] = counting
+        return counting
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """accelerate's; num_batches are those of this rank.
+
+        Raises:
+            ValueError: the loader is shared, and they are no whole steps.
+        """
+        shared = getattr(dataloader, "shared", False)
+        if shared and num_batches % self.micro_batches_of_rank:
+            raise ValueError(
+                f"num_batches={num_batches} on rank {self._dp.rank} of dp_group: with data parallel ranks skip whole "
+                f"steps, each of which has {self.micro_batches_of_rank} of this rank's batches"
+            )
+        return _Loader.of(super().skip_first_batches(dataloader, num_batches), shared)
+
+    def free_memory(self, *objects: Any) -> Any:
+        self._step, self._trained = None, []
+        return super().free_memory(*objects)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def micro_batches_of_rank(self) -> int:
+        """How many of a step's micro-batches this rank computes, but for an epoch's last step."""
+        steps, ranks = self.gradient_accumulation_steps, self._dp.size
+        if steps % ranks:
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} on rank {self._dp.rank} of dp_group, which has {ranks} ranks: it "
+                "is the number of micro-batches in a step of all data parallel ranks together; give a multiple of them"
+            )
+        return steps // ranks
+
+    def _do_sync(self) -> None:
+        """accelerate's, by this rank's number of micro-batches."""
+        state = self.gradient_state
+        at_end = state.sync_with_dataloader and state.end_of_dataloader
+        self.step = 0 if at_end else self.step + 1
+        state._set_sync_gradients(at_end or self.step % self.micro_batches_of_rank == 0)
+
+    def _started(self) -> Step:
+        """The current step, which is started with as many micro-batches as it will have."""
+        if self._step is None:
+            assert self.ranks is not None
+            self._step, self._local = Step(self.ranks, list(self._trained)), 0
+        if not self._local:
+            left: int | None = getattr(self.gradient_state.active_dataloader, "left", None)
+            self._local = self.micro_batches_of_rank
+            if left is not None and self.gradient_state.sync_with_dataloader:
+                self._local = min(self._local, left)
+            self._step.start(self._local * self._dp.size)
+        return self._step
+
+    def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **options: Any) -> None:
+        """The backward of one micro-batch: call it once for each. The last one of a step sums over all ranks.
+
+        Args:
+            loss: the micro-batch's mean, or with num_items its sum.
+            num_items: how many items (tokens) the loss is a sum over: the gradients are divided by those of the step.
+
+        Raises:
+            RuntimeError: a step has more or less micro-batches than the loader and gradient_accumulation_steps say.
+        """
+        if not self._own_loop or self.ranks is None:
+            super().backward(loss, **options)
+            return
+        step = self._started()
+        if num_items is None:
+            super().backward(loss, **options)
+            loss = loss / self.gradient_accumulation_steps
+        else:
+            loss.backward(**options)
+        self._forwards = 0
+        if step.added + 1 > self._local or (self.sync_gradients and step.added + 1 < self._local):
+            raise RuntimeError(
+                f"backward was called {step.added + 1} times on rank {self.ranks.index} when the optimizer's step is "
+                f"due, and this rank has {self._local} micro-batches in it: call it once for each batch, inside of "
+                "`with accelerator.accumulate(model)`; a loader whose length is not known must end with a whole step"
+            )
+        step.add(loss, num_items)
+        if self.sync_gradients:
+            self.step_loss = step.finish()
+            self._local = 0
+            self._steps += 1
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """tp_invariant.clip_grad_norm_: the norm of the whole model, of the same bits at every degree."""
@@ -130,14 +295,41 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    # --- between data parallel ranks --------------------------------------------------------------------------------
+
+    @property
+    def _replicas_differ(self) -> bool:
+        """Whether data parallel ranks compute different batches here."""
+        return self._dp.size > 1 and getattr(self.gradient_state.active_dataloader, "shared", True)
+
     def gather(self, tensor: Any) -> Any:
-        return tensor
+        """The data parallel ranks' tensors, one after the other."""
+        if not self._replicas_differ:
+            return tensor
+
+        def concatenate(own: Tensor) -> Tensor:
+            parts = gather_objects(own.detach().cpu(), self._dp)
+            return torch.cat([part if part.dim() else part[None] for part in parts]).to(own.device)
+
+        return recursively_apply(concatenate, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        return input_data
+        """`gather`: no example is given twice, so that there is none to leave out."""
+        tensors = not use_gather_object and isinstance(input_data, (Tensor, tuple, list, dict))
+        if tensors or not self._replicas_differ:
+            return self.gather(input_data)
+        return list(itertools.chain.from_iterable(gather_objects(input_data, self._dp)))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return tensor
+        """The sum (or mean) of the data parallel ranks' tensors, in their order."""
+        if not self._replicas_differ:
+            return tensor
+
+        def add(own: Tensor) -> Tensor:
+            total = functools.reduce(torch.add, gather_objects(own.detach().cpu(), self._dp)).to(own.device)
+            return (total / self._dp.size if reduction == "mean" else total) * scale
+
+        return recursively_apply(add, tensor, error_on_other_type=True)
 
     def check_trigger(self) -> bool:
         """Whether `set_trigger` was called on any rank, on every rank alike. A collective."""
@@ -149,17 +341,151 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """`inputs`, whole: the ranks have the parts of one model."""
+        """`inputs`, whole, on every rank."""
         yield inputs
 
     def pad_across_processes(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """`tensor`: `gather` takes tensors of different lengths."""
         return tensor
 
-    def save_state(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"save_state {_CHECKPOINT}")
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def load_state(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"load_state {_CHECKPOINT}")
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> None:
+        """Writes a checkpoint of this library's: model, optimizer, schedulers, registered objects, loaders' epochs and
+        the states of random generators. A collective of all ranks; the folder must be one that all of them see.
+
+        Raises:
+            ValueError: no output_dir, safe_serialization=False, or hooks of save_state; not one model, or several
+                optimizers; a step that is not finished.
+        """
+        ranks, model, optimizer = self._to_save("save_state", output_dir)
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False is not supported: tensors are written in safetensors' format")
+        extra = {
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "objects": [registered.state_dict() for registered in self._custom_objects],
+            "epochs": [loader.iteration for loader in self._dataloaders],
+            "steps": [self._steps, self._seed],
+            "random states": generator_states(self.device),
+        }
+
+        def write() -> None:
+            if ranks.dp.rank == 0:
+                save(output_dir, model, optimizer, extra=extra, group=ranks.tp)
+
+        ranks.run(f"saving {output_dir}", write)
+
+    def load_state(self, input_dir: Any = None) -> None:
+        """Reads what `save_state` has written at any degree, into objects that were prepared in the same order.
+
+        Raises:
+            ValueError: as for `save_state`; another number of schedulers, registered objects or loaders.
+        """
+        ranks, model, optimizer = self._to_save("load_state", input_dir)
+        extra = ranks.run(f"loading {input_dir}", lambda: load(input_dir, model, optimizer, group=ranks.tp))
+        found = {"schedulers": self._schedulers, "objects": self._custom_objects, "epochs": self._dataloaders}
+        for name, own in found.items():
+            if len(own) != len(extra[name]):
+                raise ValueError(f"{input_dir} has {len(extra[name])} {name}, and {len(own)} were prepared")
+        own, states = [*self._schedulers, *self._custom_objects], [*extra["schedulers"], *extra["objects"]]
+        for restored, state in zip(own, states, strict=True):
+            restored.load_state_dict(state)
+        for loader, epoch in zip(self._dataloaders, extra["epochs"], strict=True):
+            loader.set_epoch(epoch)
+        self._local = 0
+        self._steps, self._seed = extra["steps"]
+        set_generator_states(extra["random states"], self.device)
+
+    def _to_save(self, what: str, folder: Any) -> tuple[Ranks, nn.Module, torch.optim.Optimizer | None]:
+        problem = None
+        if folder is None:
+            problem = "needs a folder: automatic_checkpoint_naming is not supported"
+        elif self._save_model_state_pre_hook or self._load_model_state_pre_hook:
+            problem = "runs no registered hooks"
+        elif self.ranks is None or len(self._models) != 1 or len(self._optimizers) > 1:
+            problem = (
+                f"is for one model and one optimizer, and {len(self._models)} and {len(self._optimizers)} were "
+                "prepared: take tp_invariant.checkpoint.save and .load for each, with the optimizer's .optimizer"
+            )
+        elif self._local and self._step is not None and self._step.added:
+            problem = "was called inside of a step: call it where sync_gradients is True, after the optimizer's step"
+        if problem is not None or self.ranks is None:
+            raise ValueError(f"{what}({folder!r}) {problem}")
+        optimizer = self._optimizers[0].optimizer if self._optimizers else None
+        return self.ranks, self.unwrap_model(self._models[0]), optimizer
 
     def save_model(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"save_model {_CHECKPOINT}")
+        raise NotImplementedError(
+            "save_model would write each rank's shards as if they were whole: use the model's own save_pretrained, or "
+            "tp_invariant.full_state_dict"
+        )
+
+
+class _Loader(DataLoaderShard):
+    """accelerate's, which besides says how many batches it has left with the one that it has just given."""
+
+    shared: bool
+    left: int | None
+
+    @classmethod
+    def of(cls, prepared: DataLoaderShard, shared: bool) -> _Loader:
+        loader = cls.__new__(cls)
+        loader.__dict__.update(vars(prepared), shared=shared, left=None)
+        return loader
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            self.left = len(self) + 1
+        except TypeError:  # an iterable dataset
+            self.left = None
+        for batch in super().__iter__():
+            if self.left is not None:
+                self.left -= 1
+            yield batch
+
+
+class _Share:
+    """Of a loader's batches those of this data parallel rank: consecutive ones of each step.
+
+    Raises:
+        ValueError: a loader without a batch_sampler of known length; one whose steps cannot be shared evenly; when it
+            is read: the ranks' loaders have different orders.
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: Any) -> None:
+        self.accelerator, self.batch_sampler = accelerator, loader.batch_sampler
+        try:
+            batches = len(self.batch_sampler)
+        except TypeError:
+            raise ValueError(
+                f"a loader of {type(loader.dataset).__name__} on rank {accelerator._dp.rank} of dp_group has no "
+                "batch_sampler of known length, so that its batches cannot be shared between data parallel ranks: give "
+                "one of a dataset with a length and a batch_size; or share its examples yourself, the same number of "
+                "batches on every rank, and call prepare_data_loader(loader, shared=False)"
+            ) from None
+        self._share(range(batches % accelerator.gradient_accumulation_steps))
+
+    def _share(self, batches: Any) -> Any:
+        ranks, rank = self.accelerator._dp.size, self.accelerator._dp.rank
+        if len(batches) % ranks:
+            raise ValueError(
+                f"an epoch's last step has {len(batches)} batches on rank {rank} of dp_group, which cannot be shared "
+                f"between its {ranks} ranks: give the loader examples for a multiple of them, or drop_last and the "
+                "like; one for evaluation goes to prepare_data_loader(loader, shared=False)"
+            )
+        own = len(batches) // ranks
+        return batches[rank * own : (rank + 1) * own]
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, first = iter(self.batch_sampler), True
+        while step := list(itertools.islice(batches, self.accelerator.gradient_accumulation_steps)):
+            if first and self.accelerator.ranks is not None:
+                self.accelerator.ranks.check_batches(step)
+            first = False
+            yield from self._share(step)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) // self.accelerator._dp.size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch_sampler, name)  # its sampler, whose epoch accelerate sets

@@ -68,10 +68,17 @@ class Ranks:
         """step() on every rank; if it fails on one rank, every rank raises an error (`run_on_all_ranks`)."""
         return run_on_all_ranks(self.dp, what, lambda: run_on_all_ranks(self.tp, what, step))
 
-    def check_alike(self, facts: Mapping[str, Hashable], advice: str) -> None:
-        """Raises: ValueError: on every rank: the first of `facts` that ranks have different values of."""
-        for name, values in differences(self.gather(facts)).items():
-            raise ValueError(f"the {self.size} ranks differ in {name}: {format_values(values)}. {advice}")
+    def check_alike(self, facts: Mapping[str, Hashable], advice: str, *, replicas_differ: bool = False) -> None:
+        """Raises: ValueError: on every rank: the first of `facts` that ranks have different values of.
+
+        replicas_differ: data parallel ranks may; the tensor parallel ranks of each may not.
+        """
+        found = self.gather(facts)
+        size = self.tp.size if replicas_differ else self.size
+        for first in range(0, self.size, size):
+            for name, values in differences(found[first : first + size]).items():
+                numbered = {value: [first + index for index in ranks] for value, ranks in values.items()}
+                raise ValueError(f"the {size} ranks differ in {name}: {format_values(numbered)}. {advice}")
 
     def check_replicas(self, tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
         """Raises: ValueError: on every rank: data parallel ranks hold different values, by a hash, in the first tensor
@@ -88,12 +95,12 @@ class Ranks:
                 "statistics (BatchNorm) are not averaged over data parallel ranks: freeze them, or take another norm"
             )
 
-    def check_batches(self, batches: Any) -> None:
+    def check_batches(self, batches: Any, *, replicas_differ: bool = False) -> None:
         """Raises: ValueError: on every rank: ranks have read different batches, by a hash of everything in them."""
         everything = leaves([dict(batch) if isinstance(batch, Mapping) else batch for batch in batches])
         own = mark([(name, _value(x)) for name, x in everything])
         advice = "Every rank must read the same examples in the same order: seed what shuffles or augments them alike"
-        self.check_alike({"the batches of a step, by their hash": own}, advice)
+        self.check_alike({"the batches of a step, by their hash": own}, advice, replicas_differ=replicas_differ)
 
 
 def _value(x: Any) -> Any:

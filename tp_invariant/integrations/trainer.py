@@ -23,19 +23,15 @@ What differs from transformers' own, which takes every rank for a data parallel 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import transformers
@@ -46,15 +42,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint import load, save
 from ..checkpoint.full_state import Entry, full_state_dict
-from ..comm.collectives import Group, gather_uneven
+from ..comm.collectives import Group
 from ..core.dtensors import local_of
-from ..data_parallel import MicroBatchTree
 from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
 from .ranks import Ranks
+from .steps import Step, generator_states, seeded, set_generator_states
 
 FOLDER = "tp_invariant"  # in a checkpoint of transformers'
 _logger = logging.getLogger("tp_invariant")
@@ -173,10 +169,8 @@ class Trainer(transformers.Trainer):
         self.ranks = Ranks(model, dp_group)
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = others.get("optimizers", (None, None))[0] is not None or others.get("optimizer_cls_and_kwargs")
-        self._trees: dict[tuple, MicroBatchTree] = {}
-        self._losses: list[Tensor] = []
-        self._micro_batches = self._next = 0
-        self._compared = False  # the buffers of data parallel ranks, after a step
+        self._step: Step | None = None
+        self._next = 0  # which of the step's micro-batches comes next
         self._rng: dict[str, Any] | None = None
         self.step_loss: Tensor | None = None  # of the last step, and its gradients' norm
         self.step_norm: Tensor | None = None
@@ -203,12 +197,18 @@ class Trainer(transformers.Trainer):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _prepare_for_training(self, *args: Any, **others: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **others)
-        everything = [*self.model.named_parameters(), *self.model.named_buffers()]
-        self.ranks.check_replicas(everything, "when training begins")
-        self._compared = False
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        # each rank has looked by itself for what there is to go on from
+        facts = {"resume_from_checkpoint": str(resume_from_checkpoint), "its last step": self.state.global_step}
+        self.ranks.check_alike(facts, "Every rank must see the same checkpoint")
+        self._agree_on_best_model()
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._step = Step(self.ranks, [self.model])
         return prepared
+
+    def _agree_on_best_model(self) -> None:
+        """transformers asks on each rank whether the checkpoint is there: that of rank 0, which writes, counts."""
+        self.state.best_model_checkpoint = self.ranks.gather(self.state.best_model_checkpoint)[0]
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """The next step's micro-batches, of all data parallel ranks.
@@ -223,40 +223,25 @@ class Trainer(transformers.Trainer):
                 f"the dataset ended after {len(samples)} of a step's {num_batches} micro-batches on rank "
                 f"{self.ranks.index}: give one whose length is known, or a multiple of a step's examples"
             )
-        self._micro_batches, self._next = len(samples), 0
-        self._losses.clear()
+        assert self._step is not None
+        self._next = 0
+        if samples:
+            self._step.start(len(samples))
         return samples, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One of the step's micro-batches, if it is in this rank's share. The last one returns the step's loss."""
-        tree = self._tree(self._micro_batches)
+        step = self._step
+        assert step is not None
         index, self._next = self._next, self._next + 1
-        if tree is None or index in tree.share:
-            with _seeded((self.args.seed, self.state.global_step, index), self.args.device):
-                self._losses.append(super().training_step(model, inputs, num_items_in_batch).float())
-            if tree is not None:
-                tree.add()
-        if self._next < self._micro_batches:
+        if index in step.share:
+            with seeded((self.args.seed, self.state.global_step, index), self.args.device):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            step.add(loss)
+        if self._next < step.micro_batches:
             return torch.zeros((), device=self.args.device)
-        own = torch.stack(self._losses) if self._losses else torch.zeros(0, device=self.args.device)
-        self.step_loss = gather_uneven(own, 0, self._micro_batches, self.ranks.dp).sum()
-        if tree is not None:
-            tree.reduce()
-            if not self._compared:  # a buffer that forwards change differs after the first step already
-                self.ranks.check_replicas(self.model.named_buffers(), "after a step's forwards")
-                self._compared = True
+        self.step_loss = step.finish()
         return self.step_loss
-
-    def _tree(self, micro_batches: int) -> MicroBatchTree | None:
-        """The sum of so many micro-batches; None for one of one rank, which is no sum."""
-        if micro_batches == self.ranks.dp.size == 1:
-            return None
-        trained = tuple(id(p) for p in self.model.parameters() if p.requires_grad)  # a callback may unfreeze some
-        key = micro_batches, trained
-        if key not in self._trees:
-            self._trees.clear()
-            self._trees[key] = MicroBatchTree(self.model.parameters(), self.ranks.dp, micro_batches)
-        return self._trees[key]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """transformers' own, which knows a LayerNorm by its class: without those of this library's norms that are one.
@@ -312,6 +297,7 @@ class Trainer(transformers.Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.ranks.run("saving a checkpoint", lambda: super(Trainer, self)._save_checkpoint(model, trial))
+        self._agree_on_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """What transformers writes of the whole model, on rank 0. Every rank calls it."""
@@ -343,7 +329,7 @@ class Trainer(transformers.Trainer):
         def write() -> None:
             if self.ranks.dp.rank == 0:
                 assert self.lr_scheduler is not None
-                extra = {"scheduler": self.lr_scheduler.state_dict(), "rng": _generator_states(self.args.device)}
+                extra = {"scheduler": self.lr_scheduler.state_dict(), "rng": generator_states(self.args.device)}
                 save(path, self.model, _unwrapped(self.optimizer), extra=extra, group=self.ranks.tp)
 
         self.ranks.run(f"saving {path}", write)
@@ -375,7 +361,7 @@ class Trainer(transformers.Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._rng is not None:
-            _set_generator_states(self._rng, self.args.device)
+            set_generator_states(self._rng, self.args.device)
 
     def _load_best_model(self) -> None:
         path = Path(self.state.best_model_checkpoint or "") / FOLDER
@@ -441,40 +427,5 @@ def _own_arguments(
 _OWN = {"local_rank", "hub_token", "logging_dir", "disable_tqdm", "log_level", "log_level_replica"}
 
 
-@contextlib.contextmanager
-def _seeded(place: tuple[int, int, int], device: torch.device) -> Iterator[None]:
-    """Random numbers that depend on the seed, the step and the micro-batch alone, not on which rank draws them, nor on
-    what it has drawn before; the generators' states are restored afterwards."""
-    before = _generator_states(device)
-    seed = int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:4], "little")
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        _set_generator_states(before, device)
-
-
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _generator_states(device: torch.device) -> dict[str, Any]:
-    state: Any = numpy.random.get_state()
-    kind, keys, *rest = state
-    states = {
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), *rest],
-        "torch": torch.get_rng_state(),
-    }
-    return {**states, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
-
-
-def _set_generator_states(states: dict[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
