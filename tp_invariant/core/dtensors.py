@@ -44,9 +44,11 @@ def _is_of_dtensors(kind: type) -> bool:
     if not torch.compiler.is_compiling():
         _is_known[kind] = found
         if found:
-            from .pieces import mend_torch  # it imports this module
+            from .local_operators import shorten  # these import this module
+            from .pieces import mend_torch
 
             mend_torch()
+            shorten()
     return found
 
 
@@ -55,10 +57,10 @@ def local_of(x: Any) -> Any:
     if not is_dtensor(x):
         return x
     local = x._local_tensor
-    if torch.compiler.is_compiling() or x.is_inference() or local.is_inference():
+    if torch.compiler.is_compiling() or x.is_inference():
         return local
     version = x._version
-    if version != getattr(local, "_version_of_dtensor", 0):
+    if version != getattr(local, "_version_of_dtensor", 0) and not local.is_inference():
         local._version_of_dtensor = version  # type: ignore[attr-defined]
         increment_version(local)
     return local
@@ -88,10 +90,18 @@ def as_local(x: Any) -> Any:
 
 
 def grad_like(grad: Tensor, like: Any) -> Any:
-    """A local gradient as that of `like`: a DTensor's by the constructor that torch's own operators use."""
-    if not is_dtensor(like):
-        return grad
-    return type(like)(grad, like._spec, requires_grad=False)
+    """A local gradient as that of `like`."""
+    return new_dtensor(type(like), grad, like._spec) if is_dtensor(like) else grad
+
+
+def new_dtensor(kind: Any, local: Tensor, spec: Any) -> Any:
+    """A DTensor with this local tensor and spec, of the class DTensor itself or of one that derives from it.
+
+    DTensor.__new__ sets everything. Its __init__ only tells torch.export of the call, and takes longer than __new__.
+    """
+    if kind.__module__ != "torch.distributed.tensor" or torch.compiler.is_compiling():
+        return kind(local, spec, requires_grad=False)
+    return kind.__new__(kind, local, spec, requires_grad=False)
 
 
 class _Local(torch.autograd.Function):

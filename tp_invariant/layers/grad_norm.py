@@ -231,6 +231,7 @@ class ClipCall:
         self.held: list[_ClippedParameter] = []
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
+        checked: set[tuple] = set()
         seen: set[int] = set()
         for index, p in enumerate(everything):
             if id(p) in seen:
@@ -244,7 +245,7 @@ class ClipCall:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
                 if leave_out is not None:
-                    _check_grad(_ClippedParameter(p, index, over), given, SINGLE_RANK.rank)
+                    _check_grad(_ClippedParameter(p, index, over), given, SINGLE_RANK.rank, checked)
             except (TypeError, ValueError, RuntimeError) as error:
                 if leave_out is not None:
                     continue
@@ -255,7 +256,7 @@ class ClipCall:
         self.with_grad = [h for h in self.held if h.parameter.grad is not None and h.parameter.grad.numel()]
         try:
             for held in self.held:
-                _check_grad(held, given, self.rank)
+                _check_grad(held, given, self.rank, checked)
         except (TypeError, ValueError, RuntimeError) as error:
             self.error = self.error or error
 
@@ -292,7 +293,7 @@ class ClipCall:
                 **each,
             }
 
-        whole = [held for held in self.with_grad if _is_whole_over(held, compared_group)]
+        whole = _whole_over(self.with_grad, compared_group)
         grads = [local_part(held.parameter.grad) for held in whole if held.parameter.grad is not None]
         names = [f"the gradient of parameter {h.number} with shape {tuple(h.parameter.shape)}" for h in whole]
         facts = mode, tuple(options.values()), tuple(gradients)
@@ -343,15 +344,20 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
     return carried
 
 
-def _is_whole_over(held: _ClippedParameter, compared_group: Group) -> bool:
-    """Whether all ranks of the group hold the same part of the gradient, according to attributes and placements."""
-    if held.over.size > 1:
-        return False
-    grad = held.parameter.grad
-    if not is_dtensor(grad):
-        return True
+def _whole_over(all_held: list[_ClippedParameter], compared_group: Group) -> list[_ClippedParameter]:
+    """Those of which all ranks of the group hold the same part of the gradient, by attributes and placements."""
     ranks = set(ranks_of(compared_group))
-    return all(len(ranks.intersection(ranks_of(group))) < 2 for group, _ in mesh_shards(grad))
+    known: dict[tuple, bool] = {}
+
+    def is_whole(grad: Tensor | None) -> bool:
+        if not is_dtensor(grad):
+            return True
+        placed = id(grad.device_mesh), grad.placements
+        if placed not in known:
+            known[placed] = all(len(ranks.intersection(ranks_of(group))) < 2 for group, _ in mesh_shards(grad))
+        return known[placed]
+
+    return [held for held in all_held if held.over.size == 1 and is_whole(held.parameter.grad)]
 
 
 # --- what is checked ------------------------------------------------------------------------------------------------
@@ -380,7 +386,8 @@ def _plain(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact if isinstance(fact, str) else str(fact)
 
 
-def _check_grad(held: _ClippedParameter, given: Group | None, rank: int) -> None:
+def _check_grad(held: _ClippedParameter, given: Group | None, rank: int, checked: set[tuple]) -> None:
+    """checked: what of earlier DTensors of this call decided that they are right."""
     grad = held.parameter.grad
     if grad is None:
         refuse_fused([held.parameter], "clip_grad_norm_", held.number)
@@ -390,7 +397,13 @@ def _check_grad(held: _ClippedParameter, given: Group | None, rank: int) -> None
     if grad.layout != torch.strided or not grad.is_floating_point():
         raise TypeError(f"{held.named(rank)} is {grad.layout} {grad.dtype}: only dense floating point is supported")
     if is_dtensor(grad):
-        _check_dtensor(held, grad, given, rank)
+        p = held.parameter
+        decides = (
+            id(grad.device_mesh), grad.placements, held.over, is_sharded(p), hasattr(p, "tensor_model_parallel"),
+        )  # fmt: skip
+        if decides not in checked:
+            _check_dtensor(held, grad, given, rank)
+            checked.add(decides)
 
 
 def _check_stages(call: ClipCall, stages: Group) -> None:

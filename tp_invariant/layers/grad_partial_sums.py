@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 def local_part(grad: Tensor) -> Tensor:
     """This rank's part of a gradient, in the same memory; waits for an asynchronous collective that produces it."""
-    if type(grad) is Tensor:
-        return grad
+    local = grad._local_tensor if is_dtensor(grad) else grad
+    if type(local) is Tensor:
+        return local
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    local = grad._local_tensor if is_dtensor(grad) else grad
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
