@@ -94,7 +94,10 @@ def train(
     device: str = "cpu",
     dynamic: bool | None = None,
 ) -> list[Any]:
-    """Loss, output, gradients and the parameters after an optimizer step, for steps of two lengths; full tensors."""
+    """Loss, output, gradients and the parameters after an optimizer step, for steps of two lengths; full tensors.
+
+    With dynamic, another length in the same mode must not compile again.
+    """
     torch.compiler.reset()
     # layer by layer, all Linears share one code, in both modes and lengths; named so, since a rank is sent no module
     setattr(importlib.import_module("torch._dynamo.config"), "recompile_limit", 64)  # noqa: B010
@@ -118,7 +121,8 @@ def train(
         ids, target = (torch.randint(0, VOCABULARY, (2, (8, 12)[step % 2]), generator=g).to(device) for _ in range(2))
         target[0, 0] = -100
         optimizer.zero_grad()
-        with tpi.set_tp_invariant_mode(mode):
+        recompiles = "fail_on_recompile" if dynamic and step and mode == modes[step - 1] else "default"
+        with tpi.set_tp_invariant_mode(mode), torch.compiler.set_stance(recompiles):
             loss, x = call(ids, target)
             (loss + x.square().mean()).backward()
         grads = {name: None if g is None else g.cpu() for name, g in testing.full_grads(model).items()}

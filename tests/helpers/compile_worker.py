@@ -7,7 +7,6 @@ kernels are called as on a GPU, so the kernels are compiled for the arguments an
 from __future__ import annotations
 
 import contextlib
-import itertools
 import types
 from pathlib import Path
 from typing import Any
@@ -74,10 +73,14 @@ def hopper():
         yield stack
 
 
+# Each option of a kernel is compiled, and few of their combinations: a form of the attention takes a second or two.
+
+
 def products(dtype: torch.dtype, tma: bool) -> None:
     a, b, bias = torch.zeros(256, 512, dtype=dtype), torch.zeros(512, 384, dtype=dtype), torch.zeros(384, dtype=dtype)
+    layouts = [(a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)]
     with mock.patch.object(matmul_tma, "supports_tma", lambda *args: tma):
-        for x, y in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)):
+        for x, y in layouts[: 1 if dtype == torch.float32 else None]:
             matmul.matmul(x, y, bias=bias)
         matmul.matmul(a, b, out=torch.zeros(256, 384), accumulate=True)
         matmul.matmul(a, b, out_dtype=torch.float32, promote_every=256)
@@ -89,7 +92,7 @@ def products(dtype: torch.dtype, tma: bool) -> None:
 
 
 def norms(dtype: torch.dtype) -> None:
-    for h, rms in itertools.product((4096, 1000, 20000), (False, True)):
+    for h, rms in ((4096, dtype == torch.float32), (1000, dtype != torch.float32), (20000, dtype == torch.float32)):
         x, w = torch.zeros(64, h, dtype=dtype), torch.zeros(h, dtype=dtype)
         y, mean, rstd = norm.norm_forward(x, w, None if rms else w, eps=1e-5, rms=rms, zero_centered=rms)
         options = dict(rows_per_sum=32, rms=rms, zero_centered=rms, with_bias=not rms)
@@ -116,28 +119,38 @@ def clipping(dtype: torch.dtype) -> None:
     grad_norm.digests(xs)
 
 
-def attend(dtype: torch.dtype, own_kernel: bool) -> None:
+def attend(
+    own_kernel: bool, head_dim: int, queries: int, *, packed: bool = False, with_sinks: bool = False,
+    mask_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """The forward and, unless it is a step of decoding, the backward. packed: with a window as well."""
     cu = torch.tensor([0, 40, 100], dtype=torch.int32)
-    packed = attention_spec.PackedLengths(cu, cu, 60, 60)
+    lengths = attention_spec.PackedLengths(cu, cu, 60, 60) if packed else None
+    spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=20 if packed else 0)
+    q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)
+    k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
+    sinks = torch.zeros(4) if with_sinks else None
+    mask = None if mask_dtype is None else torch.zeros(1, 4, queries, k.shape[2], dtype=mask_dtype)
     attention._plan.cache_clear()  # it does not know of the two that are replaced here
     with (
         mock.patch.object(attention, "_has_own_kernel", lambda *args: own_kernel),
         mock.patch.object(attention, "can_overlap", lambda index: own_kernel),
     ):
-        for head_dim, queries, window, lengths in ((128, 100, 0, None), (64, 100, 20, packed), (128, 1, 0, None)):
-            q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)
-            k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
-            spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=window)
-            masks = [None]
-            if lengths is None and not own_kernel and queries > 1:
-                masks += [torch.zeros(1, 4, queries, k.shape[2], dtype=kind) for kind in (torch.bool, dtype)]
-            for mask in masks:
-                if lengths is None and (mask is None or mask.dtype == dtype):
-                    attention.forward(q, k, v, spec, lengths, torch.zeros(4), mask)
-                out, lse = attention.forward(q, k, v, spec, lengths, None, mask)
-                if queries > 1:
-                    learned = mask is not None and mask.dtype != torch.bool
-                    attention_backward.backward(out, q, k, v, out, lse, spec, lengths, None, mask, learned)
+        out, lse = attention.forward(q, k, v, spec, lengths, sinks, mask)
+        if queries > 1:
+            learned = mask is not None and mask.dtype != torch.bool
+            attention_backward.backward(out, q, k, v, out, lse, spec, lengths, None, mask, learned)
+
+
+def attentions() -> None:
+    attend(False, 128, 100)
+    attend(False, 128, 100, mask_dtype=torch.bool)
+    attend(False, 128, 100, mask_dtype=torch.bfloat16, with_sinks=True)
+    attend(False, 64, 100, packed=True)
+    attend(False, 128, 1, with_sinks=True)
+    attend(True, 128, 100, with_sinks=True)
+    attend(True, 64, 100, packed=True)
+    attend(True, 128, 1)
 
 
 def peers() -> None:
@@ -156,8 +169,7 @@ def main() -> None:
             losses(dtype)
             clipping(dtype)
         products(torch.bfloat16, True)
-        for own_kernel in (False, True):
-            attend(torch.bfloat16, own_kernel)
+        attentions()
         peers()
     print("\n".join(sorted(compiled)))
 

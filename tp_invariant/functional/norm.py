@@ -9,6 +9,7 @@ one partial sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -180,7 +181,7 @@ def _start_head_sums(
 
 
 def _norm_outputs(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> list[Tensor | None]:
-    mean, rstd = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
     return [x.new_empty(x.shape), None if call.rms else mean, rstd]
 
 
