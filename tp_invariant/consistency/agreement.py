@@ -349,7 +349,9 @@ def _compare(
         ". Layers are numbered in the order in which they are made for a tp_group: make the same layers on every rank, "
         "and call them in the same order"
     )
-    batch = ". Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel ranks alone"
+    batch = (
+        ". Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel ranks alone"
+    )
     raise RuntimeError(
         f"the {group.size} ranks of tp_group disagree: {' | '.join(parts)}. They must make the same calls with the "
         "same settings, and under sequence_parallel the degree must divide the sequence"
