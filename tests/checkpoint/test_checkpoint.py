@@ -426,6 +426,23 @@ def test_other_parameter_groups_are_refused(tmp_path):
         tpi.checkpoint.load(tmp_path, model, torch.optim.SGD(model.parameters()))
 
 
+@pytest.mark.parametrize("saved, own", [(torch.tensor(0.25), torch.tensor(0.5)), (torch.tensor(0.25), 0.5)])
+def test_a_learning_rate_that_is_a_tensor(tmp_path, saved, own):
+    """As captured and compiled steps take it."""
+
+    def adamw(model, lr):
+        return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+
+    model = Model(None)
+    tpi.checkpoint.save(tmp_path, model, adamw(model, saved.clone()))
+    loaded = adamw(model, own)
+    tpi.checkpoint.load(tmp_path, model, loaded)
+    assert_bitwise_equal(loaded.param_groups[0]["lr"], saved)
+    with pytest.raises(ValueError, match=r"has lr=\{'__tensor__': .*\} against lr='0.5'"):
+        loaded.param_groups[0]["lr"] = "0.5"
+        tpi.checkpoint.load(tmp_path, model, loaded)
+
+
 def test_a_checkpoint_without_optimizer(tmp_path):
     model = Model(None)
     tpi.checkpoint.save(tmp_path, model)

@@ -170,7 +170,9 @@ def part_company(tp_group, make):
     with pytest.MonkeyPatch.context() as patch:
         for checks_module in (layers_linear, parallel_norm):
             patch.setattr(
-                checks_module, "check_agreement", lambda facts, *args: names.update(facts) or check(facts, *args)
+                checks_module,
+                "check_agreement",
+                lambda facts, *args, **named: names.update(facts) or check(facts, *args, **named),
             )
         for _, change in CASES[make]:
             with ExitStack() as stack:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.consistency.agreement import agreed_in
 from tp_invariant.core.layout import shard
 from tp_invariant.kernels.vocabulary.reference_embedding import OCCURRENCES_PER_SUM, embedding_grad
 from tp_invariant.testing import assert_bitwise_equal, raw_bytes, wide_randn
@@ -352,6 +353,41 @@ def test_every_rank_raises():
         assert texts[1].startswith(f"ids holds 6 on rank {rank} (1 of 2 ids are out of range): allowed is from 0 to 5")
         assert "the shape of ids is (2,) on rank 0; (3,) on rank 1" in texts[2]
         assert texts[3].startswith("size of sequence_dim 0 of ids=3 is not divisible by TP degree=2")
+
+
+def with_other_batches(tp_group: Any, what: str, mode: bool) -> list[str]:
+    """What a first call says to ids, or a target, that differ between ranks, and with the check a later one."""
+    given = {"ids": torch.arange(4), "target": torch.arange(4)}
+    given[what] = given[what] + tp_group.rank()
+    logits = torch.zeros(4, 8 // tp_group.size())
+
+    def call(ids: torch.Tensor, target: torch.Tensor) -> None:
+        layer(ids)
+        tpi.vocab_parallel_cross_entropy(logits, target, tp_group=tp_group, z_loss=0.5)
+
+    with tpi.set_tp_invariant_mode(mode), pytest.MonkeyPatch.context() as patch:
+        agreed_in(resolve_group(tp_group)).clear()
+        layer = tpi.VocabParallelEmbedding(8, 2, tp_group=tp_group)
+        with pytest.raises(RuntimeError) as first:
+            call(**given)
+        call(torch.arange(4), torch.arange(4))  # the group is as usable as before
+        call(torch.arange(4), torch.arange(4) + 1)  # other values than before, the same on every rank
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        call(torch.arange(4), torch.arange(4))
+        with pytest.raises(RuntimeError) as later:
+            call(**given)
+    return [str(caught.value) for caught in (first, later)]
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("what", ["ids", "target"])
+def test_ranks_that_are_given_other_batches(what, mode):
+    """Without an error all gradients of whole parameters would be equal, and wrong."""
+    one, other = run_ranks(with_other_batches, 2, what, mode)
+    assert one == other
+    for text in one:
+        assert re.search(rf"disagree: the hash of the values of {what} is -?\d+ on rank 0; -?\d+ on rank 1\. ", text)
+        assert "Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel" in text
 
 
 # --- a language model -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .full_state import WHOLE, Entry, check_whole, entry_of, gather_entries, mod
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+TENSOR = "__tensor__"  # in a checkpoint's values: {TENSOR: its name} is in the place of a tensor
 _HOW = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what its state means
 
 
@@ -231,6 +232,11 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
         raise ValueError(f"the {source} does not fit this {own}:\n" + "\n".join(problems))
 
 
+def _is_number(value: Any) -> bool:
+    """Also a tensor, such as a learning rate that a captured step reads, and a checkpoint's mark of one."""
+    return isinstance(value, (int, float, Tensor)) or (isinstance(value, Mapping) and value.keys() == {TENSOR})
+
+
 def _has_str_keys(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
@@ -248,9 +254,8 @@ def _same_meaning(key: str, mine: Any, theirs: Any) -> bool:
     """Whether a state made with one value of an option has the same meaning with the other value."""
     if isinstance(mine, bool) or isinstance(theirs, bool):
         return mine is theirs
-    numbers = int, float, Tensor, Entry
     if mine is None or theirs is None:
         return True
-    if isinstance(mine, numbers) != isinstance(theirs, numbers):
+    if _is_number(mine) != _is_number(theirs):
         return False
     return key != "momentum" or bool(mine) == bool(theirs)

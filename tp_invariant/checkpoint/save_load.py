@@ -30,6 +30,7 @@ from ..comm.wire import gather_objects
 from ..consistency.differences import format_values, gather_differences
 from ..core.bits import leaves
 from .full_optimizer_state import (
+    TENSOR,
     check_optimizer,
     install_optimizer_state,
     optimizer_entries,
@@ -53,7 +54,7 @@ from .full_state import (
 if TYPE_CHECKING:
     from .files import Index, SafetensorsReader
 
-_TENSOR, _TUPLE = "__tensor__", "__tuple__"
+_TUPLE = "__tuple__"
 _DEPTH = 100  # of nested values
 _logger = logging.getLogger("tp_invariant")
 
@@ -292,13 +293,13 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> A
         if name in tensors:
             raise ValueError(f"two tensors of the checkpoint would both be called {name}: rename a key")
         tensors[name] = value
-        return {_TENSOR: name}
+        return {TENSOR: name}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         packed = [_pack(item, f"{name}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return packed if isinstance(value, list) else {_TUPLE: packed}
-    if isinstance(value, Mapping) and all(isinstance(key, str) and key not in (_TENSOR, _TUPLE) for key in value):
+    if isinstance(value, Mapping) and all(isinstance(key, str) and key not in (TENSOR, _TUPLE) for key in value):
         return {key: _pack(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
     raise TypeError(
         f"{name} is a {type(value).__name__}: a checkpoint takes dicts with string keys, lists, tuples, numbers, "
@@ -319,11 +320,11 @@ def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str
     if not isinstance(value, dict):
         return value
     name = ".".join(map(str, path))
-    if value == {_TENSOR: name}:
+    if value == {TENSOR: name}:
         tensors[name] = target(path, name)
         return tensors[name]
     if value.keys() == {_TUPLE} and isinstance(value[_TUPLE], list):
         return tuple(_unpack(value[_TUPLE], target, tensors, path))
-    if _TENSOR in value or _TUPLE in value:
+    if TENSOR in value or _TUPLE in value:
         raise ValueError(f"{name} is {reprlib.repr(value)}, which marks neither a tuple nor its own tensor")
     return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}

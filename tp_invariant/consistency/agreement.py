@@ -2,9 +2,9 @@
 
 There are two checks, each by a gather of sixteen bytes over the group: once for each group, that its ranks run the same
 software on the same kind of device with the same settings (environment.py); and at the first call of each kind, that
-all ranks make this call. With TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. So a
-first call begins with the same collective on every rank, whatever differs between the ranks. A difference raises an
-error on every rank, and the group remains usable.
+all ranks make this call, and give an embedding the same ids and a loss the same target. With TP_INVARIANT_CHECK=1 every
+call is compared, and the gradients that backward gets. So a first call begins with the same collective on every rank,
+whatever differs between the ranks. A difference raises an error on every rank, and the group remains usable.
 
 Layers of the same shape are distinguished by a number: each layer gets the next number of its tp_group when it is built
 or copied. So ranks that call such layers in different orders get an error in the first call. A difference in a later
@@ -33,6 +33,7 @@ from ..comm.call_records import call_context
 from ..comm.collectives import Group, gather_major
 from ..comm.watch import watch_group
 from ..comm.wire import gather_objects
+from ..core.bits import tensor_hash
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
 from ..core.dtensors import local_of
 from ..core.layout import fresh_view
@@ -46,6 +47,7 @@ _MAX_RESOLVED = 512
 _SHOWN = 8  # differences in one error
 _LOCAL_ERROR = "an error before the call"
 _NUMBER = "the layer's number"
+_HASH_OF = "the hash of the values of"
 
 # The kinds of device on which a group's ranks have compared their environments.
 _compared_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -123,6 +125,7 @@ def check_agreement(
     sharded_weight: Tensor | None = None,
     shards_may_be_equal: bool = False,
     weight: Tensor | None = None,
+    same: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
@@ -137,6 +140,8 @@ def check_agreement(
             these differ (equal_shards.py); not in compiled code.
         shards_may_be_equal: what the layer says; the parameter may say it, too.
         weight: the layer's, by which compiled code knows the layer's number; `sharded_weight` if not given.
+        same: tensors (name -> tensor) whose values must be the same on every rank. A hash of each is compared whenever
+            facts are, not in compiled code. A call is not new because of other values.
 
     Raises:
         RuntimeError: the same on every rank; names what differs and which ranks have which value, or the ranks whose
@@ -167,6 +172,9 @@ def check_agreement(
     if sharded_weight is not None and not agreed:
         allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
         shard = shard_hash(local_of(sharded_weight), allowed)
+    for name, tensor in (same or {}).items():
+        if type(tensor) is Tensor and tensor.numel():  # fake tensors have no values
+            facts[f"{_HASH_OF} {name}"] = int(tensor_hash(tensor))
     _compare(facts, group, device, agreed, shard)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
@@ -341,10 +349,14 @@ def _compare(
         ". Layers are numbered in the order in which they are made for a tp_group: make the same layers on every rank, "
         "and call them in the same order"
     )
+    batch = (
+        ". Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel ranks alone"
+    )
     raise RuntimeError(
         f"the {group.size} ranks of tp_group disagree: {' | '.join(parts)}. They must make the same calls with the "
         "same settings, and under sequence_parallel the degree must divide the sequence"
         + (order if any(part.startswith(f"{_NUMBER} is ") for part in parts) else "")
+        + (batch if any(name.startswith(_HASH_OF) for name in found) else "")
     )
 
 

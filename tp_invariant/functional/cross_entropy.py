@@ -108,7 +108,7 @@ def vocab_parallel_cross_entropy(
             "the dtype of logits": str(logits.dtype),
             "whether logits need a gradient": torch.is_grad_enabled() and logits.requires_grad,
         }  # fmt: skip
-        check_agreement(facts, group, logits.device, agreed)
+        check_agreement(facts, group, logits.device, agreed, same={"target": target})
     if not invariant:
         stock.log_once(group)
     loss = (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)

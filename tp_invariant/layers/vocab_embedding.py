@@ -203,9 +203,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                 "the dtype of the weight": str(weight.dtype),
                 "whether the weight needs a gradient": torch.is_grad_enabled() and weight.requires_grad,
             }
-            check_agreement(
-                facts, group, ids.device, self._agreed, self._parameters.get("weight"), self.shards_may_be_equal
-            )
+            own, allowed = self._parameters.get("weight"), self.shards_may_be_equal
+            check_agreement(facts, group, ids.device, self._agreed, own, allowed, same={"ids": ids})
         if not invariant:
             stock.log_once(group)
         compiling = torch.compiler.is_compiling()
