@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import mmap
 import re
 import time
@@ -463,6 +464,29 @@ def graphs_of_equal_layers(tp_group):
 def test_equal_layers_share_one_graph():
     """So it does not contain a layer's number."""
     assert run_ranks(graphs_of_equal_layers, 2) == [1] * 2
+
+
+def compared_again(tp_group, compiled):
+    """How many calls are compared when three layers have been called with three lengths, and are once more."""
+    compared, compare = [], agreement._compare
+    torch.compiler.reset()
+    with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_MAX_AGREED", 4)
+        layers = [row(resolve_group(tp_group))[0] for _ in range(3)]
+        calls = [torch.compile(layer, backend="eager", dynamic=True) for layer in layers] if compiled else layers
+        for sweep in range(2):
+            if sweep:
+                patch.setattr(agreement, "_compare", lambda *args: compared.append(args) or compare(*args))
+            for tokens, call in itertools.product((2, 3, 4), calls):
+                with torch.no_grad():
+                    call(torch.ones(tokens, 16 // tp_group.size()))
+    return len(compared)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_does_not_forget_calls_because_of_others(compiled):
+    """More calls in all than are kept, of each layer fewer."""
+    assert run_ranks(compared_again, 2, compiled) == [0] * 2
 
 
 def swapped_backward(tp_group, backend=None):

@@ -51,7 +51,7 @@ _HASH_OF = "the hash of the values of"
 
 # The kinds of device on which a group's ranks have compared their environments.
 _compared_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, set[Hashable]]] = weakref.WeakKeyDictionary()
 
 
 _layer_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # layers so far
@@ -110,11 +110,17 @@ class AgreedCalls(set[Hashable]):
         return AgreedCalls(self._group)
 
 
-def agreed_in(group: Group) -> set[Hashable]:
-    """The agreed calls of a group, for functions, which unlike layers cannot store them themselves."""
+def agreed_in(group: Group, layer: int = 0) -> set[Hashable]:
+    """The agreed calls of a group, for functions, which unlike layers cannot store them themselves.
+
+    layer: the number of a layer, for its compiled calls; 0 for all others. Each number has a set of its own, as in
+        eager mode, so that many layers with many lengths do not fill one.
+    """
     if torch.compiler.is_compiling():
         return set()  # compiled calls use the group's own set when they run, see _check_named
-    return set() if group.process_group is None else _agreed.setdefault(group.process_group, set())
+    return (
+        set() if group.process_group is None else _agreed.setdefault(group.process_group, {}).setdefault(layer, set())
+    )
 
 
 def check_agreement(
@@ -216,12 +222,13 @@ def _check_named(place: Tensor, name: str, fixed: str, dims: str, sizes: Sequenc
     place: the layer's weight, or an empty tensor on the call's device.
     """
     facts, left = dict(_literal(fixed)), tuple(sizes)
-    if number := getattr(place, "layer_number", 0):
+    number = getattr(place, "layer_number", 0)
+    if number:
         facts[_NUMBER] = number
     for shape, dim in _literal(dims):
         facts[shape], left = left[:dim], left[dim:]
     group = group_by_name(name)
-    check_agreement(facts, group, place.device, agreed_in(group))
+    check_agreement(facts, group, place.device, agreed_in(group, number))
 
 
 _literal = lru_cache(maxsize=4096)(ast.literal_eval)
