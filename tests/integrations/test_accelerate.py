@@ -108,8 +108,8 @@ def trained(tp_group: Any, kind: str, mode: bool, options: dict[str, Any]) -> An
 @pytest.mark.parametrize(
     "options, degrees",
     [
-        ({}, [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh"), (2, 2, "group")]),
-        ({"mixed_precision": "bf16"}, [(2, 1, "group"), (4, 2, "group")]),
+        ({}, [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh")]),
+        ({"mixed_precision": "bf16"}, [(4, 2, "group")]),
     ],
     ids=["float32", "bf16"],
 )
@@ -374,6 +374,15 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
         for _ in range(2):
             accelerator.backward(model(torch.ones(2, 4)).sum())
 
+    def not_zeroed() -> None:
+        accelerator = made(2)
+        model = accelerator.prepare(torch.nn.Linear(4, 4))
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).sum())
+                optimizer.step()
+
     def skip() -> None:
         accelerator, loader = begin(made())
         accelerator.skip_first_batches(loader, 1)
@@ -398,6 +407,7 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
     refused("buffers", lambda: begin(made(), norm=True))
     refused("order", lambda: begin(made(), order=rank))
     refused("outside", twice, RuntimeError)
+    refused("not zeroed", not_zeroed, RuntimeError)
     refused("skip", skip)
     refused("save", save_inside)
     return said
@@ -413,6 +423,7 @@ def test_what_is_refused_of_data_parallel_ranks():
     assert "different values of 1.running_mean after a step's forwards" in said["buffers"]
     assert said["order"].startswith("the 2 ranks differ in the batches of a step")
     assert said["outside"].startswith("backward was called 1 times on rank 0 when the optimizer's step is due")
+    assert said["not zeroed"].startswith("a step begins on rank 0 of dp_group, and parameters of an optimizer have")
     assert said["skip"].startswith("num_batches=1 on rank 0 of dp_group: with data parallel ranks skip whole steps")
     assert said["save"].startswith("save_state('folder') was called inside of a step")
 

@@ -483,24 +483,35 @@ def test_dropout_autocast_and_gradient_checkpointing():
         assert_bitwise_equal(got, expected)
 
 
-def data_parallel(world_group, tp):
-    mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
-    with tpi.set_tp_invariant_mode(True):
-        model = sharded_model("phi3", mesh["tp"].get_group())
+def data_parallel(world_group, dp, kind="group", mode=True):
+    """Norms of ten steps of four micro-batches, the first gradients and the last adapters."""
+    mesh = init_device_mesh("cpu", (dp, world_group.size() // dp), mesh_dim_names=("dp", "tp"))
+    with tpi.set_tp_invariant_mode(mode):
+        model = sharded_model("phi3", mesh["tp"] if kind == "mesh" else mesh["tp"].get_group())
         names = trainable(model)
         tree = tpi.data_parallel.MicroBatchTree(names.values(), mesh["dp"], micro_batches=4)
-        for i in tree.share:
-            model(**hf_models.batch(i), num_items_in_batch=1).loss.backward()
-            tree.add(count=1)
-        tree.reduce()
-        norm = tpi.clip_grad_norm_(names.values(), 1.0)
-        return norm, {n: g for n, g in testing.full_grads(model).items() if n in names}
+        optimizer = torch.optim.AdamW(names.values(), lr=0.01)
+        norms, grads = [], None
+        for step in range(10):
+            for i in tree.share:
+                model(**hf_models.batch(4 * step + i), num_items_in_batch=1).loss.backward()
+                tree.add(count=1)
+            tree.reduce()
+            grads = grads or {n: g for n, g in testing.full_grads(model).items() if n in names}
+            norms.append(tpi.clip_grad_norm_(names.values(), 1.0).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, grads, {n: p for n, p in testing.full_parameters(model).items() if n in names}
 
 
 def test_data_parallel_ranks():
-    """2 x 2 and 4 x 1."""
-    digests = {testing.digest(got) for tp in (2, 1) for got in run_ranks(data_parallel, 4, tp)}
-    assert len(digests) == 1
+    """2 x 2 and 4 x 1 have the bits of one process."""
+    (one,) = run_ranks(data_parallel, 1, 1)
+    for dp, kind in ((2, "group"), (2, "mesh"), (4, "group")):
+        for got in run_ranks(data_parallel, 4, dp, kind):
+            assert_bitwise_equal(got, one)
+    off = [run_ranks(data_parallel, ranks, dp, "group", False)[0] for ranks, dp in ((1, 1), (4, 2))]
+    assert testing.digest(off[0]) != testing.digest(off[1]), "the control"
 
 
 def row_spec(tp_group, stride):
@@ -553,6 +564,30 @@ UNSUPPORTED = dict(
 def test_options_that_are_not_supported(name):
     text = refused(ValueError, lambda: register(config_of(**{name: UNSUPPORTED[name]})))
     assert text.startswith(f"{name}={UNSUPPORTED[name]!r} of the LoraConfig on rank 0 is not supported")
+
+
+class Linear4bit(nn.Linear):
+    """As quantised layers are: an nn.Linear whose weight holds packed numbers in another shape."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        packed = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def quantised(tp_group):
+    """What parallelize says of a model with such layers."""
+    model = build("llama")
+    for block in model.model.layers:
+        block.mlp.down_proj = Linear4bit(block.mlp.down_proj)
+    return refused(ValueError, lambda: tpi.parallelize(model, tp_group))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_quantised_layers_are_refused(degree):
+    """QLoRA: packed weights cannot be sharded by their rows and columns."""
+    for said in run_ranks(quantised, degree):
+        assert "down_proj: style 'rowwise' needs an nn.Linear, not a Linear4bit" in said
 
 
 def test_an_option_that_nobody_knows_is_refused():

@@ -253,8 +253,21 @@ class Accelerator(accelerate.Accelerator):
             self._local = self.micro_batches_of_rank
             if left is not None and self.gradient_state.sync_with_dataloader:
                 self._local = min(self._local, left)
+            if self.gradient_accumulation_steps > 1:
+                self._check_zeroed()
             self._step.start(self._local * self._dp.size)
         return self._step
+
+    def _check_zeroed(self) -> None:
+        """What .grad holds before a step would be added on every data parallel rank."""
+        given = {p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        if any(p.grad is not None for p in given):
+            raise RuntimeError(
+                f"a step begins on rank {self._dp.rank} of dp_group, and parameters of an optimizer have gradients "
+                "from before: call optimizer.zero_grad(), with set_to_none=True, after each optimizer.step()"
+            )
+        for p in (p for module in self._trained for p in module.parameters()):
+            p.grad = None  # of what no optimizer has
 
     def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **options: Any) -> None:
         """The backward of one micro-batch: call it once for each. The last one of a step sums over all ranks.
@@ -264,7 +277,8 @@ class Accelerator(accelerate.Accelerator):
             num_items: how many items (tokens) the loss is a sum over: the gradients are divided by those of the step.
 
         Raises:
-            RuntimeError: a step has more or less micro-batches than the loader and gradient_accumulation_steps say.
+            RuntimeError: a step has more or less micro-batches than the loader and gradient_accumulation_steps say; it
+            begins, here or in a forward, with gradients from before.
         """
         if not self._own_loop or self.ranks is None:
             super().backward(loss, **options)
