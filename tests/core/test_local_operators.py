@@ -181,8 +181,8 @@ def otherwise_placed(tp_group):
     mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     whole = torch.arange(32.0).view(4, 8)
 
-    def sharded(placements=(Shard(0),), on=mesh):
-        return nn.Parameter(distribute_tensor(whole, on, list(placements)))
+    def sharded(placements=PLACEMENTS[0], on=mesh):
+        return nn.Parameter(distribute_tensor(whole, on, placements))
 
     def outcome(make):
         ps = make()

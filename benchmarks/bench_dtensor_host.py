@@ -1,0 +1,116 @@
+"""What a DTensor parameter costs the host in each part of a training step, beside a plain one, in microseconds.
+
+    python benchmarks/bench_dtensor_host.py
+
+One process, a mesh of one rank, parameters so small that their arithmetic is short. The third column has the same
+DTensors without core/local_operators.py, in torch's way. Times are the process's own time on the CPU, the least of
+many runs in turn, so that other programs on the machine count little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import tp_invariant as tpi
+from tp_invariant.core import local_operators
+from tp_invariant.core.dtensors import grad_like, is_dtensor, with_dtensors
+
+SHAPE = (16, 8)
+
+
+class Product(torch.autograd.Function):
+    """The host's part of a layer: it keeps the weight and makes a gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad, torch.empty_like(ctx.saved_tensors[0])
+
+
+@contextlib.contextmanager
+def torchs_way() -> Iterator[None]:
+    handlers, detach = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten.detach.default
+    handler = handlers.pop(detach)
+    with mock.patch.object(local_operators, "_local_lists", lambda lists, options: None):
+        yield
+    handlers[detach] = handler
+
+
+def parts(count: int, mesh) -> dict[str, Callable[[], float]]:
+    """A timed run of each part; parameters are plain without a mesh."""
+    placements = ([Shard(0)], [Shard(1)], [Replicate()])
+    local = [torch.randn(SHAPE) for _ in range(count)]
+    if mesh is not None:
+        local = [DTensor.from_local(x, mesh, placements[i % 3], run_check=False) for i, x in enumerate(local)]
+    ps = [torch.nn.Parameter(x) for x in local]
+    product = with_dtensors(Product) if is_dtensor(ps[0]) else Product
+
+    def timed(run: Callable[[], object]) -> float:
+        start = time.thread_time()
+        run()
+        return 1e6 * (time.thread_time() - start) / count
+
+    def backward() -> float:
+        for p in ps:
+            p.grad = None
+        x = torch.ones(2, requires_grad=True)
+        for p in ps:
+            x = product.apply(x, p)
+        return timed(x.sum().backward)
+
+    def of(call: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            for p in ps:
+                p.grad = grad_like(torch.full(SHAPE, 0.1), p)
+            return timed(call)
+
+        return run
+
+    forms = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
+    steps = {f"AdamW, {name}": of(torch.optim.AdamW(ps, **form).step) for name, form in forms.items()}
+    sgd = torch.optim.SGD(ps, momentum=0.9, foreach=True)
+    clip = of(lambda: tpi.clip_grad_norm_(ps, 1e9))
+    return {"backward": backward, "clip_grad_norm_": clip, **steps, "SGD, foreach": of(sgd.step)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    kinds = {
+        "plain": (parts(options.parameters, None), contextlib.nullcontext),
+        "DTensors": (parts(options.parameters, mesh), contextlib.nullcontext),
+        "in torch's way": (parts(options.parameters, mesh), torchs_way),
+    }
+    print(f"torch {torch.__version__}, {options.parameters} parameters, us for each")
+    with tpi.set_tp_invariant_mode(True):
+        for part in kinds["plain"][0]:
+            least = dict.fromkeys(kinds, float("inf"))
+            for _ in range(options.runs):
+                for kind, (runs, way) in kinds.items():
+                    with way():
+                        least[kind] = min(least[kind], runs[part]())
+            print(f"{part:16}", *(f"{kind} {us:.1f}  " for kind, us in least.items()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
