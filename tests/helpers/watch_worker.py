@@ -6,6 +6,7 @@ Each step waits for an event (a rank has ended, a line was written) and none for
 machine makes the runs longer and changes nothing that is said.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -160,6 +161,7 @@ def be_rank(folder, rank, world, run):
 
 def main():
     """A forked rank returns from here, and leaves through the interpreter as a main program does."""
+    gc.freeze()  # else each rank, as it leaves, copies all of torch's objects, which it shares with its parent
     ranks = []
     for name, runs in RUNS.items():
         folder = Path(sys.argv[1], name)

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-_is_known: dict[type, bool] = {Tensor: False, nn.Parameter: False, type(None): False}
+_is_known: dict[type, bool] = {}
 
 
 def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
     kind = type(x)
+    if kind is Tensor or kind is nn.Parameter or x is None:
+        return False  # without a look at what is known: compiled code that had looked is compiled again when it grows
     known = _is_known.get(kind)
     return _is_of_dtensors(kind) if known is None else known
 

@@ -94,8 +94,10 @@ def masks(heads):
     }
 
 
-@pytest.mark.parametrize("mask", masks(4))
-@pytest.mark.parametrize("kind", ["full", "window", "softcap"])
+@pytest.mark.parametrize(
+    "kind, mask",
+    [*(("full", mask) for mask in masks(4)), *itertools.product(("window", "softcap"), ("bool", "bias"))],
+)
 def test_masks(kind, mask):
     """Values, half of the heads, and a decode step that another kernel folds."""
     case, given = data(60, 60, spread=0), masks(4)[mask]
