@@ -515,6 +515,7 @@ def numbers(tp_group):
     made = {}
     for name, group in (("a", one), ("b", other)) if one.rank else (("b", other), ("a", one)):
         for k in range(2):
+            torch.manual_seed(0)  # the order is another one, and whole parameters are compared
             made[f"{name}{k}"] = row(group)[0]
     made["copy"] = copy.deepcopy(made["a0"])
     made["whole"] = tpi.Linear(4, 4)

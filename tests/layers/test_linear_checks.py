@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
+import meshes
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +20,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.consistency import agreement
 from tp_invariant.consistency.agreement import AgreedCalls
+from tp_invariant.core.dtensors import local_of
 from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.kernels.gemm.reference import matmul
@@ -302,3 +305,45 @@ def test_another_default_may_take_other_dtypes():
             set_default_gemm_fn(None)
         with named:
             linear(x)
+
+
+# --- whole parameters -------------------------------------------------------------------------------------------------
+
+
+WITH_WHOLE = {
+    "bias": lambda group: tpi.Linear(8, 8, parallel_mode="row", tp_group=group, input_is_parallel=False),
+    "layer_norm_bias": lambda group: tpi.LayerNormLinear(8, 8, parallel_mode="column", tp_group=group),
+    "weight": lambda group: tpi.ParallelNorm(8, tp_group=group, sequence_parallel=True),
+}
+
+
+def whole_that_differ(tp_group, name, enabled, kind):
+    """What a first call says to a whole parameter that differs between ranks, and with the check a later one."""
+    texts, x = [], torch.ones(4, 8)
+    with tpi.set_tp_invariant_mode(enabled), pytest.MonkeyPatch.context() as patch:
+        torch.manual_seed(0)
+        layer = WITH_WHOLE[name](meshes.mesh_or_group(tp_group, kind))
+        whole = local_of(getattr(layer, name))
+        with torch.no_grad():
+            for check in ("0", "1"):
+                patch.setenv("TP_INVARIANT_CHECK", check)
+                whole.view(torch.int32)[3] += tp_group.rank()
+                with pytest.raises(RuntimeError) as caught:
+                    layer(x)
+                texts.append(str(caught.value))
+                whole.view(torch.int32)[3] -= tp_group.rank()
+                layer(x)
+                whole.mul_(2)  # another value than before, the same on every rank
+                layer(x)
+    return texts
+
+
+@pytest.mark.parametrize("name", WITH_WHOLE)
+def test_whole_parameters_that_differ(name):
+    """As of ranks that were seeded differently; a bias that is added by whoever computes a row shows in no gradient."""
+    for enabled, kind in ((True, "group"), (False, "group"), (True, "mesh")):
+        one, other = run_ranks(whole_that_differ, 2, name, enabled, kind)
+        assert one == other
+        for text in one:
+            pattern = rf"the hash of the whole parameter {name} is -?\d+ on rank 0; -?\d+ on rank 1\. .*Seed all ranks"
+            assert re.search(pattern, text), text

@@ -2,9 +2,10 @@
 
 There are two checks, each by a gather of sixteen bytes over the group: once for each group, that its ranks run the same
 software on the same kind of device with the same settings (environment.py); and at the first call of each kind, that
-all ranks make this call, and give an embedding the same ids and a loss the same target. With TP_INVARIANT_CHECK=1 every
-call is compared, and the gradients that backward gets. So a first call begins with the same collective on every rank,
-whatever differs between the ranks. A difference raises an error on every rank, and the group remains usable.
+all ranks make this call, with the same ids (of an embedding), target (of a loss) and whole parameters. With
+TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. So a first call begins with the same
+collective on every rank, whatever differs between the ranks. A difference raises an error on every rank, and the group
+remains usable.
 
 Layers of the same shape are distinguished by a number: each layer gets the next number of its tp_group when it is built
 or copied. So ranks that call such layers in different orders get an error in the first call. A difference in a later
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d as c10d
 
@@ -48,6 +49,7 @@ _SHOWN = 8  # differences in one error
 _LOCAL_ERROR = "an error before the call"
 _NUMBER = "the layer's number"
 _HASH_OF = "the hash of the values of"
+_HASH_OF_PARAMETER = "the hash of the whole parameter"
 
 # The kinds of device on which a group's ranks have compared their environments.
 _compared_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -132,6 +134,7 @@ def check_agreement(
     shards_may_be_equal: bool = False,
     weight: Tensor | None = None,
     same: Mapping[str, Tensor] | None = None,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
@@ -148,6 +151,8 @@ def check_agreement(
         weight: the layer's, by which compiled code knows the layer's number; `sharded_weight` if not given.
         same: tensors (name -> tensor) whose values must be the same on every rank. A hash of each is compared whenever
             facts are, not in compiled code. A call is not new because of other values.
+        whole: parameters that every rank holds whole. Their hashes are compared at a layer's first call, and with
+            TP_INVARIANT_CHECK=1 at every call; not in compiled code.
 
     Raises:
         RuntimeError: the same on every rank; names what differs and which ranks have which value, or the ranks whose
@@ -178,9 +183,12 @@ def check_agreement(
     if sharded_weight is not None and not agreed:
         allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
         shard = shard_hash(local_of(sharded_weight), allowed)
-    for name, tensor in (same or {}).items():
-        if type(tensor) is Tensor and tensor.numel():  # fake tensors have no values
-            facts[f"{_HASH_OF} {name}"] = int(tensor_hash(tensor))
+    hashed = {f"{_HASH_OF} {name}": tensor for name, tensor in (same or {}).items()}
+    if not agreed or is_call_check_enabled():
+        hashed |= {f"{_HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
+    for name, tensor in hashed.items():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
+            facts[name] = int(tensor_hash(tensor))
     _compare(facts, group, device, agreed, shard)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
@@ -348,6 +356,8 @@ def _compare(
     everyone, made = zip(*gather_objects(report, group), strict=True)
     _layer_counts[group.process_group] = max(made)  # so that layers which are built after the error have equal numbers
     found = differences(everyone)
+    hashes = (_HASH_OF, _HASH_OF_PARAMETER)
+    found = {name: values for name, values in found.items() if not name.startswith(hashes)} or found  # of other calls
     names = sorted(found, key=lambda name: name not in (_NUMBER, "the layer"))  # first, where there are many
     parts = [f"{name} is {format_values(found[name])}" for name in ([_LOCAL_ERROR] if _LOCAL_ERROR in found else names)]
     if len(parts) > _SHOWN:
@@ -359,11 +369,13 @@ def _compare(
     batch = (
         ". Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel ranks alone"
     )
+    seed = ". Seed all ranks alike before the layers are made, or load one checkpoint on every rank"
     raise RuntimeError(
         f"the {group.size} ranks of tp_group disagree: {' | '.join(parts)}. They must make the same calls with the "
         "same settings, and under sequence_parallel the degree must divide the sequence"
         + (order if any(part.startswith(f"{_NUMBER} is ") for part in parts) else "")
         + (batch if any(name.startswith(_HASH_OF) for name in found) else "")
+        + (seed if any(name.startswith(_HASH_OF_PARAMETER) for name in found) else "")
     )
 
 

@@ -373,7 +373,10 @@ class Linear(ShardedModule, nn.Linear):
             # a parametrized weight is not computed once more: that may draw random numbers or count calls
             own = self._parameters.get("weight")
             part = None if self.parallel_mode is None else own
-            check_agreement(facts, self.group, x.device, self._agreed, part, self.shards_may_be_equal, own)
+            check_agreement(
+                facts, self.group, x.device, self._agreed, part, self.shards_may_be_equal, own,
+                whole=self._whole_parameters(),
+            )  # fmt: skip
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:

@@ -186,7 +186,8 @@ class ParallelNorm(ShardedModule):
         if self._moves_bytes:
             compared = self._signature(invariant, x, weight) if signature is None else signature
             facts = facts_to_compare(compared, self._name)
-            check_agreement(facts, group, x.device, self._agreed, weight=self._parameters.get("weight"))
+            own, whole = self._parameters.get("weight"), self._whole_parameters()
+            check_agreement(facts, group, x.device, self._agreed, weight=own, whole=whole)
         call = NormCall(
             group,
             TokenSharding(group.size if self.sequence_parallel else 1, self.sequence_dim),

@@ -326,6 +326,13 @@ class ShardedModule(KeepsAttributes):
         if agreed is not None and agreed.number and weight is not None:
             local_of(weight).layer_number = agreed.number
 
+    def _whole_parameters(self) -> dict[str, Tensor]:
+        """Those of SHARDED_PARAMETERS that every rank holds whole, for check_agreement; {} in compiled code."""
+        if torch.compiler.is_compiling():
+            return {}
+        own = {name: self._parameters.get(name) for name in self.SHARDED_PARAMETERS}
+        return {name: p for name, p in own.items() if p is not None and self.shard_spec(name).dim is None}
+
     def _mark_replacement(self, name: str, tensor: Tensor, spec: ShardSpec) -> None:
         """Sets the attributes of an unmarked tensor that a call finds in place of a parameter, and of its sources.
 

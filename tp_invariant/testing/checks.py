@@ -68,8 +68,8 @@ def run_ranks(
     far; a call gets the group of the first world_size ranks. Tensors in args and results are copied; keep results on
     the CPU. On device "cuda", rank r's current device is cuda:r and NCCL moves bytes. With
     TP_INVARIANT_RANKS_SHARE_GPUS=1 there may be more ranks than GPUs; gloo then moves bytes, slowly. fn must not call
-    dist.new_group, which needs every rank of the pool. The ranks take over the caller's mode and its variables. The
-    mode, default gemm_fn and default dtype that fn sets are reset before the next call.
+    dist.new_group, which needs every rank of the pool. The ranks take over the caller's mode and its variables, and
+    start from torch's seed 0. The mode, default gemm_fn and default dtype that fn sets are reset before the next call.
 
     Raises:
         RankError: fn raised on some rank, a rank died, or did not answer within `timeout` seconds; names the ranks.
