@@ -151,6 +151,7 @@ def part(tp_group, cases, enabled):
         for case in cases:
             name = case.__name__
             group = another_group(tp_group, f"parted {name} {enabled}")
+            torch.manual_seed(0)  # ranks have made different layers, and whole parameters are compared
             try:
                 case(group, group.rank == ODD)
                 found[name] = "nothing"
