@@ -219,7 +219,7 @@ def _forward_kernel(
 
 
 @functools.cache
-def _multiprocessors(index: int) -> int:
+def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -285,7 +285,6 @@ def _plan(
     if not split and not p.matrix and _has_own_kernel(index, head_dim, dtype):
         from . import hopper
 
-        assert index is not None
         of_64 = cdiv(p.longest_q, 64) * heads * p.sequences
         tile, buffers = hopper.own_tile(tile, head_dim, of_64, _multiprocessors(index))
         tiles = cdiv(p.longest_q, tile.queries)

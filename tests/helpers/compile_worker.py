@@ -150,6 +150,7 @@ def attentions() -> None:
     attend(False, 128, 1, with_sinks=True)
     attend(True, 128, 100, with_sinks=True)
     attend(True, 64, 100, packed=True)
+    attend(True, 256, 100)
     attend(True, 128, 1)
 
 
