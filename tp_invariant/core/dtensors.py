@@ -59,9 +59,12 @@ def local_of(x: Any) -> Any:
     if not is_dtensor(x):
         return x
     local = x._local_tensor
-    if torch.compiler.is_compiling() or x.is_inference():
+    if torch.compiler.is_compiling():
         return local
-    version = x._version
+    try:
+        version = x._version
+    except RuntimeError:  # an inference tensor, which has none: to ask first takes as long as the rest
+        return local
     if version != getattr(local, "_version_of_dtensor", 0) and not local.is_inference():
         local._version_of_dtensor = version  # type: ignore[attr-defined]
         increment_version(local)
@@ -209,7 +212,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
                 continue
             if not _is_ours(grad):
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            found[place] = grad_like(grad, x)
+            found[place] = new_dtensor(type(x), grad, x._spec)
         return tuple(found)
 
     twice = once_differentiable(once)
@@ -249,7 +252,7 @@ def check_placements(x: DTensor) -> None:
             fully_shard does unless it is told otherwise. The placements then say another order than the parts have, and
             `full_tensor()` and all that goes by placements give other values, silently.
     """
-    if x.device_mesh.ndim > 1 and not _are_clear(x.placements, x.device_mesh.shape):
+    if len(x.placements) > 1 and not _are_clear(x.placements, x.device_mesh.shape):
         raise ValueError(
             f"a parameter of shape {tuple(x.shape)} is placed as {x.placements} on {x.device_mesh}: each rank has "
             "several pieces of a dim (partition_stride) that fully_shard has cut again, so that torch would put it "

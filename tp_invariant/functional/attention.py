@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.dtensors import refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..kernels.select import select
 from .attention_checks import (
     check_first_key,
@@ -178,14 +179,18 @@ def attention(
         softcap or 0.0,
     )
     out: Tensor
-    if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
-        out, _ = _operator(*arguments)
-    elif forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
-    ):
-        out = _Attention.apply(*arguments)
-    else:
-        out, _ = _forward(*arguments)
+    left = leave()
+    try:
+        if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
+            out, _ = _operator(*arguments)
+        elif forward_ad._current_level >= 0 or (
+            torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
+        ):
+            out = _Attention.apply(*arguments)
+        else:
+            out, _ = _forward(*arguments)
+    finally:
+        enter_again(left)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 

@@ -119,6 +119,9 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
+        return super().forward(x)
+
+    def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):
             refuse_dtensor(x, f"x of {self._name}")
         dtype = autocast_dtype(x.device)
@@ -144,7 +147,7 @@ class LayerNormLinear(Linear):
             normed = invariant_norm(x, gamma, beta, call)
         else:
             normed = stock_norm(x, as_local(gamma), as_local(beta), call)
-        y = super().forward(normed)
+        y = super()._forward(normed)
         if not self.return_layernorm_output:
             return y
         if sharded and self.return_layernorm_output_gathered:

@@ -16,6 +16,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import OwnerMap, ParallelMode
@@ -294,6 +295,13 @@ class Linear(ShardedModule, nn.Linear):
             ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
             TypeError: a dtype that is not the weight's, outside autocast.
         """
+        left = leave()
+        try:
+            return self._forward(x)
+        finally:
+            enter_again(left)
+
+    def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):
             refuse_dtensor(x, f"x of {self._name}")
         stride: Stride = self.partition_stride
