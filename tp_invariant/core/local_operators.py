@@ -94,7 +94,8 @@ def _local_lists(lists: Sequence[Any], options: dict[str, Any]) -> list[list[Ten
     if not is_dtensor(first) or first.device_mesh.get_coordinate() is None or first.is_inference():
         return None
     mesh = first.device_mesh
-    specs, kinds = [], set()
+    specs: list[Any] = []
+    kinds: set[type] = set()
     for p in lists[0]:
         if type(p) is not _DTensor:
             return None
