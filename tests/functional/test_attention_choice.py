@@ -321,9 +321,14 @@ def test_the_layers_step_out_of_the_mode_around_a_models_code(monkeypatch):
             model.inner.forward = lambda q, *rest: model.last(x[..., 1:])
             model(x)
         assert not _get_current_function_mode_stack()
-        # a user's mode sees in a layer what it saw before
+        # a user's mode sees all that a layer calls, whether it is around the model or inside
+        model.last(x)  # whose first call is checked
+        alone = functions_in(lambda: model.last(x))
+        model.inner.forward = lambda q, *rest: model.last(x)
+        assert len(alone) > 10 and functions_in(lambda: model.inner(x, x, x)) == alone
+        model.inner.forward = lambda q, *rest: functions_in(lambda: model.last(x))
+        assert model.inner(x, x, x) == alone
         del model.inner.forward
-        assert len(functions_in(lambda: model.last(x))) > 10
         assert_bitwise_equal(out, model(x))
 
 

@@ -56,8 +56,11 @@ def _is_of_dtensors(kind: type) -> bool:
 
 def local_of(x: Any) -> Any:
     """The local tensor of a DTensor, always the same object and outside of autograd; anything else as it is."""
-    if not is_dtensor(x):
-        return x
+    return _passed_on(x) if is_dtensor(x) else x
+
+
+def _passed_on(x: DTensor) -> Tensor:
+    """`local_of` of what is known to be a DTensor."""
     local = x._local_tensor
     if torch.compiler.is_compiling():
         return local
@@ -194,7 +197,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         dtensors, plain = [], list(args)
         for place, x in enumerate(args):
             if is_dtensor(x):
-                plain[place] = local_of(x)
+                plain[place] = _passed_on(x)
                 dtensors.append((place, x))
         ctx.dtensors = dtensors
         return function.forward(ctx, *plain)
@@ -204,7 +207,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
 
     def once(ctx: Any, *grads: Tensor) -> tuple:
         for _, x in ctx.dtensors:
-            local_of(x)  # so that autograd notices what was written to what is saved, as of plain tensors
+            _passed_on(x)  # so that autograd notices what was written to what is saved, as of plain tensors
         found = list(local_backward(ctx, *grads))
         for place, x in ctx.dtensors:
             grad, found[place] = found[place], None
@@ -277,7 +280,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not torch.compiler.is_compiling():
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if is_dtensor(p):
+                if is_dtensor(p) and len(p._spec.placements) > 1:
                     check_placements(p)
 
 

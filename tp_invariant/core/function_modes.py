@@ -8,7 +8,7 @@ Other modes, a user's, stay where they are and see what they saw.
 from __future__ import annotations
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _len_torch_function_stack
 
 
 class AroundLayers(TorchFunctionMode):
@@ -17,7 +17,7 @@ class AroundLayers(TorchFunctionMode):
 
 def innermost() -> AroundLayers | None:
     """The mode that sees functions first if it is one of these. In compiled code None: there modes cost nothing."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _len_torch_function_stack():
         return None
     mode = _get_current_function_mode()
     return mode if isinstance(mode, AroundLayers) else None

@@ -68,12 +68,15 @@ def _with_local_tensors(function: Callable[..., None], refused: list[str]) -> Ca
         if found is None:
             function(*lists, **options)
             return
-        # torch's way counts what is written to a DTensor. An optimizer writes to all tensors of a list or to none.
+        # torch's way counts what is written to a DTensor. An optimizer writes to all tensors of a list or to none,
+        # unless it fails midway: then any of them may have been written to.
         watched = [(given, parts[0], parts[0]._version) for given, parts in zip(lists, found, strict=True) if parts]
+        failed = True
         try:
             function(*found, **options)
+            failed = False
         finally:
-            written = [given for given, part, before in watched if part._version != before]
+            written = [given for given, part, before in watched if failed or part._version != before]
             increment_version([x for given in written for x in given if is_dtensor(x)])  # others have counted it
 
     return with_local_tensors

@@ -102,6 +102,22 @@ def attention(
         NotImplementedError: another kind of device; in backward, a second derivative.
         RuntimeError: forward-mode derivatives.
     """
+    left = leave()
+    try:
+        return _attend(
+            q, k, v, causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks,
+            mask, first_key,
+        )  # fmt: skip
+    finally:
+        enter_again(left)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
+    sinks: Tensor | None, mask: Tensor | None, first_key: int,
+) -> Tensor:  # fmt: skip
+    """The checks of `attention`, then the computation."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
     for name, option in (("sinks", sinks), ("mask", mask)):
@@ -179,18 +195,14 @@ def attention(
         softcap or 0.0,
     )
     out: Tensor
-    left = leave()
-    try:
-        if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
-            out, _ = _operator(*arguments)
-        elif forward_ad._current_level >= 0 or (
-            torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
-        ):
-            out = _Attention.apply(*arguments)
-        else:
-            out, _ = _forward(*arguments)
-    finally:
-        enter_again(left)
+    if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
+        out, _ = _operator(*arguments)
+    elif forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
+    ):
+        out = _Attention.apply(*arguments)
+    else:
+        out, _ = _forward(*arguments)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
