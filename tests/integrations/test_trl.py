@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate import state as accelerate_state
-from meshes import init_device_mesh, mesh_or_group
+from meshes import init_device_mesh, mesh_or_group, shard_fully
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -39,8 +39,8 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
 
 
-def examples(kind: str, count: int = 14) -> Any:
-    """Of lengths that differ; an epoch of micro-batches of 2 ends with half a step."""
+def examples(kind: str, count: int = 16) -> Any:
+    """Of lengths that differ."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
@@ -72,6 +72,7 @@ def trained(
     folder: Path,
     dp: int = 1,
     shards: str = "mesh",
+    fully_sharded: bool = False,
     mode: bool = True,
     library: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -95,6 +96,9 @@ def trained(
         return tpi.parallelize(model, tp) if library else model
 
     trainer_class, config = classes(kind, library)
+    model = build()
+    if fully_sharded:
+        shard_fully(model, mesh["dp"])
     given: dict[str, Any] = dict(
         output_dir=str(folder), max_steps=10, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, max_grad_norm=1.0, logging_steps=1, save_strategy="steps", save_steps=5, report_to="none",
@@ -105,7 +109,7 @@ def trained(
     try:
         with mock.patch.dict(os.environ, CI="1"), tpi.set_tp_invariant_mode(mode):  # CI: TRL reports no use of it
             trainer = trainer_class(
-                build(), args=config(**{**given, **options}), train_dataset=examples(kind), callbacks=[Record()],
+                model, args=config(**{**given, **options}), train_dataset=examples(kind), callbacks=[Record()],
                 eval_dataset=examples(kind, 3), processing_class=tokenizer(), **groups, **reference,
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
@@ -126,12 +130,12 @@ def run_on(degree: int, kind: str, folder: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_ten_steps_have_the_bits_of_one_process(kind, tmp_path):
-    """At TP=2 and with two data parallel ranks; a run that goes on; the values of TRL's own; and the mode off."""
+    """At TP=2, with two data parallel ranks, and by fully_shard; a run that goes on; TRL's own values; the mode off."""
     (one,) = run_on(1, kind, tmp_path / "1", shards="group")
     steps = [log for log in one["logs"] if len(log) == 3]
     assert len(steps) == 10 and len(one["logs"]) == 12
-    for name, dp in (("tp", 1), ("dp", 2)):
-        for got in run_on(2, kind, tmp_path / name, dp=dp):
+    for name, dp, fully_sharded in (("tp", 1, False), ("dp", 2, False), ("fully", 2, True)):
+        for got in run_on(2, kind, tmp_path / name, dp=dp, fully_sharded=fully_sharded):
             assert_bitwise_equal(got, one)
     resumed = run_on(2, kind, tmp_path / "tp", resume=str(tmp_path / "dp" / "checkpoint-5"))
     for got in resumed:

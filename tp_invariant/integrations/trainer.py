@@ -19,6 +19,8 @@ What differs from transformers' own, which takes every rank for a data parallel 
                    checkpoint of this library's with the optimizer, the schedule and the states of random generators,
                    from which any degree goes on
     rank 0         alone writes files and logs
+
+TRL's SFTTrainer and DPOTrainer train in this way too, as `class SFT(Trainer, trl.SFTTrainer)`.
 """
 
 from __future__ import annotations
@@ -393,21 +395,23 @@ def _check_trl(kind: type, model: nn.Module, ranks: Ranks) -> None:
     """Of a class that is one of TRL's trainers too, which multiply by the output layer's weight themselves.
 
     Raises:
-        ValueError: another than its SFTTrainer and DPOTrainer; a weight that does not say that it is a part.
+        ValueError: another than its SFTTrainer and DPOTrainer; plain shards; sequence parallelism.
     """
     theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"]
-    if theirs and theirs[0] not in ("SFTTrainer", "DPOTrainer"):
+    if not theirs:
+        return
+    if theirs[0] not in ("SFTTrainer", "DPOTrainer"):
         raise ValueError(
             f"{kind.__name__} is TRL's {theirs[0]} on rank {ranks.index}, which is not known to be right here: only "
             "SFTTrainer and DPOTrainer are supported"
         )
     plain = [name for name, p, spec in named_shard_specs(model) if spec.dim is not None and not is_dtensor(p)]
-    if theirs and ranks.tp.size > 1 and plain:
+    if ranks.tp.size > 1 and plain:
         raise ValueError(
             f"{plain[0]} is a plain part on rank {ranks.index}, and TRL's {theirs[0]} would take the output layer's "
             "part for the whole: give parallelize mesh['tp'], a DeviceMesh"
         )
-    if theirs and any(getattr(module, "sequence_parallel", False) for module in model.modules()):
+    if any(getattr(module, "sequence_parallel", False) for module in model.modules()):
         raise ValueError(
             f"sequence_parallel=True on rank {ranks.index}: TRL's {theirs[0]} would take this rank's tokens for all; "
             "parallelize without it"
