@@ -59,9 +59,9 @@ def test_data_parallel_ranks(tmp_path):
     with tpi.set_tp_invariant_mode(True):
         for dp in (1, 2, 4):
             save = ["--save", str(folder)] if dp == 2 else []
-            results += tpi.testing.run_ranks(run_over_a_mesh, 4, dp, "2", *save, device="cpu")
+            results += tpi.testing.run_ranks(run_over_a_mesh, 4, dp, "1", *save, device="cpu")
     assert all(found == results[0] for found in results)
-    assert len(results[0][0]) == 2 and (folder / "adapter_model.safetensors").exists()
+    assert len(results[0][0]) == 1 and (folder / "adapter_model.safetensors").exists()
     with tpi.set_tp_invariant_mode(False):
         few = "1", "--micro-batches", "2"
         off = [tpi.testing.run_ranks(run_over_a_mesh, 4, dp, *few, device="cpu")[0] for dp in (1, 2)]

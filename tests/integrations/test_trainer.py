@@ -445,6 +445,14 @@ def refused(tp_group: Any, folder: Any, error: type[Exception], train: bool = Fa
     return str(caught.value)
 
 
+def test_an_old_version_of_transformers_is_refused(monkeypatch):
+    from tp_invariant.integrations.trainer import Trainer
+
+    monkeypatch.delattr(transformers.Trainer, "_prepare_for_training")
+    with pytest.raises(ImportError, match="is too old for this Trainer"):
+        Trainer(torch.nn.Linear(4, 4))
+
+
 REFUSED: dict[str, Any] = dict(
     deepspeed=None, fsdp="full_shard", parallelism_config=None, torch_compile=True, torch_compile_backend="eager",
     torch_compile_mode="default", fp16=None, fp16_full_eval=True, bf16_full_eval=True, tf32=None, use_liger_kernel=True,

@@ -163,6 +163,7 @@ class Trainer(transformers.Trainer):
         ValueError: an option of `args` that is not honoured, by name; fewer micro-batches than data parallel ranks;
             ranks whose `args` differ; groups or a fully_shard that do not fit the job (`Ranks`); model_init. When
             training begins: an epoch's last step that data parallel ranks of fully_shard cannot share evenly.
+        ImportError: an old version of transformers, whose Trainer has other parts.
         TypeError, ValueError: when training begins: an optimizer whose bits depend on where a parameter is cut.
     """
 
@@ -178,6 +179,8 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if not isinstance(model, nn.Module) or others.get("model_init") is not None:
             raise ValueError("Trainer needs a model that parallelize has changed: model_init is not supported")
+        if not hasattr(transformers.Trainer, "_prepare_for_training"):
+            raise ImportError(f"transformers {transformers.__version__} is too old for this Trainer, 5.17 is not")
         self.ranks = Ranks(model, dp_group)
         _check_trl(type(self), model, self.ranks)
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
