@@ -183,9 +183,10 @@ def pytest_collection_modifyitems(config, items):
     """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and is not `slow`.
 
     A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too. The files at the
-    top of tests/, which are of the whole library, take longest and come first.
+    top of tests/, which are of the whole library, take longest and come first, and then those of tests/testing, which
+    would be last.
     """
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    items.sort(key=lambda item: [item.path.parent.name != name for name in ("tests", "testing")])
     known = {}
     for item in items:
         fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values() if found]
