@@ -21,6 +21,9 @@ from tp_invariant import testing
 from tp_invariant.diagnostics.diff import compare, read_log
 from tp_invariant.testing import assert_bitwise_equal
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.Trainer, "_prepare_for_training"), reason="the Trainer refuses this version"
+)
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 STEPS = 10
 EXAMPLES = 14  # in micro-batches of 2, of which a step has 2: an epoch ends with a step of one
@@ -663,7 +666,7 @@ def test_transformers_own_trainer_is_refused(tmp_path, kind):
     """By the DistributedDataParallel that it makes, before any shard is copied."""
     for text, unchanged in run_ranks(by_transformers_own, 2, tmp_path, kind):
         assert text.startswith("DistributedDataParallel over the ranks [0, 1")
-        assert "model.embed_tokens.weight is sharded over [0, 1] of them" in text
+        assert ".weight is sharded over [0, 1] of them" in text
         assert "tp_invariant.integrations.trainer.Trainer" in text
         assert unchanged
 

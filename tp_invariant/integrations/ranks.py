@@ -73,7 +73,7 @@ class Ranks:
                     f"{by}, whose mesh must have one dim (no HSDP), that of dp_group, which has the ranks "
                     f"{ranks_of(self.dp)}: give fully_shard mesh=mesh['dp'], and dp_group=mesh['dp']"
                 )
-            if spec.dim is not None and spec.group.mesh is None:
+            if spec.dim is not None and spec.group.mesh is None and p.device_mesh.ndim == 1:
                 raise ValueError(
                     f"{by}, and its layer has no DeviceMesh: make it with tp_group=mesh['tp'], also of one rank"
                 )

@@ -325,6 +325,10 @@ class Trainer(transformers.Trainer):
         self.ranks.run("saving a checkpoint", lambda: super(Trainer, self)._save_checkpoint(model, trial))
         self._agree_on_best_model()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the whole model, on rank 0. Every rank calls it: in some versions the others would skip `_save`."""
+        self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """What transformers writes of the whole model, on rank 0. Every rank calls it."""
         folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
