@@ -120,7 +120,7 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
             if (new := _shrunk(name, value)) != value:
                 changed[name] = new
         elif isinstance(value, float):
-            if value and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+            if value and ("dropout" in name or "jitter" in name or name.endswith(("pdrop", "layerdrop"))):
                 changed[name] = 0.0
         elif isinstance(value, (list, tuple)) and isinstance(layers, int) and len(value) == layers > 4:
             kinds = list(dict.fromkeys(value)) if all(isinstance(v, (str, int)) for v in value) else []

@@ -430,7 +430,7 @@ def test_inputs_that_do_not_fit():
     with tpi.set_tp_invariant_mode(True):
         with pytest.raises(ValueError, match="top_k_index has shape"):
             layer(x, index[:2], weights[:2])
-        with pytest.raises(TypeError, match="hidden_states is torch.float64"):
+        with pytest.raises(TypeError, match=r"hidden_states is torch\.float64"):
             layer(x.double(), index, weights)
         with pytest.raises(IndexError, match="top_k_index holds 4 on rank 0"):
             layer(x, index + 4, weights)

@@ -205,13 +205,13 @@ class TokenRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Dispatch) -> Tensor:
-        ctx.way = way
+        ctx.call = way
         return way.to_owners(x[way.departure // way.slots]) if way.sharded else x[way.order // way.slots]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
-        way: Dispatch = ctx.way
+        way: Dispatch = ctx.call
         return way.all_tokens(_add_slots(way.to_tokens(drows.contiguous()), way.places, None)), None
 
 
@@ -226,14 +226,14 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, way: Dispatch) -> Tensor:
         arrived = way.to_tokens(rows)
         ctx.save_for_backward(arrived if ctx.needs_input_grad[1] else None, weights)
-        ctx.way = way
+        ctx.call = way
         return way.all_tokens(_add_slots(arrived, way.places, way.own_tokens(weights)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         arrived, weights = ctx.saved_tensors
-        way: Dispatch = ctx.way
+        way: Dispatch = ctx.call
         drows = dweights = None
         if ctx.needs_input_grad[0]:
             drows = _scaled(dy, weights, way.departure if way.sharded else way.order)
@@ -321,7 +321,8 @@ class GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.stored, ctx.transposed, ctx.gemm_fn = stored, transposed, gemm_fn
+        ctx.call, ctx.of_bias = stored
+        ctx.transposed, ctx.gemm_fn = transposed, gemm_fn
         w = stored[0].of_owner(weight)
         b = None if bias is None else stored[1].of_owner(bias)
         return grouped_matmul(gemm_fn, rows, w if transposed else w.mT, offsets, bias=b)
@@ -331,7 +332,7 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, offsets = ctx.saved_tensors
         need_rows, need_w, need_b, *_ = ctx.needs_input_grad
-        gemm_fn, (of_weight, of_bias) = ctx.gemm_fn, ctx.stored
+        gemm_fn, of_weight, of_bias = ctx.gemm_fn, ctx.call, ctx.of_bias
         dy = dy.contiguous()
         drows = dw = db = None
         if need_rows:

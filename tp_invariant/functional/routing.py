@@ -95,6 +95,12 @@ class _Chosen(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).scatter(-1, index, grad), None
 
 
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(values, indices), as of top_k_index, in place of torch.topk, which has no order of equal scores."""
+    index = top_k_index(scores.detach(), k)
+    return _Chosen.apply(scores, index), index
+
+
 def _sum_of_slots(x: Tensor) -> Tensor:
     """[.., k] -> [.., 1], in slot order."""
     first, *others = x.split(1, dim=-1)

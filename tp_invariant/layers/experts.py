@@ -116,7 +116,7 @@ class Experts(ShardedModule):
         self.group = resolve_group(tp_group)
         self.by_expert = expert_parallel_group is not None
         if expert_parallel_group is not None:
-            _check_same_ranks(self.group, resolve_group(expert_parallel_group))
+            check_same_ranks(self.group, resolve_group(expert_parallel_group))
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
         self.activation, self.gate_fn = activation, gate_fn
@@ -350,7 +350,7 @@ def _name_of(activation: str | Activation) -> str:
     return activation if isinstance(activation, str) else identify(activation)
 
 
-def _check_same_ranks(group: Group, experts: Group) -> None:
+def check_same_ranks(group: Group, experts: Group) -> None:
     if ranks_of(group) != ranks_of(experts):
         raise ValueError(
             f"expert_parallel_group has the global ranks {ranks_of(experts)} and tp_group {ranks_of(group)}: experts "
