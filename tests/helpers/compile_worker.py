@@ -20,7 +20,9 @@ from tp_invariant.kernels import peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
+from tp_invariant.kernels.experts import grouped
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
+from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.rowwise import norm, softmax
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
@@ -62,7 +64,9 @@ class NoGPU:
 
 @contextlib.contextmanager
 def hopper():
-    modules = (attention, attention_backward, batched, cross_entropy, embedding, grad_norm, matmul, norm, softmax)
+    modules = (
+        attention, attention_backward, batched, cross_entropy, embedding, grad_norm, grouped, matmul, norm, softmax,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather):
             stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
@@ -89,6 +93,19 @@ def products(dtype: torch.dtype, tma: bool) -> None:
             assert (matmul.matmul_rank_major(a.view(2, 256, 256), major, b_k_dim=k_dim) is not None) == tma
     if not tma:
         batched.batched_matmul(a[None], b[None])
+
+
+def experts(dtype: torch.dtype) -> None:
+    """With the tiles that few rows of an expert get, and many."""
+    for rows, count, hidden, inner in ((256, 16, 512, 384), (4096, 8, 2048, 1536)):
+        x, dy = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(rows, inner, dtype=dtype)
+        offsets = torch.arange(0, rows + 1, rows // count, dtype=torch.int32)
+        weight = torch.zeros(1, inner, hidden, dtype=dtype).expand(count, -1, -1)
+        with mock.patch.object(grouped, "_fitted", lambda config, a: fit(config, a.element_size(), 232448)):
+            grouped.grouped_matmul(x, weight.mT, offsets, bias=torch.zeros(count, inner))
+            grouped.grouped_matmul(dy, weight, offsets)
+            grouped.grouped_outer(dy, x, offsets)
+            grouped.grouped_outer(dy[:, :8], x, offsets, out=torch.zeros(count, 8, hidden), accumulate=True)
 
 
 def norms(dtype: torch.dtype) -> None:
@@ -166,6 +183,7 @@ def main() -> None:
     with hopper():
         for dtype in (torch.bfloat16, torch.float32):
             products(dtype, False)
+            experts(dtype)
             norms(dtype)
             losses(dtype)
             clipping(dtype)
