@@ -24,7 +24,7 @@ from tp_invariant.kernels.experts import grouped
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
-from tp_invariant.kernels.rowwise import norm, softmax
+from tp_invariant.kernels.rowwise import gated, norm, softmax
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
@@ -65,7 +65,8 @@ class NoGPU:
 @contextlib.contextmanager
 def hopper():
     modules = (
-        attention, attention_backward, batched, cross_entropy, embedding, grad_norm, grouped, matmul, norm, softmax,
+        attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul, norm,
+        softmax,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather):
@@ -115,6 +116,13 @@ def norms(dtype: torch.dtype) -> None:
         options = dict(rows_per_sum=32, rms=rms, zero_centered=rms, with_bias=not rms)
         _, sums = norm.norm_backward(y, x, w, mean, rstd, **options)
         norm.fold_weight_gradients(sums, dtype, None if rms else dtype)
+
+
+def gates(dtype: torch.dtype) -> None:
+    x = torch.zeros(16, 1000, dtype=dtype)
+    for activation in ("silu", "gelu_tanh"):
+        gated.gated_forward(x, x, activation)
+        gated.gated_backward(x, x, x, activation)
 
 
 def losses(dtype: torch.dtype) -> None:
@@ -185,6 +193,7 @@ def main() -> None:
             products(dtype, False)
             experts(dtype)
             norms(dtype)
+            gates(dtype)
             losses(dtype)
             clipping(dtype)
         products(torch.bfloat16, True)
