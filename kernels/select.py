@@ -16,6 +16,7 @@ _MODULES = {  # (cuda, cpu), which have the same functions
     "grouped GEMM": ("experts.grouped", "experts.reference_grouped"),
     "gradient norm": ("grad_norm.kernel", "grad_norm.reference"),
     "norm": ("rowwise.norm", "rowwise.reference_norm"),
+    "routing": ("experts.routing", "experts.reference_routing"),
     "softmax": ("rowwise.softmax", "rowwise.reference_softmax"),
 }
 

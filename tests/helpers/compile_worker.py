@@ -20,7 +20,7 @@ from tp_invariant.kernels import peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
-from tp_invariant.kernels.experts import grouped
+from tp_invariant.kernels.experts import grouped, routing
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
@@ -66,7 +66,7 @@ class NoGPU:
 def hopper():
     modules = (
         attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul, norm,
-        softmax,
+        routing, softmax,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather):
@@ -107,6 +107,17 @@ def experts(dtype: torch.dtype) -> None:
             grouped.grouped_matmul(dy, weight, offsets)
             grouped.grouped_outer(dy, x, offsets)
             grouped.grouped_outer(dy[:, :8], x, offsets, out=torch.zeros(count, 8, hidden), accumulate=True)
+
+
+def routes(dtype: torch.dtype) -> None:
+    rows, scores, weights = (torch.zeros(*shape, dtype=dtype) for shape in ((64, 1000), (16, 128), (16, 4)))
+    routing.top_k(scores, 4)
+    places = torch.zeros(16, 4, dtype=torch.int64)
+    routing.combine(rows, weights.float(), places)
+    routing.combine(rows, None, places)
+    routing.combine_backward_rows(rows[:16], weights, places.view(-1))
+    for x in (rows, torch.zeros(64, 2048, dtype=dtype), torch.zeros(64, 20000, dtype=dtype)):
+        routing.combine_backward_weights(x[:16], x, places)
 
 
 def norms(dtype: torch.dtype) -> None:
@@ -192,6 +203,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             products(dtype, False)
             experts(dtype)
+            routes(dtype)
             norms(dtype)
             gates(dtype)
             losses(dtype)
