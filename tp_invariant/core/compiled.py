@@ -339,8 +339,9 @@ def as_custom_op(
                 sizes.extend(value)
                 value = ("sizes",)
             configs.append(_encode(value, groups))
-        op = multi_rank_op if groups[0] else single_rank_op
-        return op(*args[:count], groups[0], sizes, repr(("tuple", *configs)))[0]
+        group = groups[0] if groups else ""  # without a group, as on one rank
+        op = multi_rank_op if group else single_rank_op
+        return op(*args[:count], group, sizes, repr(("tuple", *configs)))[0]
 
     return apply
 
