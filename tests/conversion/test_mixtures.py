@@ -19,9 +19,13 @@ run_ranks = functools.partial(testing.run_ranks, device="cpu")
 FAMILIES = sorted(hf_models.MIXTURES)
 
 
-def train_on_rank(tp_group, family, dtype=torch.float32, mode=True, steps=3, by_expert=False, **options):
-    group = tp_group if by_expert else None
-    model = tpi.parallelize(hf_models.build(family, dtype), tp_group, expert_parallel_group=group, **options)
+def train_on_rank(tp_group, family, options, mode=True, steps=3):
+    model = tpi.parallelize(
+        hf_models.build(family, options.get("dtype", torch.float32)),
+        tp_group,
+        expert_parallel_group=tp_group if options.get("by_expert") else None,
+        sequence_parallel=options.get("sequence_parallel", False),
+    )
     with tpi.set_tp_invariant_mode(mode):
         return hf_models.train(model, tp_group, steps)
 
@@ -29,7 +33,7 @@ def train_on_rank(tp_group, family, dtype=torch.float32, mode=True, steps=3, by_
 @functools.cache
 def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True) -> Any:
     """At TP=1, once for all degrees."""
-    return train_on_rank(None, family, dtype, mode)
+    return train_on_rank(None, family, dict(dtype=dtype), mode)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True) 
 )
 def test_training_has_the_same_bits_at_every_degree(family, degree, options):
     expected = trained(family, options.get("dtype", torch.float32))
-    for rank, got in enumerate(run_ranks(functools.partial(train_on_rank, **options), degree, family)):
+    for rank, got in enumerate(run_ranks(train_on_rank, degree, family, options)):
         assert_bitwise_equal(got, expected, f"{family} on rank {rank} of {degree}, {options}")
     routers = [grad for name, grad in expected["grads"].items() if name.endswith("mlp.gate.weight")]
     assert routers and all(grad.any() for grad in routers)
@@ -58,7 +62,7 @@ def test_training_has_the_same_bits_at_every_degree(family, degree, options):
 def test_with_the_mode_off_the_bits_depend_on_the_degree():
     one, on = trained("mixtral", mode=False), trained("mixtral")
     for options in ({}, dict(sequence_parallel=True), dict(by_expert=True)):
-        for got in run_ranks(functools.partial(train_on_rank, mode=False, steps=1, **options), 2, "mixtral"):
+        for got in run_ranks(train_on_rank, 2, "mixtral", options, False, 1):
             assert not torch.equal(got["logits"], one["logits"])
             for name in one["grads"]:
                 torch.testing.assert_close(got["grads"][name], on["grads"][name], rtol=1e-3, atol=1e-5)

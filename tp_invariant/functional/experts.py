@@ -164,36 +164,6 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     return Dispatch(group, order, offsets, arrival, departure, places, sent, received, counts, tokens, sharded)
 
 
-# --- sums over a token's slots --------------------------------------------------------------------------------------
-
-
-def _add_slots(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """[n, H]: the sum over slots s, in their order and in fp32, of weights[t, s] * rows[places[t, s]], rounded once."""
-    total: Tensor | None = None
-    for slot, place in enumerate(places.unbind(1)):
-        term = rows[place].float()
-        if weights is not None:
-            term = term * weights[:, slot, None].float()
-        total = term if total is None else total + term
-    assert total is not None
-    return total.to(rows.dtype)
-
-
-def _scaled(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """For each (token, slot) in `order` the gradient of its row: weights[t, s] * dy[t], rounded once."""
-    factors = weights.reshape(-1)[order].float()
-    return (dy[order // weights.shape[1]].float() * factors.unsqueeze(1)).to(dy.dtype)
-
-
-def _slot_products(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """[n, k], fp32: for each slot the dot product of dy[t] and rows[places[t, s]], in one order for each of them."""
-    row_sums = select("softmax", dy.device.type).row_sums
-    dy = dy.float()
-    return torch.stack(
-        [row_sums(dy * rows[place].float(), divisor=1, out_dtype=torch.float32) for place in places.unbind(1)], dim=1
-    )
-
-
 # --- tokens to rows and back ----------------------------------------------------------------------------------------
 
 
@@ -206,13 +176,17 @@ class TokenRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Dispatch) -> Tensor:
         ctx.call = way
-        return way.to_owners(x[way.departure // way.slots]) if way.sharded else x[way.order // way.slots]
+        kernels = select("routing", x.device.type)
+        if way.sharded:
+            return way.to_owners(kernels.gather_rows(x, way.departure // way.slots))
+        return kernels.gather_rows(x, way.order // way.slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
         way: Dispatch = ctx.call
-        return way.all_tokens(_add_slots(way.to_tokens(drows.contiguous()), way.places, None)), None
+        combine = select("routing", drows.device.type).combine
+        return way.all_tokens(combine(way.to_tokens(drows.contiguous()), None, way.places)), None
 
 
 class Combine(torch.autograd.Function):
@@ -227,19 +201,21 @@ class Combine(torch.autograd.Function):
         arrived = way.to_tokens(rows)
         ctx.save_for_backward(arrived if ctx.needs_input_grad[1] else None, weights)
         ctx.call = way
-        return way.all_tokens(_add_slots(arrived, way.places, way.own_tokens(weights)))
+        y = select("routing", rows.device.type).combine(arrived, way.own_tokens(weights), way.places)
+        return way.all_tokens(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         arrived, weights = ctx.saved_tensors
         way: Dispatch = ctx.call
+        kernels = select("routing", dy.device.type)
         drows = dweights = None
         if ctx.needs_input_grad[0]:
-            drows = _scaled(dy, weights, way.departure if way.sharded else way.order)
+            drows = kernels.combine_backward_rows(dy, weights, way.departure if way.sharded else way.order)
             drows = way.to_owners(drows) if way.sharded else drows
         if ctx.needs_input_grad[1]:
-            dots = _slot_products(way.own_tokens(dy), arrived, way.places)
+            dots = kernels.combine_backward_weights(way.own_tokens(dy), arrived, way.places)
             dweights = way.all_tokens(dots.to(weights.dtype))
         return drows, dweights, None
 

@@ -74,11 +74,6 @@ class Routing:
             raise ValueError(f"top_k={self.top_k} is more than the {available} experts that can be chosen")
 
 
-def top_k_index(scores: Tensor, k: int) -> Tensor:
-    """The indices of the k largest along the last dim, descending; ties go to the lower index, NaN is the largest."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-
-
 class _Chosen(torch.autograd.Function):
     """scores [.., E], index [.., k] of different experts -> their scores. torch's gather would add in backward."""
 
@@ -96,9 +91,16 @@ class _Chosen(torch.autograd.Function):
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(values, indices), as of top_k_index, in place of torch.topk, which has no order of equal scores."""
-    index = top_k_index(scores.detach(), k)
+    """(values, indices) of the k largest along the last dim, descending; of equal ones the lower index comes first.
+
+    In place of torch.topk, in which equal scores have no order. NaN is the largest, as there.
+    """
+    index = _index_of_largest(scores.detach(), k)
     return _Chosen.apply(scores, index), index
+
+
+def _index_of_largest(scores: Tensor, k: int) -> Tensor:
+    return select("routing", scores.device.type).top_k(scores, k)[1]
 
 
 def _sum_of_slots(x: Tensor) -> Tensor:
@@ -186,8 +188,8 @@ def _choose(choice: Tensor, routing: Routing, correction: Tensor | None) -> Tens
         choice = choice + correction.detach().float()
     if routing.groups > 1:
         grouped = choice.unflatten(-1, (routing.groups, -1))
-        best = grouped.sort(dim=-1, descending=True).values
-        chosen = top_k_index(best[..., 0] + best[..., 1], routing.chosen_groups)
+        best = select("routing", choice.device.type).top_k(grouped, 2)[0]
+        chosen = _index_of_largest(best[..., 0] + best[..., 1], routing.chosen_groups)
         others = torch.ones_like(best[..., 0], dtype=torch.bool).scatter(-1, chosen, False)
         choice = grouped.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
-    return top_k_index(choice, routing.top_k)
+    return _index_of_largest(choice, routing.top_k)

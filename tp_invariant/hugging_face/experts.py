@@ -59,7 +59,7 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, by_expert: boo
     """This rank's part of an experts module of transformers."""
     from transformers.integrations import moe
 
-    function: dict[str, Any] = dict(activation=getattr(module, "act_fn", "silu"))
+    function: dict[str, Any] = dict(activation=_activation(getattr(module, "act_fn", nn.SiLU())))
     if module.has_gate and type(module)._apply_gate is not moe._default_apply_gate:
         shell = copy.copy(module)  # what _apply_gate reads of it, without the weights
         shell.__dict__["_parameters"] = {}
@@ -80,6 +80,13 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, by_expert: boo
     for name, full in module.named_parameters():
         setattr(layer, name, nn.Parameter(layer.shard_spec(name).local(full), full.requires_grad))
     return layer.train(module.training)
+
+
+def _activation(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], Tensor]:
+    """Its name in Experts, if it has one there; then gate and up are one kernel."""
+    if type(function).__name__ in ("SiLU", "SiLUActivation"):
+        return "silu"
+    return "gelu_tanh" if type(function).__name__ in ("GELUTanh", "PytorchGELUTanh") else function
 
 
 class _Reroute(TorchFunctionMode):

@@ -21,8 +21,9 @@ from ..core.layout import check_divides
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.experts import ExpertWeight, combine, dispatch, expert_range, gate, grouped_linear, token_rows
+from ..functional.gated import invariant_gated
 from ..functional.linear import flatten_tokens
-from ..gemm.gemm_fn import GemmFn, check_callable, check_dtype, gemm_fn_name
+from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
 from .linear import autocast_dtype
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 
@@ -187,7 +188,7 @@ class Experts(ShardedModule):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [.., H], top_k_index and top_k_weights [.., k] -> [.., H], of hidden_states' dtype.
 
-        top_k_index: int64 or int32, the experts of each token; top_k_weights: of any floating-point dtype. Under
+        top_k_index: int64 or int32, the experts of each token; top_k_weights: bfloat16, float16 or float32. Under
         sequence parallelism all three are this rank's tokens; otherwise all tokens, the same on every rank.
         torch.compile breaks the graph here, because the number of rows of a rank depends on the routing.
 
@@ -252,9 +253,20 @@ class Experts(ShardedModule):
         way = dispatch(index, self.num_experts, self.group, sequence_dim)
         rows = token_rows(flatten_tokens(x), way)
         inner = grouped_linear(rows, *up, way.offsets, self._stored(self.up_name), self.transposed, self.gemm_fn)
-        inner = gate(inner, self._gate)
+        inner = self._gate_invariantly(inner)
         outer = grouped_linear(inner, *down, way.offsets, self._stored("down_proj"), self.transposed, self.gemm_fn)
         return combine(outer, flatten_tokens(weights), way).view(x.shape)
+
+    def _gate_invariantly(self, h: Tensor) -> Tensor:
+        if self.gate_fn is None and self.gated and self.activation in ("silu", "gelu_tanh"):
+            return invariant_gated(*self._halves(h), self.activation)
+        return gate(h, self._gate)
+
+    def _halves(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.interleaved:
+            return h[..., ::2], h[..., 1::2]
+        gates, ups = h.chunk(2, dim=-1)
+        return gates, ups
 
     def _gate(self, h: Tensor) -> Tensor:
         if self.gate_fn is not None:
@@ -262,8 +274,8 @@ class Experts(ShardedModule):
         activation = _ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         if not self.gated:
             return activation(h)
-        gate, up = (h[..., ::2], h[..., 1::2]) if self.interleaved else h.chunk(2, dim=-1)
-        return activation(gate) * up
+        gates, ups = self._halves(h)
+        return activation(gates) * ups
 
     def _stored(self, name: str) -> tuple[ExpertWeight, ExpertWeight]:
         weight, bias = self.shard_spec(name), self.shard_spec(f"{name}_bias")
@@ -295,8 +307,11 @@ class Experts(ShardedModule):
                 f"hidden_states is {x.dtype} and {self.up_name} is {dtype} on rank {rank}: convert one of them, or use "
                 "torch.autocast"
             )
-        if not weights.is_floating_point():
-            raise TypeError(f"top_k_weights is {weights.dtype} on rank {rank}: it must be a floating-point dtype")
+        if weights.dtype not in BUNDLED_DTYPES:
+            raise TypeError(
+                f"top_k_weights is {weights.dtype} on rank {rank}: it must be one of "
+                + ", ".join(map(str, BUNDLED_DTYPES))
+            )
         if self.sequence_parallel and not 0 <= self.sequence_dim < x.dim() - 1:
             raise ValueError(
                 f"sequence_dim={self.sequence_dim} is not a token dim of hidden_states with shape {tuple(x.shape)} on "
