@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshes import mesh_or_group
+from meshes import init_device_mesh, mesh_or_group
 from same_as_alone import assert_as_alone
 from torch import Tensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
+from tp_invariant.graphs import checks as graph_checks
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -434,6 +435,35 @@ def test_inputs_that_do_not_fit():
             layer(x.double(), index, weights)
         with pytest.raises(IndexError, match="top_k_index holds 4 on rank 0"):
             layer(x, index + 4, weights)
+
+
+def test_a_captured_layer_over_several_ranks(monkeypatch):
+    monkeypatch.setattr(graph_checks, "on_gpu", lambda x: True)
+    for size, problem in ((1, ""), (2, "experts in layers[0] has experts over 2 ranks: their all-to-alls have sizes")):
+        group = Group(None, 0, size)
+        layer = tpi.MixtureOfExperts(4, 8, 8, tpi.Routing(2), tp_group=group)
+        assert graph_checks.problem_with(layer, "layers[0]").startswith(problem)
+        assert bool(graph_checks.problem_with(layer, "layers[0]")) == bool(problem)
+
+
+def test_a_compiled_mixture_has_the_bits_of_the_eager_one():
+    layer = tpi.MixtureOfExperts(4, HIDDEN, INNER, tpi.Routing(2))
+    x = data(Case())[0]
+    with tpi.set_tp_invariant_mode(True):
+        compiled = torch.compile(layer, backend="eager")
+        assert_bitwise_equal(compiled(x).detach(), layer(x).detach())
+
+
+def test_experts_of_fully_shard_are_refused():
+    def sharded(tp_group):
+        from torch.distributed.fsdp import fully_shard
+
+        layer = tpi.Experts(4, 8, 8)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match="is sharded by fully_shard"):
+            layer(torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))
+
+    run_ranks(sharded, 2)
 
 
 def test_ranks_with_different_routings_are_told():

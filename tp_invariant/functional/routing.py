@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.compiled import outside_of_graphs
 from ..core.elementwise import in_whole_vectors
 from ..kernels.select import select
 from .linear import flatten_tokens
@@ -90,6 +91,7 @@ class _Chosen(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).scatter(-1, index, grad), None
 
 
+@outside_of_graphs("its kernel is no op")
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(values, indices) of the k largest along the last dim, descending; of equal ones the lower index comes first.
 
@@ -165,6 +167,7 @@ class _Sigmoid(torch.autograd.Function):
         return (dy * (y * (1 - y))).to(ctx.dtype)
 
 
+@outside_of_graphs("a compiler may compute sums and exponentials in another order")
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [.., E] -> (weights [.., k] in fp32, index [.., k], int64).
 

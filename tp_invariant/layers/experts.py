@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
-from ..core.dtensors import as_local, is_dtensor, refuse_dtensor
+from ..core.compiled import outside_of_graphs
+from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
+from ..core.fsdp import resharded_whole
 from ..core.identity import identify
 from ..core.layout import check_divides
 from ..core.mode import is_tp_invariant_mode_enabled
@@ -197,11 +199,9 @@ class Experts(ShardedModule):
             TypeError: dtypes that are not supported.
             IndexError: an expert that does not exist, on a CPU; on CUDA a device-side assertion fails.
         """
-        if torch.compiler.is_compiling():
-            uncompiled = torch.compiler.disable(self._forward, reason="the routing decides how many rows a rank has")
-            return uncompiled(hidden_states, top_k_index, top_k_weights)
         return self._forward(hidden_states, top_k_index, top_k_weights)
 
+    @outside_of_graphs("the routing decides how many rows a rank has")
     def _forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         for name, tensor in (("hidden_states", x), ("top_k_index", index), ("top_k_weights", weights)):
             if is_dtensor(tensor):
@@ -316,6 +316,11 @@ class Experts(ShardedModule):
             raise ValueError(
                 f"sequence_dim={self.sequence_dim} is not a token dim of hidden_states with shape {tuple(x.shape)} on "
                 f"rank {rank}: it must be from 0 to {x.dim() - 2}"
+            )
+        if any(resharded_whole(local_of(p)) is not None for p in self.parameters(recurse=False)):
+            raise ValueError(
+                f"{self._name} on rank {rank} is sharded by fully_shard, which is not supported for experts: leave it "
+                "out (fully_shard(.., ignored_params=set(experts.parameters())))"
             )
         if self.group.size > 1 and is_capturing():
             raise ValueError(
