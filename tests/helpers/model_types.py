@@ -14,7 +14,8 @@ embedding and not. A model works if
             wrong whatever the order of sums
     whole   the parameters gathered from TP=2 are the model's own, and the same ones have gradients
 
-and is refused if `parallelize`, or the forward, raises a ValueError, TypeError or NotImplementedError with the reason.
+and is refused if `parallelize`, or this library in the forward, raises a ValueError, TypeError, NotImplementedError or
+AttributeError with the reason.
 Anything else is a defect of this library, and the script's exit status is 1.
 """
 
@@ -35,6 +36,7 @@ from torch import Tensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.hugging_face.experts import use_own_code
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hugging_face.md"
 BATCH, SEQUENCE, VOCABULARY = 2, 24, 96
@@ -234,7 +236,7 @@ def step(model: Any) -> dict[str, Tensor | None]:
     return {"loss": output.loss.detach(), "logits": output.logits.detach(), **grads}
 
 
-_REFUSALS = (ValueError, TypeError, NotImplementedError)
+_REFUSALS = (ValueError, TypeError, NotImplementedError, AttributeError)
 
 
 def run_on_rank(tp_group: Any, model_type: str, tied: bool | None, sp: bool, mode: bool) -> dict[str, Any]:
@@ -281,6 +283,7 @@ def stock(model_type: str, tied: bool | None, dtype: torch.dtype) -> dict[str, T
     """The untouched model's."""
     with _quiet():
         model = build(model_type, tied).to(dtype)
+        use_own_code(model)
         output = model(**batch())
         output.loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}

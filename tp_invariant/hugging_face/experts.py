@@ -89,6 +89,14 @@ def _activation(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor]
     return "gelu_tanh" if type(function).__name__ in ("GELUTanh", "PytorchGELUTanh") else function
 
 
+def use_own_code(model: nn.Module) -> None:
+    """Makes transformers' experts run the model's own code: grouped products of torch's take no float64."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    for config in configs.values():
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
+
+
 class _Reroute(TorchFunctionMode):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -235,6 +236,9 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     Found by running it, because every Hugging Face model has its own norm class: a float64 copy with random weights
     gets random rows, which are so small that a wrong eps changes the result visibly.
     """
+    arguments = inspect.signature(norm.forward).parameters.values()
+    if sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments) > 1:
+        return None  # a gate, say, which it may do without
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
     if "weight" not in shapes or len(shapes["weight"]) != 1 or set(shapes) - {"weight", "bias"}:
         return None
