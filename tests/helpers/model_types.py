@@ -15,8 +15,7 @@ embedding and not. A model works if
     whole   the parameters gathered from TP=2 are the model's own, and the same ones have gradients
 
 and is refused if `parallelize`, or this library in the forward, raises a ValueError, TypeError, NotImplementedError or
-AttributeError with the reason.
-Anything else is a defect of this library, and the script's exit status is 1.
+AttributeError with the reason. Anything else is a defect of this library, and the script's exit status is 1.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Experts(ShardedModule):
             if self.group.size > 1:
                 share_error(error, self.group, x.device, self._agreed)
             raise
-        own = [self._parameters.get(name) for name in self._all_names()]
+        own = [getattr(self, name, None) for name in self._all_names()]  # a parametrized one is computed
         if self.group.size > 1:
             self._agree(x, index, weights, invariant)
         up, down, up_bias, down_bias = (
