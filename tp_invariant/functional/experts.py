@@ -105,6 +105,13 @@ def _inverse(order: Tensor) -> Tensor:
     return inverse
 
 
+def _rank_of(position: Tensor, size: int, world: int) -> Tensor:
+    """The rank in whose piece, by split_sizes, each position lies. By arithmetic: nothing is copied from the host."""
+    small, more = divmod(size, world)
+    longer = more * (small + 1)
+    return torch.where(position < longer, position // (small + 1), more + (position - longer) // max(small, 1))
+
+
 def expert_range(experts: int, group: Group) -> range:
     """The experts that this rank computes."""
     bounds = [0, *itertools.accumulate(split_sizes(experts, group.size))]
@@ -118,7 +125,8 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
 
     Under sequence parallelism the index, a few bytes for each row, is gathered; then every rank computes all sizes
     itself. For a group of several ranks the host needs P x P of these sizes, because torch's all-to-all takes them from
-    the host: on a GPU it waits once in a call until the routing is computed, and backward needs no further wait.
+    the host: on a GPU it waits once in a call until the routing is computed, which leaves the GPU without work for as
+    long as the host then takes to launch the next kernels. Backward needs no further wait.
     """
     check_ids(index, experts, name="top_k_index", rank=group.rank)
     k, device, world = index.shape[-1], index.device, group.size
@@ -127,16 +135,16 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     own = index.reshape(-1)
     if world == 1:
         by_expert, order = own.sort(stable=True)
-        offsets = torch.searchsorted(by_expert, torch.arange(experts + 1, device=device), out_int32=True)
+        bounds = torch.arange(experts + 1, device=device, dtype=by_expert.dtype)
+        offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
         rows = [len(order)]
         places = _inverse(order).view(len(order) // k, k)
         return Dispatch(group, order, offsets, None, order, places, rows, rows, rows, len(places), sharded)
     whole = index if sequence_dim is None else gather_dim(index, sequence_dim, group)
     tokens = whole[..., 0].numel()
     if sequence_dim is None:
-        ranks = torch.arange(world, device=device)
         sizes = split_sizes(tokens, world)
-        holder = ranks.repeat_interleave(torch.tensor(sizes, device=device), output_size=tokens)
+        holder = _rank_of(torch.arange(tokens, device=device), tokens, world)
         start = sum(sizes[: group.rank])
         own = own[start * k : (start + sizes[group.rank]) * k]
     else:
@@ -144,11 +152,9 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
         lead[sequence_dim] = whole.shape[sequence_dim]
         along = torch.arange(lead[sequence_dim], device=device) // index.shape[sequence_dim]
         holder = along.view(lead).expand(whole.shape[:-1]).reshape(-1)
-    per_owner = torch.tensor(split_sizes(experts, world), device=device)
-    owner = torch.arange(world, device=device).repeat_interleave(per_owner, output_size=experts)
     every = whole.reshape(-1)
-    legs = holder.repeat_interleave(k) * world + owner[every]
-    counts: list[int] = torch.bincount(legs, minlength=world * world).tolist()  # where the host waits
+    legs = (holder.unsqueeze(1) * world + _rank_of(every, experts, world).view(tokens, k)).flatten()
+    counts: list[int] = legs.new_zeros(world * world).scatter_add_(0, legs, torch.ones_like(legs)).tolist()
     table = [counts[s * world : (s + 1) * world] for s in range(world)]
     received = [row[group.rank] for row in table]
     first = sum(sum(row[: group.rank]) for row in table)
