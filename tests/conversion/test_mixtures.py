@@ -12,18 +12,20 @@ import torch
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.comm.collectives import Group
 from tp_invariant.layers.experts import Experts
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 FAMILIES = sorted(hf_models.MIXTURES)
+ONE_RANK = Group(None, 0, 1)
 
 
 def train_on_rank(tp_group, family, options, mode=True, steps=3):
     model = tpi.parallelize(
         hf_models.build(family, options.get("dtype", torch.float32)),
         tp_group,
-        expert_parallel_group=tp_group if options.get("by_expert") else None,
+        expert_parallel_group=(ONE_RANK if tp_group is None else tp_group) if options.get("by_expert") else None,
         sequence_parallel=options.get("sequence_parallel", False),
     )
     with tpi.set_tp_invariant_mode(mode):
@@ -31,9 +33,9 @@ def train_on_rank(tp_group, family, options, mode=True, steps=3):
 
 
 @functools.cache
-def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True) -> Any:
+def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, by_expert: bool = False) -> Any:
     """At TP=1, once for all degrees."""
-    return train_on_rank(None, family, dict(dtype=dtype), mode)
+    return train_on_rank(None, family, dict(dtype=dtype, by_expert=by_expert), mode)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True) 
     ids=str,
 )
 def test_training_has_the_same_bits_at_every_degree(family, degree, options):
-    expected = trained(family, options.get("dtype", torch.float32))
+    expected = trained(family, options.get("dtype", torch.float32), by_expert=options.get("by_expert", False))
     for rank, got in enumerate(run_ranks(train_on_rank, degree, family, options)):
         assert_bitwise_equal(got, expected, f"{family} on rank {rank} of {degree}, {options}")
     routers = [grad for name, grad in expected["grads"].items() if name.endswith("mlp.gate.weight")]

@@ -23,6 +23,7 @@ from tp_invariant.testing import assert_bitwise_equal, full_grads, full_paramete
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 BATCH, SEQUENCE, HIDDEN, INNER = 2, 12, 16, 24
+ONE_RANK = Group(None, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ def build(case: Case, tp_group: Any) -> tpi.Experts:
         bias=case.bias,
         gated=case.gated,
         tp_group=tp_group,
-        expert_parallel_group=tp_group if case.by_expert else None,
+        expert_parallel_group=(ONE_RANK if tp_group is None else tp_group) if case.by_expert else None,
         sequence_parallel=case.sequence_parallel,
         sequence_dim=case.sequence_dim,
         gemm_fn=blockwise_gemm if case.own_gemm else None,
@@ -151,7 +152,19 @@ def possible(case: Case, degree: int) -> bool:
 @pytest.mark.parametrize("degree", (2, 3, 4))
 def test_every_degree_has_the_bytes_of_one(degree):
     cases = [case for case in CASES if possible(case, degree)]
-    assert_as_alone(run, cases, degree, alone=lambda case: case.with_(by_expert=False, group="group"))
+    assert_as_alone(run, cases, degree, alone=lambda case: case.with_(group="group"))
+
+
+def test_how_weights_are_stored_changes_only_the_order_of_the_norm():
+    """A norm adds squares slice by slice of what is sharded: by expert, or by inner feature."""
+    case = Case(experts=12, by_expert=True, bias=True)
+    by_features = run(None, case.with_(by_expert=False))
+    for result in run_ranks(run, 2, case):
+        torch.testing.assert_close(result.pop("norm"), by_features["norm"])
+        torch.testing.assert_close(result.pop("parameters"), by_features["parameters"])
+        assert_bitwise_equal(result["y 1"], by_features["y 1"])
+        assert_bitwise_equal(result["dweights 1"], by_features["dweights 1"])
+        assert_bitwise_equal(result["gradients"], by_features["gradients"])
 
 
 def test_with_the_mode_off_bits_depend_on_the_degree():

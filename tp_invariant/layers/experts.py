@@ -54,7 +54,8 @@ class Experts(ShardedModule):
 
     Stored by inner features, the weights of an expert are sent to its owner in forward and in backward, and their
     gradients back; stored by expert, they stay. Every gradient is complete when backward returns. Memory and traffic
-    differ, the bits do not.
+    differ, the bits of outputs and gradients do not. The bits of the gradient norm are the same at every degree, but
+    differ between the two ways: clip_grad_norm_ adds the squares slice by slice of the dim that is sharded.
 
     Args:
         num_experts: E. Experts are divided over ranks as evenly as possible; a rank may have none. Stored by expert the
@@ -68,7 +69,8 @@ class Experts(ShardedModule):
         interleaved: gate and up alternate, [g0, u0, g1, u1, ..], instead of [gate; up].
         transposed: weights are [E, H, 2I] and [E, I, H] (gpt-oss), and sharded along the same features.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. With a DeviceMesh parameters are DTensors.
-        expert_parallel_group: stores parameters by expert over this group, which must have the ranks of tp_group.
+        expert_parallel_group: stores parameters by expert over this group, which must have the ranks of tp_group. Give
+            it on one rank, too, for the gradient norm that other degrees have: a group of this rank alone.
         sequence_parallel, sequence_dim: whether, and along which dim, the tokens of all arguments and of the result are
             sharded over the ranks.
         init_method: called with each full weight; else both weights and biases are uniform, as nn.Linear's are.
