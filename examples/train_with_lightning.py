@@ -2,6 +2,9 @@
 
     TP_INVARIANT_MODE=1 python examples/train_with_lightning.py
     TP_INVARIANT_MODE=1 torchrun --nproc-per-node 2 examples/train_with_lightning.py
+    for dp in 1 2 4; do
+        TP_INVARIANT_MODE=1 torchrun --nproc-per-node 4 examples/train_with_lightning.py --dp $dp
+    done
 
 Needs transformers and Lightning: pip install 'tp_invariant[hf,lightning]'.
 """
@@ -18,6 +21,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,15 +37,15 @@ class Language(lightning.LightningModule):
 
     def training_step(self, tokens: Tensor, index: int) -> Tensor:
         loss = self.model(input_ids=tokens, labels=tokens).loss
-        self.print(f"micro-batch {index:3}  loss {loss.item():.6f}")  # on rank 0
+        self.print(f"micro-batch {index:3}  loss {loss.item():.6f}")  # those of rank 0
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> str:
-    """Takes options.steps steps as one of tp_group's ranks; returns the digest of the weights."""
+def train(tp_group: Any, options: argparse.Namespace, device: torch.device, dp_group: Any = None) -> str:
+    """Takes options.steps steps as one of the ranks of these groups; returns the digest of the weights."""
     kind, sizes = PRESETS[options.preset]
     lightning.seed_everything(0, workers=True, verbose=False)
     with device:
@@ -50,12 +54,12 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> s
     text = torch.frombuffer(bytearray(read_text()), dtype=torch.uint8).long()
     loader = DataLoader(text[: 200 * 64].view(200, 64), batch_size=2, shuffle=True)
     trainer = lightning.Trainer(
-        strategy=TensorParallelStrategy(tp_group, device),
+        strategy=TensorParallelStrategy(tp_group, device, dp_group=dp_group),
         accelerator=device.type,
         devices=1,  # of this rank
         precision=options.precision,
         max_steps=options.steps,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=4,  # of all data parallel ranks together
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
@@ -69,6 +73,7 @@ def train(tp_group: Any, options: argparse.Namespace, device: torch.device) -> s
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train_with_lightning.py", description="Train by Lightning.")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="qwen3-tiny", help="model and sizes")
+    parser.add_argument("--dp", type=int, metavar="N", help="data parallel degree; the other ranks are tensor parallel")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="optimizer steps")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed", "bf16-true"), default="32-true")
     return parser
@@ -76,17 +81,26 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as one rank of torchrun's, or alone."""
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    world = int(os.environ.get("WORLD_SIZE", "0"))
+    if options.dp and (not world or world % options.dp):
+        parser.error(f"--dp {options.dp} needs a number of ranks that it divides: torchrun --nproc-per-node 4 ..")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    tp_group = None
+    tp_group: Any = None
+    dp_group = None
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         tp_group = dist.group.WORLD
+        if options.dp:
+            sizes = options.dp, dist.get_world_size() // options.dp
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
+            tp_group, dp_group = mesh["tp"], mesh["dp"]
     try:
-        digest = train(tp_group, options, device)
+        digest = train(tp_group, options, device, dp_group)
         if tp_group is None or dist.get_rank() == 0:
             print(f"weights {digest}")
     finally:

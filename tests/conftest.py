@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib.util
 import inspect
 import itertools
 import os
@@ -90,14 +91,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 MOST_RANKS = 8  # that a test on CPUs asks for
+IMPORTED_BY_RANKS = ["torch._dynamo", "transformers.models.qwen3.modeling_qwen3"]  # the first by torch's optimizers
 
 
 @pytest.fixture(scope="session", autouse=True)
 def whole_pool(request):
     """In a run of several files, whichever asks first for ranks on CPUs starts as many as any file needs.
 
-    A pool that is too small is replaced by a larger one, and starting ranks takes many seconds. A run of one file or of
-    the fast tier, which may need two ranks alone, gets what it asks for.
+    A pool that is too small is replaced by a larger one, and starting ranks takes seconds. Its ranks are forked with
+    what all of them import sooner or later: by itself each of eight would take four seconds for it. A run of one file
+    or of the fast tier, which may need two ranks alone, gets what it asks for.
     """
     if len({item.path for item in request.session.items}) == 1 or request.config.getoption("-m") == "fast":
         yield
@@ -105,9 +108,12 @@ def whole_pool(request):
     pools, shared_pool = rank_pool._pools, testing.shared_pool
 
     def at_its_largest(size, device):
-        whole = device == "cpu" and rank_pool._pools is pools  # not a test's own pools
-        return shared_pool(max(size, MOST_RANKS) if whole else size, device)
+        if device != "cpu" or rank_pool._pools is not pools:  # a test's own pools
+            return shared_pool(size, device)
+        with mock.patch.object(rank_pool, "imported_by_starters", imported):
+            return shared_pool(max(size, MOST_RANKS), device)
 
+    imported = [name for name in IMPORTED_BY_RANKS if importlib.util.find_spec(name.partition(".")[0])]
     with mock.patch.object(testing, "shared_pool", at_its_largest):
         yield
 
@@ -177,9 +183,10 @@ def pytest_collection_modifyitems(config, items):
     """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and is not `slow`.
 
     A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too. The files at the
-    top of tests/, which are of the whole library, take longest and come first.
+    top of tests/, which are of the whole library, take longest and come first, and then those of tests/testing, which
+    would be last.
     """
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    items.sort(key=lambda item: [item.path.parent.name != name for name in ("tests", "testing")])
     known = {}
     for item in items:
         fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values() if found]

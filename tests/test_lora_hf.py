@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from meshes import init_device_mesh
 
 import tp_invariant as tpi
 
@@ -44,6 +45,33 @@ def test_the_same_bits_at_every_degree(tmp_path):
     logits = PeftModel.from_pretrained(model, adapter)(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     assert abs(loss - loaded[0][0]) < 1e-5
+
+
+def run_over_a_mesh(world_group, dp, *arguments):
+    mesh = init_device_mesh("cpu", (dp, world_group.size() // dp), mesh_dim_names=("dp", "tp"))
+    options = make_parser().parse_args([*SMALL, *arguments])
+    return train(mesh["tp"], options, torch.device("cpu"), mesh["dp"])
+
+
+def test_data_parallel_ranks(tmp_path):
+    """1 x 4, 2 x 2 and 4 x 1; and the adapters that 2 x 2 has saved."""
+    results, folder = [], tmp_path / "adapter"
+    with tpi.set_tp_invariant_mode(True):
+        for dp in (1, 2, 4):
+            save = ["--save", str(folder)] if dp == 2 else []
+            results += tpi.testing.run_ranks(run_over_a_mesh, 4, dp, "1", *save, device="cpu")
+    assert all(found == results[0] for found in results)
+    assert len(results[0][0]) == 1 and (folder / "adapter_model.safetensors").exists()
+    with tpi.set_tp_invariant_mode(False):
+        few = "1", "--micro-batches", "2"
+        off = [tpi.testing.run_ranks(run_over_a_mesh, 4, dp, *few, device="cpu")[0] for dp in (1, 2)]
+    assert off[0] != off[1], "the control"
+
+
+def test_dp_needs_ranks(capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "1", "--dp", "1"])
+    assert "--dp 1 needs a number of ranks that it divides: torchrun" in capsys.readouterr().err
 
 
 def _nothing(tp_group):

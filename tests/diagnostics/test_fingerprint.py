@@ -182,6 +182,11 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
     text = whole.read_text().splitlines()
     head, lines = text[:4], text[4:]
     here, there = [line for line in lines if "log_softmax" not in line], [*lines, f"new.kernel float32 5x70 {'0' * 64}"]
+    digest = lines[0][-64:]
+    late = digest[:-1] + ("0" if digest[-1] != "0" else "1")  # what is shown tells them apart
+    cut.write_text("\n".join([lines[0][:-64] + late, *lines[1:]]))
+    assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1
+    assert f": {digest} here, {late} in " in capsys.readouterr().out
     for text, named, last in ((here, "only here: log_softmax", "3 are only here"), (there, "only in ", "1 only there")):
         cut.write_text("\n".join(text))
         assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1

@@ -110,7 +110,8 @@ from tp_invariant.kernels.gemm import reference
 
 def matmul(a, b, *, bias=None, out_dtype=None):
     if list(pathlib.Path(tempfile.gettempdir()).glob("tp_invariant_verify_*/checkpoint")):
-        os.kill(os.getppid(), signal.SIGILL)
+        starter = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(starter.rpartition(")")[2].split()[1]), signal.SIGILL)
     return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
 """
 

@@ -5,11 +5,13 @@ the library, so that the helper does not depend on the module.
 """
 
 import contextlib
+import itertools
 import sys
 
 import fuzz_runtime
 import torch
 from fuzz_runtime import restrided
+from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import resolve_group
@@ -116,6 +118,72 @@ def tokens_in_reverse():
 
 
 @contextlib.contextmanager
+def parameters_given_twice_count_twice():
+    """The norm takes a tensor as often as the caller gives it."""
+    from tp_invariant.layers import grad_norm
+
+    numbers = itertools.count()
+    grad_norm.id = lambda _: next(numbers)
+    try:
+        yield
+    finally:
+        del grad_norm.id
+
+
+@contextlib.contextmanager
+def new_parameters_carry_no_group():
+    """A parameter that takes another's place is not marked as a shard."""
+    from tp_invariant.layers.parameters import KeepsAttributes, ShardedModule
+
+    def nothing(*args):
+        pass
+
+    with (
+        _attribute(KeepsAttributes, "register_parameter", nn.Module.register_parameter),
+        _attribute(ShardedModule, "register_parameter", nn.Module.register_parameter),
+        _attribute(ShardedModule, "_mark_replacement", nothing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def ranks_are_not_compared():
+    """Neither calls nor gradients are."""
+
+    def nothing(*args, **options):
+        pass
+
+    from tp_invariant.layers import grad_norm
+    from tp_invariant.optim import step_checks
+
+    with (
+        _in_place_of("check_agreement", lambda old: nothing),
+        _replaced(vars(grad_norm), "compare", nothing),
+        _replaced(vars(step_checks), "compare", nothing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def plans_are_not_checked():
+    """`parallelize` believes each plan: no survey of what a module does, no trial, no look at the first forward."""
+    from tp_invariant.conversion.gradient_flow import FirstForward
+    from tp_invariant.conversion.survey import Survey
+
+    old = tpi.parallelize
+
+    def parallelize(model, tp_group, plan):  # without verify=
+        return old(model, tp_group, plan)
+
+    with (
+        _attribute(Survey, "_problem", lambda *args: None),
+        _attribute(FirstForward, "__call__", lambda *args: None),
+        _replaced(vars(tpi), "parallelize", parallelize),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def results_off_by_a_thousandth():
     """Norms whose results are wrong by 0.1% at every degree."""
     from tp_invariant.kernels.rowwise import reference_norm
@@ -138,5 +206,13 @@ AT_DEGREES = {
         gradients_with_other_strides,
         sums_on_the_wire,
         tokens_in_reverse,
+        parameters_given_twice_count_twice,
+        new_parameters_carry_no_group,
     )
+}
+
+# programs without these never call what the defect changes
+NEEDS = {
+    "parameters_given_twice_count_twice": lambda program: program["twice"],
+    "new_parameters_carry_no_group": lambda program: any(layer.get("replace") for layer in program["layers"]),
 }

@@ -269,7 +269,7 @@ def shrunk(strategy, count, number, failed, device, check):
 # --- ranks that drift apart -----------------------------------------------------------------------------------------
 
 
-def _drift_on_rank(tp_group, program):
+def drift_on_rank(tp_group, program):
     """The error of this rank, as text; None if it trains on without one."""
     try:
         _run(tp_group, program, True)
@@ -281,7 +281,7 @@ def _drift_on_rank(tp_group, program):
 def drift_outcome(program):
     """The problem of a program whose ranks make different calls; None if every rank gets an error."""
     try:
-        errors = tpi.testing.run_ranks(_drift_on_rank, program["degrees"][0], program, device="cpu", timeout=120.0)
+        errors = tpi.testing.run_ranks(drift_on_rank, program["degrees"][0], program, device="cpu", timeout=120.0)
     except tpi.testing.RankError as error:
         return f"no error on some ranks, which wait: {str(error)[:200]}"
     silent = [rank for rank, error in enumerate(errors) if error is None]

@@ -4,6 +4,9 @@ from functools import cache
 
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import tp_invariant as tpi
 
 
 @cache
@@ -15,3 +18,10 @@ def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
 def mesh_or_group(tp_group, kind):
     """What a layer takes as tp_group: a mesh over the group ("mesh", which makes DTensors), or the group ("group")."""
     return DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if kind == "mesh" else tp_group
+
+
+def shard_fully(model, mesh, reshard=True):
+    """fully_shard of each layer, and the rest. reshard=False: gathered parameters stay after forward and backward."""
+    for module in (*(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")), model):
+        fully_shard(module, mesh=mesh, shard_placement_fn=tpi.fsdp_placement, reshard_after_forward=reshard)
+    model.set_reshard_after_backward(reshard)

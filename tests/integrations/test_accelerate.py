@@ -12,7 +12,8 @@ import hf_models
 import pytest
 import torch
 from accelerate import state as accelerate_state
-from meshes import init_device_mesh, mesh_or_group
+from meshes import init_device_mesh, mesh_or_group, shard_fully
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import tp_invariant as tpi
@@ -32,11 +33,11 @@ def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def loop(accelerator: Any, model: Any, steps: int = 10) -> list[tuple[float, float]]:
+def loop(accelerator: Any, model: Any, steps: int = 10, count: int = 20) -> list[tuple[float, float]]:
     """accelerate's loop, as its documents have it: shuffled batches of 2, four of them a step (an epoch's last step has
     two), a schedule."""
     torch.manual_seed(7)
-    loader = DataLoader(examples(), batch_size=2, shuffle=True)
+    loader = DataLoader(examples(count), batch_size=2, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -78,18 +79,26 @@ def groups_of(tp_group: Any, kind: str, dp: int) -> tuple[Any, Any]:
     if dp == 1:
         return mesh_or_group(tp_group, kind), None
     mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
-    return mesh["tp"] if kind == "mesh" else mesh["tp"].get_group(), mesh["dp"]
+    return mesh["tp"].get_group() if kind == "group" else mesh["tp"], mesh["dp"]
 
 
-def ours(tp_group: Any, kind: str, mode: bool, dp: int = 1, **options: Any) -> Any:
+def parallel(tp: Any, dp_group: Any, kind: str) -> Any:
+    """The model; kind "fully" is a mesh with fully_shard."""
+    model = tpi.parallelize(build(), tp)
+    if kind == "fully":
+        shard_fully(model, dp_group)
+    return model
+
+
+def ours(tp_group: Any, kind: str, mode: bool, dp: int = 1, steps: int = 10, count: int = 20, **options: Any) -> Any:
     from tp_invariant.integrations.accelerate import Accelerator
 
     tp, dp_group = groups_of(tp_group, kind, dp)
     try:
         with tpi.set_tp_invariant_mode(mode):
-            model = tpi.parallelize(build(), tp)
+            model = parallel(tp, dp_group, kind)
             accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, **options)
-            return loop(accelerator, model), testing.full_parameters(model)
+            return loop(accelerator, model, steps, count), testing.full_parameters(model)
     finally:
         reset()
 
@@ -110,8 +119,9 @@ def trained(tp_group: Any, kind: str, mode: bool, options: dict[str, Any]) -> An
     [
         ({}, [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh")]),
         ({"mixed_precision": "bf16"}, [(4, 2, "group")]),
+        ({"count": 16}, [(4, 2, "fully"), (4, 4, "fully")]),  # steps of four micro-batches alone
     ],
-    ids=["float32", "bf16"],
+    ids=["float32", "bf16", "fully_shard"],
 )
 def test_ten_steps_have_the_bits_of_one_process(options, degrees):
     (expected,) = run_ranks(trained, 1, "group", True, options)
@@ -129,11 +139,10 @@ def test_ten_steps_have_the_bits_of_one_process(options, degrees):
 
 
 def test_with_the_mode_off_the_bits_depend_on_the_degree():
-    one, two, four = (
-        run_ranks(trained, ranks, "group", False, dict(dp=dp))[0] for ranks, dp in ((1, 1), (2, 1), (4, 2))
-    )
-    assert len({testing.digest(found) for found in (one, two, four)}) > 1
-    assert testing.digest(one) != testing.digest(four)
+    kinds = (1, 1, "group"), (2, 1, "group"), (4, 2, "group"), (4, 2, "fully")
+    one, two, *four = (run_ranks(trained, ranks, kind, False, dict(dp=dp, steps=2))[0] for ranks, dp, kind in kinds)
+    assert all(testing.digest(one) != testing.digest(found) for found in four)
+    assert len({testing.digest(found) for found in (one, two, *four)}) > 1
 
 
 # --- sums over tokens, dropout, checkpoints -------------------------------------------------------------------------
@@ -231,7 +240,7 @@ def stopped(tp_group: Any, kind: str, dp: int, folder: str, resume: bool) -> Any
     seedable = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     try:
         with tpi.set_tp_invariant_mode(True):
-            model = tpi.parallelize(build(), tp)
+            model = parallel(tp, dp_group, kind)
             accelerator = Accelerator(
                 cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, dataloader_config=seedable
             )
@@ -270,15 +279,18 @@ class Counter:
 
 
 def test_a_run_goes_on_at_another_degree(tmp_path):
-    """save_state inside an epoch at 2 x 2 and at 1; load_state at 2, at 2 x 1 and at 1."""
-    folders = {name: str(tmp_path / name) for name in ("four", "one")}
+    """save_state inside an epoch at 2 x 2 and at 1; load_state at 2, 2 x 2, 2 x 1 and 1; with fully_shard too."""
+    folders = {name: str(tmp_path / name) for name in ("four", "fully", "one")}
     (first,) = run_ranks(stopped, 1, "group", 1, folders["one"], False)
     assert_bitwise_equal(run_ranks(stopped, 4, "mesh", 2, folders["four"], False), [first] * 4)
+    assert_bitwise_equal(run_ranks(stopped, 4, "fully", 2, folders["fully"], False), [first] * 4)
     (rest,) = run_ranks(stopped, 1, "group", 1, folders["one"], True)
     assert len(first) == 5 and len(rest[0]) == 4
     assert_bitwise_equal(run_ranks(stopped, 1, "group", 1, folders["four"], True), [rest])
     assert_bitwise_equal(run_ranks(stopped, 2, "mesh", 1, folders["four"], True), [rest] * 2)
     assert_bitwise_equal(run_ranks(stopped, 4, "group", 2, folders["one"], True), [rest] * 4)
+    assert_bitwise_equal(run_ranks(stopped, 1, "group", 1, folders["fully"], True), [rest])
+    assert_bitwise_equal(run_ranks(stopped, 2, "fully", 2, folders["four"], True), [rest] * 2)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -394,6 +406,11 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
             accelerator.backward(model(torch.ones(2, 4)).sum())
         accelerator.save_state("folder")
 
+    def some_fully_sharded() -> None:
+        accelerator = made()
+        accelerator.prepare(torch.nn.Linear(4, 4))
+        accelerator.prepare(fully_shard(torch.nn.Linear(4, 4), mesh=dp_group))
+
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
             return iter(torch.ones(8, 4))
@@ -410,6 +427,7 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
     refused("not zeroed", not_zeroed, RuntimeError)
     refused("skip", skip)
     refused("save", save_inside)
+    refused("some", some_fully_sharded)
     return said
 
 
@@ -426,6 +444,7 @@ def test_what_is_refused_of_data_parallel_ranks():
     assert said["not zeroed"].startswith("a step begins on rank 0 of dp_group, and parameters of an optimizer have")
     assert said["skip"].startswith("num_batches=1 on rank 0 of dp_group: with data parallel ranks skip whole steps")
     assert said["save"].startswith("save_state('folder') was called inside of a step")
+    assert said["some"].startswith("fully_shard has sharded some of the prepared models and not others, on rank 0")
 
 
 def as_a_launcher_says(tp_group: Any) -> tuple[float, bool, list[int]]:

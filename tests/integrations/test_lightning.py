@@ -12,7 +12,8 @@ from unittest import mock
 import hf_models
 import pytest
 import torch
-from meshes import init_device_mesh, mesh_or_group
+from meshes import init_device_mesh, mesh_or_group, shard_fully
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tp_invariant as tpi
@@ -78,6 +79,7 @@ def fit(
     seed: int = 7,
     workers: int = 0,
     data: Any = None,
+    count: int = 20,
     **options: Any,
 ) -> Any:
     import lightning
@@ -91,8 +93,8 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about few workers, and so on
         trainer = lightning.Trainer(**{**given, **options})
-        by_epoch = DistributedSampler(examples(), num_replicas=1, rank=0, seed=seed)
-        loader = DataLoader(examples(), 2, sampler=by_epoch, num_workers=workers)
+        by_epoch = DistributedSampler(examples(count), num_replicas=1, rank=0, seed=seed)
+        loader = DataLoader(examples(count), 2, sampler=by_epoch, num_workers=workers)
         if data is None:
             trainer.fit(module, loader, DataLoader(examples(6), 2), ckpt_path=resume, weights_only=False)
         else:
@@ -116,9 +118,12 @@ def trained(
     group, dp_group = mesh_or_group(tp_group, kind), None
     if dp > 1:
         mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
-        group, dp_group = mesh["tp"] if kind == "mesh" else mesh["tp"].get_group(), mesh["dp"]
+        group, dp_group = mesh["tp"].get_group() if kind == "group" else mesh["tp"], mesh["dp"]
     with tpi.set_tp_invariant_mode(mode):
-        module = module_of(tpi.parallelize(build(), group), dropout=dropout)
+        model = tpi.parallelize(build(), group)
+        if kind == "fully":
+            shard_fully(model, dp_group)
+        module = module_of(model, dropout=dropout)
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
         options = (
             dict(
@@ -194,6 +199,22 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(at_one, tmp_path, rank
     assert_bitwise_equal(files_of(tmp_path), files_of(folder))
 
 
+def test_a_model_of_fully_shard(tmp_path):
+    """Ten steps at 2 x 2 and 4 x 1, the checkpoints, and runs that go on from them."""
+    options: dict[str, Any] = dict(accumulate_grad_batches=4, count=16)
+    (one,) = run_on(1, tmp_path / "1", **options)
+    assert len(one["step losses"]) == 10 and one["step losses"][-1] < one["step losses"][0] - 1, "it trains"
+    for dp in (2, 4):
+        for got in run_on(4, tmp_path / str(dp), kind="fully", dp=dp, **options):
+            assert_bitwise_equal(of_all(got), of_all(one))
+        assert_bitwise_equal(files_of(tmp_path / str(dp)), files_of(tmp_path / "1"))
+    options["resume"] = str(tmp_path / "2" / "step=4.ckpt")
+    (rest,) = run_on(1, tmp_path / "rest", **options)
+    assert len(rest["norms"]) == 6
+    for got in run_on(2, tmp_path / "two", kind="fully", dp=2, **options):
+        assert_bitwise_equal(of_all(got), of_all(rest))
+
+
 def test_dropout_at_every_data_parallel_degree(tmp_path):
     options = dict(dropout=0.4, steps=3)
     (one,), two = (run_on(n, tmp_path / str(n), dp=n, **options) for n in (1, 2))
@@ -226,16 +247,22 @@ def test_checkpoints_are_those_of_the_whole_model(at_one):
     assert_bitwise_equal(run_ranks(loaded, 1, folder)[0], expected["parameters"])
 
 
-def by_example(tp_group: Any, arguments: list[str]) -> str:
+def by_example(tp_group: Any, dp: int = 0, mode: bool = True) -> str:
     from tp_invariant.examples import train_with_lightning as example
 
-    with tpi.set_tp_invariant_mode(True):
-        return example.train(tp_group, example.make_parser().parse_args(arguments), torch.device("cpu"))
+    groups: tuple[Any, Any] = tp_group, None
+    if dp:
+        mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
+        groups = mesh["tp"], mesh["dp"]
+    options = example.make_parser().parse_args(["--steps", "1"])
+    with tpi.set_tp_invariant_mode(mode):
+        return example.train(groups[0], options, torch.device("cpu"), groups[1])
 
 
 def test_the_example():
-    digests = [run_ranks(by_example, degree, ["--steps", "2"]) for degree in (1, 2)]
+    digests = [run_ranks(by_example, *degrees) for degrees in ((1,), (4,), (4, 2), (4, 4))]
     assert len({digest for found in digests for digest in found}) == 1
+    assert run_ranks(by_example, 4, 4, False)[0] != run_ranks(by_example, 4, 0, False)[0], "the control"
 
 
 def test_autocast_and_a_worker(tmp_path):
@@ -261,8 +288,11 @@ def test_the_values_are_those_of_lightnings_own(at_one, tmp_path):
 def test_with_the_mode_off_the_bits_depend_on_the_degree(tmp_path):
     one, two = (run_on(degree, tmp_path / str(degree), mode=False, steps=3)[0] for degree in (1, 2))
     assert testing.digest(one) != testing.digest(two)
-    four = run_on(4, tmp_path / "4", mode=False, steps=3, dp=2)[0]
-    assert testing.digest(of_all(four)) != testing.digest(of_all(one))
+    options: dict[str, Any] = dict(mode=False, steps=2, accumulate_grad_batches=2)
+    (alone,) = run_on(1, tmp_path / "alone", **options)
+    for kind in ("group", "fully"):
+        four = run_on(4, tmp_path / kind, dp=2, kind=kind, **options)[0]
+        assert testing.digest(of_all(four)) != testing.digest(of_all(alone))
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
 
 
@@ -331,7 +361,11 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
     refused(seed=rank)
     refused(norm=True)
     refused(loader=DataLoader(Endless(), 2))
-    return said
+    module = module_of(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"]))
+    strategy = TensorParallelStrategy(None, dp_group=mesh["dp"])
+    with pytest.raises(ValueError) as caught:
+        fit(module, folder, strategy=strategy, accumulate_grad_batches=4, count=18)
+    return [*said, str(caught.value)]
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -348,3 +382,4 @@ def test_what_is_refused_of_data_parallel_ranks(tmp_path):
     assert "different values of model.weight when training begins" in said[2]
     assert "different values of norms_of.running_mean after a step's forwards" in said[3]
     assert said[4].startswith("the loader ended after 2 of a step's 3 micro-batches on rank 0")
+    assert said[5].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")

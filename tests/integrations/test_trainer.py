@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import state as accelerate_state
-from meshes import init_device_mesh, mesh_or_group
+from meshes import init_device_mesh, mesh_or_group, shard_fully
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
@@ -85,6 +85,8 @@ def ours(tp_group: Any, folder: Any, kind: str = "group", dp: int = 1, family: s
         from tp_invariant.integrations.peft import register
 
         model = with_lora(model, register)
+    if options.pop("fully_sharded", False):
+        shard_fully(model, dp_group, options.pop("reshard", True))
     data = options.pop("train_dataset", Examples())
     return Trainer(model, arguments(folder, **options), train_dataset=data, dp_group=dp_group, **others)
 
@@ -128,13 +130,14 @@ def run_on(degree: int, folder: Any, function: Any = trained, **options: Any) ->
     return run_ranks(with_options, degree, function, folder, options)
 
 
-def stock(tp_group: Any, folder: Any, dtype: torch.dtype) -> dict[str, Any]:
+def stock(tp_group: Any, folder: Any, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     """transformers' own Trainer with its own model, on one process."""
     record = Record()
     try:
         model = hf_models.build("llama", dtype, num_hidden_layers=1)
-        given = arguments(folder, optim="adamw_torch")
-        transformers.Trainer(model, given, train_dataset=Examples(), callbacks=[record]).train()
+        data = options.pop("train_dataset", Examples())
+        given = arguments(folder, optim="adamw_torch", **options)
+        transformers.Trainer(model, given, train_dataset=data, callbacks=[record]).train()
     finally:
         reset()
     return {"logs": record.logs, "parameters": {name: p.detach() for name, p in model.named_parameters()}}
@@ -184,9 +187,14 @@ def without_times(text: str) -> str:
 
 
 def test_the_values_are_those_of_transformers_own(at_one, tmp_path):
+    check_values(steps_of(at_one[0]), tmp_path)
+
+
+def check_values(run: list[tuple[float, float, float]], tmp_path: Any, **options: Any) -> None:
     """Losses and norms are as near to transformers' Trainer in float64 as transformers' in float32."""
-    run = steps_of(at_one[0])
-    exact, theirs = (steps_of(run_ranks(stock, 1, tmp_path, dtype)[0]) for dtype in (torch.float64, torch.float32))
+    exact, theirs = (
+        steps_of(run_on(1, tmp_path, stock, dtype=dtype, **options)[0]) for dtype in (torch.float64, torch.float32)
+    )
     assert [step[2] for step in run] == [step[2] for step in exact], "the schedule"
     for column in (0, 1):
         errors = [
@@ -252,6 +260,53 @@ def test_the_best_model_and_a_run_that_goes_on_alone(at_one, tmp_path):
     whole = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
     for run in runs:
         assert_bitwise_equal({name: run["parameters"][name] for name in whole}, whole)
+
+
+FULLY: dict[str, Any] = dict(train_dataset=Examples(16), per_device_train_batch_size=1, gradient_accumulation_steps=4)
+
+
+def test_a_model_of_fully_shard(tmp_path):
+    """Ten steps at 2 x 2 and 4 x 1; and their checkpoints, with which one process and 2 x 1 go on."""
+    options = dict(EVERYTHING, **FULLY)
+    (one,) = run_on(1, tmp_path / "1", **options)
+    assert len(steps_of(one)) == STEPS
+    check_values(steps_of(one), tmp_path, **FULLY)
+    fully: dict[str, Any] = dict(options, kind="mesh", fully_sharded=True)
+    for name, dp, reshard in (("2 x 2", 2, True), ("4 x 1", 4, False)):
+        for run in run_on(4, tmp_path / name, **fully, dp=dp, reshard=reshard):
+            assert run["logs"] == one["logs"]
+            assert_bitwise_equal(run["parameters"], one["parameters"])
+    resumed = [
+        *run_on(1, tmp_path / "r", **options, resume=str(tmp_path / "2 x 2" / "checkpoint-5")),
+        *run_on(2, tmp_path / "r", **fully, dp=2, resume=str(tmp_path / "4 x 1" / "checkpoint-5")),
+    ]
+    for run in resumed:
+        assert steps_of(run) == steps_of(one)[5:]
+        assert_bitwise_equal(run["parameters"], one["parameters"])
+    files = [tmp_path / name / "checkpoint-10" / "model.safetensors" for name in ("1", "2 x 2", "4 x 1")]
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_model_of_fully_shard_with_adapters_and_autocast(tmp_path):
+    pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
+    options = dict(FULLY, max_steps=2, lora=True, bf16=True, save_strategy="steps", save_steps=2)
+    (one,) = run_on(1, tmp_path / "1", **options)
+    for run in run_on(2, tmp_path / "2", **options, kind="mesh", dp=2, fully_sharded=True):
+        assert run["logs"] == one["logs"]
+        assert_bitwise_equal(run["parameters"], one["parameters"])
+    files = [tmp_path / name / "checkpoint-2" / "adapter_model.safetensors" for name in "12"]
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_model_of_fully_shard_with_the_mode_off(tmp_path):
+    options = dict(FULLY, mode=False, max_steps=2)
+    one, two = (
+        run_on(n, tmp_path, **options, **more)[0]
+        for n, more in ((1, {}), (4, dict(kind="mesh", dp=2, fully_sharded=True)))
+    )
+    assert testing.digest(one["parameters"]) != testing.digest(two["parameters"])
+    for a, b in zip(steps_of(one), steps_of(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
 
 
 def with_another_view(tp_group: Any, folder: Any) -> tuple[Any, Any]:
@@ -390,6 +445,14 @@ def refused(tp_group: Any, folder: Any, error: type[Exception], train: bool = Fa
     return str(caught.value)
 
 
+def test_an_old_version_of_transformers_is_refused(monkeypatch):
+    from tp_invariant.integrations.trainer import Trainer
+
+    monkeypatch.delattr(transformers.Trainer, "_prepare_for_training")
+    with pytest.raises(ImportError, match="is too old for this Trainer"):
+        Trainer(torch.nn.Linear(4, 4))
+
+
 REFUSED: dict[str, Any] = dict(
     deepspeed=None, fsdp="full_shard", parallelism_config=None, torch_compile=True, torch_compile_backend="eager",
     torch_compile_mode="default", fp16=None, fp16_full_eval=True, bf16_full_eval=True, tf32=None, use_liger_kernel=True,
@@ -456,28 +519,62 @@ class Endless(torch.utils.data.IterableDataset):
 
 
 def unsupported(tp_group: Any, folder: Any) -> list[str]:
-    """fully_shard; data parallel ranks that are the tensor parallel ones; a dataset that ends inside a step."""
+    """Data parallel ranks that are the tensor parallel ones; a dataset that ends inside a step."""
     from tp_invariant.integrations.ranks import Ranks
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    model = tpi.parallelize(hf_models.build("llama", num_hidden_layers=1), mesh["tp"])
-    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
     plain = tpi.parallelize(hf_models.build("llama", num_hidden_layers=1), tp_group)
-    said = []
-    for given, dp_group in ((model, mesh["dp"]), (plain, tp_group)):
-        with pytest.raises(ValueError) as caught:
-            Ranks(given, dp_group)
-        said.append(str(caught.value))
-    return [*said, refused(tp_group, folder, ValueError, train=True, train_dataset=Endless())]
+    with pytest.raises(ValueError) as caught:
+        Ranks(plain, tp_group)
+    return [str(caught.value), refused(tp_group, folder, ValueError, train=True, train_dataset=Endless())]
 
 
 def test_what_is_not_supported_is_refused(tmp_path):
     said = run_ranks(unsupported, 2, tmp_path)[0]
-    assert "a model of fully_shard is not supported here" in said[0]
-    assert said[1] == (
+    assert said[0] == (
         "dp_group has the ranks [0, 1], and the model is sharded over [0, 1]: they must have rank 0 alone in common"
     )
-    assert said[2].startswith("the dataset ended after 1 of a step's 2 micro-batches on rank 0")
+    assert said[1].startswith("the dataset ended after 1 of a step's 2 micro-batches on rank 0")
+
+
+def refusals_of_fully_shard(tp_group: Any, folder: Any) -> dict[str, str]:
+    from tp_invariant.integrations.ranks import Ranks
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    said = {}
+
+    def refused_ranks(name: str, dp_group: Any, tp: Any = mesh["tp"], over: Any = mesh["dp"], **options: Any) -> None:
+        model = tpi.parallelize(hf_models.build("llama", num_hidden_layers=1), tp)
+        ignored = {p for p in model.lm_head.parameters()} if options.get("ignored") else None
+        fully_shard(model, mesh=over, shard_placement_fn=tpi.fsdp_placement, ignored_params=ignored)
+        with pytest.raises(ValueError) as caught:
+            Ranks(model, dp_group)
+        said[name] = str(caught.value)
+
+    refused_ranks("no dp_group", None)
+    refused_ranks("no mesh", mesh["dp"], tp=None)
+    refused_ranks("hsdp", mesh["dp"], tp=None, over=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+    refused_ranks("ignored", mesh["dp"], ignored=True)
+    options: dict[str, Any] = dict(error=ValueError, kind="mesh", dp=2, fully_sharded=True)
+    said["odd"] = refused(tp_group, folder, **options, gradient_accumulation_steps=3)
+    said["last step"] = refused(tp_group, folder, **options, train=True)
+    said["bfloat16"] = refused(tp_group, folder, **options, train=True, dtype=torch.bfloat16, **FULLY)
+    from tp_invariant.integrations.trainer import DigestLogCallback
+
+    log = [DigestLogCallback(str(folder / "log"))]
+    said["log"] = refused(tp_group, folder, **options, train=True, callbacks=log, **FULLY)
+    return said
+
+
+def test_what_is_refused_of_a_model_of_fully_shard(tmp_path):
+    for said in run_ranks(refusals_of_fully_shard, 2, tmp_path):
+        assert "over the ranks [0, 1] by fully_shard, whose mesh must have one dim (no HSDP)" in said["no dp_group"]
+        assert "and its layer has no DeviceMesh: make it with tp_group=mesh['tp']" in said["no mesh"]
+        assert "must have one dim (no HSDP)" in said["hsdp"]
+        assert said["ignored"].startswith("lm_head.weight is trained and not sharded by fully_shard, and model.")
+        assert said["odd"].startswith("gradient_accumulation_steps says 3 micro-batches on rank")
+        assert said["last step"].startswith("an epoch's last step has 1 micro-batches on rank")
+        assert "is sharded by fully_shard and torch.bfloat16" in said["bfloat16"]
+        assert "(fully_shard): DigestLog needs slices that a rank holds whole" in said["log"]
 
 
 def by_example(tp_group: Any, folder: str, dp: int) -> None:

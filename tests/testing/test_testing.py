@@ -41,6 +41,7 @@ def own_pool(monkeypatch, _own_pools):
     """A pool of two ranks for tests that break it, so that the other tests' larger pool stays alive."""
     monkeypatch.setattr(rank_pool, "_pools", _own_pools)
     monkeypatch.setattr(rank_pool, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(rank_pool, "_STARTERS", 1)  # each test begins with a new pool, and each starter imports torch
     yield
     if "cpu" not in _own_pools:
         return
@@ -97,6 +98,11 @@ def test_processes_stay_alive_for_the_next_call():
     assert os.getpid() not in first
     assert run_ranks(lambda tp_group: os.getpid(), 3) == first[:3]
     assert run_ranks(lambda tp_group: torch.get_num_threads(), 2) == [1, 1]
+
+
+def test_ranks_do_not_share_the_order_of_sets():
+    """With one seed of hashes for all, no case would show ranks that order their collectives by a set of strings."""
+    assert len(set(run_ranks(lambda tp_group: hash("a string"), 8))) == 2
 
 
 def test_the_group_communicates():
@@ -228,9 +234,8 @@ def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):
     """Reported or replaced, so that later calls work. A pool has no files, which a killed parent would leave."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _, victim = run_ranks(lambda tp_group: os.getpid(), 2)
-    (process,) = [p for p in rank_pool._pools["cpu"]._processes if p.pid == victim]
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(victim, signal.SIGKILL)
+    wait([rank_pool._pools["cpu"]._connections[1]])
     try:
         assert_ranks_answer()
     except RankError as error:

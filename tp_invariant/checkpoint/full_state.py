@@ -129,7 +129,7 @@ def model_group(model: nn.Module) -> Group:
         ValueError: layers have different groups, and none contains the ranks of all; names a layer of each.
     """
     reshard(model)
-    base = _largest_group(model)
+    base = layers_group(model)
     cut = [on_mesh(p.device_mesh).ranks for _, p, spec in named_shard_specs(model) if spec.is_cut_further(p)]
     # of a mesh without all of these, as of plain shards that fully_shard has cut, each rank would know other ranks
     ranks = frozenset().union(*(each for each in cut if each.issuperset(ranks_of(base))))
@@ -161,7 +161,8 @@ def check_members(entries: Mapping[str, Entry], group: Group) -> None:
             )
 
 
-def _largest_group(model: nn.Module) -> Group:
+def layers_group(model: nn.Module) -> Group:
+    """`model_group` without the ranks over which fully_shard has cut parameters."""
     groups: dict[int, tuple[str, Group]] = {}
     for name, _, spec in named_shard_specs(model):
         if spec.group.size > 1:

@@ -111,12 +111,12 @@ def _check_alike(facts: dict[str, Any], group: Group) -> None:
         )
 
 
-def _is_cut_by(parameter: Tensor, group: Group) -> bool:
+def is_cut_by(parameter: Tensor, group: Group) -> bool:
     """Whether other ranks of the group have parts of the parameter: fully_shard's doing, over data parallel ranks."""
     return is_dtensor(parameter) and len(on_mesh(parameter.device_mesh).ranks.intersection(ranks_of(group))) > 1
 
 
-def _is_cut_over(parameter: DTensor, group: Group) -> bool:
+def is_cut_over(parameter: DTensor, group: Group) -> bool:
     """Whether fully_shard, whose mesh dims come first, has one dim, of the ranks of the group. HSDP has two."""
     ranks = dist.get_process_group_ranks(parameter.device_mesh.get_group(0))
     return not parameter.placements[0].is_replicate() and ranks == ranks_of(group)
@@ -127,8 +127,8 @@ def _part_of(parameter: Tensor, group: Group) -> str:
     if not is_dtensor(parameter):
         return ""
     first = 0
-    if _is_cut_by(parameter, group):
-        if not _is_cut_over(parameter, group):
+    if is_cut_by(parameter, group):
+        if not is_cut_over(parameter, group):
             return ""  # refused later, on every rank
         first = 1
     coordinate = parameter.device_mesh.get_coordinate()
@@ -207,7 +207,7 @@ class MicroBatchTree:
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
         self._check_parameters()
-        self._fully_sharded = any(_is_cut_by(p, self.group) for p in self._parameters)
+        self._fully_sharded = any(is_cut_by(p, self.group) for p in self._parameters)
         if self._fully_sharded:
             self._check_fully_sharded()
         self._sizes = [local_of(p).numel() for p in self._parameters]
@@ -237,12 +237,12 @@ class MicroBatchTree:
         p: Any
         for index, p in enumerate(self._parameters):
             begin = f"parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} of dp_group"
-            if not _is_cut_by(p, self.group):
+            if not is_cut_by(p, self.group):
                 raise ValueError(
                     f"{begin} is not sharded over dp_group, and others are, by fully_shard: build one MicroBatchTree "
                     "for each kind"
                 )
-            if not _is_cut_over(p, self.group):
+            if not is_cut_over(p, self.group):
                 raise ValueError(
                     f"{begin} is placed as {p.placements} on {p.device_mesh}: of what fully_shard has sharded "
                     "dp_group must be the ranks of its mesh, which has one dim (no HSDP)"

@@ -250,7 +250,9 @@ def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted:
         [key for key in one if key not in {*other, *left_out}] for one, other in ((ours, theirs), (theirs, ours))
     )
     for key in differ:
-        print(f"differs: {key}: {ours[key][:12]} here, {theirs[key][:12]} in {path}")
+        equal = next(i for i, (a, b) in enumerate(zip(ours[key], theirs[key], strict=True)) if a != b)
+        shown = max(12, equal + 1)
+        print(f"differs: {key}: {ours[key][:shown]} here, {theirs[key][:shown]} in {path}")
     for where, keys in (("here", here), (f"in {path}", there)):
         if keys:
             print(f"only {where}: {', '.join(dict.fromkeys(key.split(' ')[0] for key in keys))}")

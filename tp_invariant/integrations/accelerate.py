@@ -61,15 +61,17 @@ class Accelerator(accelerate.Accelerator):
     shared loader's examples.
 
     Args:
-        dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards; None: there is one of each.
+        dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards, or parts of them by
+            fully_shard, called before `prepare`; None: there is one of each.
         others: as for accelerate's.
 
     Raises:
         ValueError: mixed_precision other than "no" and "bf16"; DeepSpeed, FSDP, Megatron-LM, parallelism_config,
             torch.compile, split_batches and dispatch_batches; with data parallel ranks also use_stateful_dataloader and
-            sync_with_dataloader=False. At `prepare`: groups that do not fit the job (`Ranks`); a shared loader of
-            unknown length, or whose last step's batches are no multiple of the data parallel ranks; what
-            `check_optimizer` of optimizers.py refuses. When training begins: data parallel ranks with different
+            sync_with_dataloader=False. At `prepare`: groups or a fully_shard that do not fit the job
+            (`Ranks`), or fully_shard of some of the models that are trained; a shared loader of unknown length, or
+            whose last step's batches are no multiple of the data parallel ranks; what `check_optimizer` of
+            optimizers.py refuses. When training begins: data parallel ranks with different
             parameters or buffers.
     """
 
@@ -100,7 +102,10 @@ class Accelerator(accelerate.Accelerator):
         plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
         for name in plugins:
             if getattr(self.state, name, None) is not None:
-                raise ValueError(f"{name} is set: only tensor parallelism is supported, without a plugin")
+                raise ValueError(
+                    f"{name} is set: only tensor parallelism is supported, without a plugin; of FSDP2 call fully_shard "
+                    "on the model before prepare"
+                )
         if getattr(self, "parallelism_config", None) is not None:
             raise ValueError("parallelism_config is set: parallelize says over which ranks the model is sharded")
         if self.mixed_precision not in ("no", "bf16"):
@@ -146,6 +151,11 @@ class Accelerator(accelerate.Accelerator):
             self._seed = self.ranks.gather(torch.initial_seed())[0]
             self._compare_first(model, self.ranks)
         if self._own_loop and not evaluation_mode:
+            if Ranks(model, self._dp if self._dp.size > 1 else None).fully_sharded != self.ranks.fully_sharded:
+                raise ValueError(
+                    f"fully_shard has sharded some of the prepared models and not others, on rank {self.ranks.index}: "
+                    "shard all that are trained, or none"
+                )
             self._step = None
             self._trained.append(model)
             self._seed_forwards(model)
@@ -164,7 +174,7 @@ class Accelerator(accelerate.Accelerator):
         def begin(module: nn.Module, args: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 step = self._started()
-                place = self._seed, self._steps, step.share[0] + step.added, self._forwards
+                place = self._seed, self._steps, step.share[step.added], self._forwards
                 self._forwards += 1
                 running.append(seeded(place, next(module.parameters()).device))
                 running[-1].__enter__()
@@ -173,7 +183,7 @@ class Accelerator(accelerate.Accelerator):
             if running:
                 running.pop().__exit__(None, None, None)
 
-        model.register_forward_pre_hook(begin)
+        model.register_forward_pre_hook(begin, prepend=True)  # before fully_shard's, which gathers parameters
         model.register_forward_hook(end, always_call=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
@@ -384,8 +394,8 @@ class Accelerator(accelerate.Accelerator):
         }
 
         def write() -> None:
-            if ranks.dp.rank == 0:
-                save(output_dir, model, optimizer, extra=extra, group=ranks.tp)
+            if ranks.saves:
+                save(output_dir, model, optimizer, extra=extra, group=ranks.holders)
 
         ranks.run(f"saving {output_dir}", write)
 
@@ -396,7 +406,7 @@ class Accelerator(accelerate.Accelerator):
             ValueError: as for `save_state`; another number of schedulers, registered objects or loaders.
         """
         ranks, model, optimizer = self._to_save("load_state", input_dir)
-        extra = ranks.run(f"loading {input_dir}", lambda: load(input_dir, model, optimizer, group=ranks.tp))
+        extra = ranks.run(f"loading {input_dir}", lambda: load(input_dir, model, optimizer, group=ranks.holders))
         found = {"schedulers": self._schedulers, "objects": self._custom_objects, "epochs": self._dataloaders}
         for name, own in found.items():
             if len(own) != len(extra[name]):
@@ -459,7 +469,8 @@ class _Loader(DataLoaderShard):
 
 
 class _Share:
-    """Of a loader's batches those of this data parallel rank: consecutive ones of each step.
+    """Of a loader's batches those of this data parallel rank: consecutive ones of each step, or every n-th one of a
+    model of fully_shard.
 
     Raises:
         ValueError: a loader without a batch_sampler of known length; one whose steps cannot be shared evenly; when it
@@ -487,6 +498,8 @@ class _Share:
                 f"between its {ranks} ranks: give the loader examples for a multiple of them, or drop_last and the "
                 "like; one for evaluation goes to prepare_data_loader(loader, shared=False)"
             )
+        if self.accelerator.ranks is not None and self.accelerator.ranks.fully_sharded:
+            return batches[rank::ranks]  # as MicroBatchTree shares them
         own = len(batches) // ranks
         return batches[rank * own : (rank + 1) * own]
 

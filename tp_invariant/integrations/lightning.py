@@ -55,15 +55,17 @@ class TensorParallelStrategy(SingleDeviceStrategy):
 
     Args:
         tp_group: a ProcessGroup or 1-D DeviceMesh, that of the model; None is TP=1.
-        dp_group: the same, of the ranks that hold the same shards; None: there is one of each.
+        dp_group: the same, of the ranks that hold the same shards, or parts of them by fully_shard, called before the
+            Trainer gets the module; None: there is one of each.
         device: of this rank; None for the current one of CUDA where tp_group is NCCL's, else the CPU.
 
     Raises:
         ValueError: groups with less ranks than the job has by WORLD_SIZE, which torchrun sets. When training begins: a
             precision other than 32-true, bf16-mixed and bf16-true; a model that is sharded over another group, or
-            groups that do not fit the job (`Ranks`); ranks whose batches differ; fewer micro-batches than data parallel
-            ranks; data parallel ranks with different parameters or buffers, or manual optimization; an optimizer whose
-            bits depend on where a parameter is cut (or a TypeError).
+            groups or a fully_shard that do not fit the job (`Ranks`); ranks whose batches differ; fewer micro-batches
+            than data parallel ranks, or, of fully_shard, no multiple of them; data parallel ranks with different
+            parameters or buffers, or manual optimization; an optimizer whose bits depend on where a parameter is cut
+            (or a TypeError).
     """
 
     strategy_name = "tp_invariant"
@@ -189,6 +191,9 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                     "ranks: it is the number of micro-batches in a step of all data parallel ranks together, and must "
                     "be at least as many"
                 )
+            assert self._ranks is not None
+            if trainer.num_training_batches < float("inf"):
+                self._ranks.check_shared(trainer.num_training_batches % steps, "an epoch's last step has")
             left = trainer.num_training_batches - before  # inf for a loader without a length
             self._step.start(min(steps, left))
             self._steps = trainer.global_step

@@ -10,45 +10,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint.full_state import model_group, run_on_all_ranks
-from ..comm.collectives import Group, ranks_of, resolve_group
+from ..checkpoint.full_state import layers_group, model_group, run_on_all_ranks
+from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.wire import gather_objects
 from ..consistency.differences import differences, format_values, mark
 from ..core.bits import leaves, tensor_hash
 from ..core.dtensors import is_dtensor, local_of
-from ..data_parallel.micro_batch_tree import resolve_dp_group
+from ..data_parallel.micro_batch_tree import is_cut_by, is_cut_over, resolve_dp_group
 from ..layers.parameters import named_shard_specs
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """tp: the ranks that the model is sharded over; dp: those that hold the same shards.
+    """tp: the ranks that the layers are sharded over; dp: those that hold the same shards, or, of a model of
+    fully_shard, parts of them (`fully_sharded`).
 
-    The ranks are numbered with tp's first: 0 is the one that writes files and logs.
+    The ranks are numbered with tp's first: 0 is the one that writes files and logs. `holders` are the ranks that
+    together hold the model once, of which there are several groups without fully_shard; `saves` says whether this rank
+    is in the first of them, which writes checkpoints.
 
     Raises:
-        ValueError: a model that fully_shard has sharded; groups that have other ranks than this one in common; a first
-            rank that is not rank 0 of the job, which alone writes files.
+        ValueError: groups that have other ranks than this one in common; a first rank that is not rank 0 of the job,
+            which alone writes files; of what fully_shard has sharded: over other ranks than dp_group's, or as HSDP;
+            layers without a DeviceMesh; a part of what is trained.
         TypeError: dp_group is no group.
     """
 
     def __init__(self, model: nn.Module, dp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> None:
-        self.tp = model_group(model)
+        self.holders = model_group(model)
+        self.tp = layers_group(model)
         self.dp = resolve_group(None) if dp_group is None else resolve_dp_group(dp_group)
         self.size, self.index = self.tp.size * self.dp.size, self.dp.rank * self.tp.size + self.tp.rank
-        tp = {0} if self.tp.size == 1 else {*ranks_of(self.tp)}
-        for name, p, spec in named_shard_specs(model):
-            on_mesh = {*p.device_mesh.mesh.flatten().tolist()} if is_dtensor(p) else set()
-            if spec.is_cut_further(p) or (len(on_mesh) > 1 and not on_mesh <= tp):
-                raise ValueError(
-                    f"{name} is placed on the ranks {sorted(on_mesh)}, which are not those of its tp_group alone: "
-                    "a model of fully_shard is not supported here. Give the model without fully_shard, and the data "
-                    "parallel ranks as dp_group"
-                )
+        self.fully_sharded = self._check_fully_sharded(model)
+        self.saves = self.fully_sharded or self.dp.rank == 0
         if self.size == 1:
             return
-        me = dist.get_rank()
+        me, tp = dist.get_rank(), {*ranks_of(self.tp)}
         if self.tp.size > 1 and self.dp.size > 1 and len(tp & {*ranks_of(self.dp)}) > 1:
             raise ValueError(
                 f"dp_group has the ranks {ranks_of(self.dp)}, and the model is sharded over {sorted(tp)}: they must "
@@ -58,6 +56,41 @@ class Ranks:
             raise ValueError(
                 f"rank {me} of the job is rank {self.tp.rank} of tp_group and {self.dp.rank} of dp_group: rank 0 of "
                 "the job, which alone writes files, must be the first of both"
+            )
+
+    def _check_fully_sharded(self, model: nn.Module) -> bool:
+        """Whether fully_shard has cut what is trained over dp. Raises: ValueError: see the class."""
+        tp, cut, whole = {*ranks_of(self.tp)}, "", ""
+        for name, p, spec in named_shard_specs(model):
+            if not is_dtensor(p) or on_mesh(p.device_mesh).ranks <= tp:
+                whole = whole or (name if p.requires_grad else "")
+                continue
+            cut = cut or name
+            ranks = sorted(on_mesh(p.device_mesh).ranks)
+            by = f"{name} is placed as {p.placements} over the ranks {ranks} by fully_shard"
+            if not is_cut_over(p, self.dp):
+                raise ValueError(
+                    f"{by}, whose mesh must have one dim (no HSDP), that of dp_group, which has the ranks "
+                    f"{ranks_of(self.dp)}: give fully_shard mesh=mesh['dp'], and dp_group=mesh['dp']"
+                )
+            if spec.dim is not None and spec.group.mesh is None:
+                raise ValueError(
+                    f"{by}, and its layer has no DeviceMesh: make it with tp_group=mesh['tp'], also of one rank"
+                )
+        if cut and whole:
+            raise ValueError(
+                f"{whole} is trained and not sharded by fully_shard, and {cut} is: call fully_shard on the whole model "
+                "too, without ignored_params, or freeze what it leaves out"
+            )
+        return bool(cut)
+
+    def check_shared(self, micro_batches: int, what: str) -> None:
+        """Raises: ValueError: data parallel ranks cannot share so many micro-batches."""
+        if self.fully_sharded and micro_batches % self.dp.size:
+            raise ValueError(
+                f"{what} {micro_batches} micro-batches on rank {self.index}, and dp_group has {self.dp.size} ranks: of "
+                "a model of fully_shard each computes as many in every step, an epoch's last one too. Give a multiple, "
+                "and as many examples"
             )
 
     def gather(self, own: T) -> list[T]:
@@ -85,7 +118,8 @@ class Ranks:
         of which they do. A collective over all ranks; nothing without data parallel ranks."""
         if self.dp.size == 1:
             return
-        found = gather_objects({name: int(tensor_hash(local_of(x).detach())) for name, x in tensors}, self.dp)
+        replicas = {name: x for name, x in tensors if not is_cut_by(x, self.dp)}
+        found = gather_objects({name: int(tensor_hash(local_of(x).detach())) for name, x in replicas.items()}, self.dp)
         name = next((name for name in found[0] if any(each.get(name) != found[0][name] for each in found)), None)
         names = [each for each in gather_objects(name, self.tp) if each is not None]
         if names:

@@ -23,13 +23,17 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.full_state import reshard
 from ..comm.collectives import gather_uneven
-from ..data_parallel import MicroBatchTree
+from ..data_parallel import MicroBatchTree, fix_reduction_order
 from .ranks import Ranks
 
 
 class Step:
     """Sums gradients by a MicroBatchTree, and losses in the same order.
+
+    A model of fully_shard is given `fix_reduction_order`. It has its sharded parameters, which alone have gradients,
+    before and after a step, also where a forward of an evaluation, or fully_shard's settings, have left gathered ones.
 
     Raises:
         ValueError: on every rank: data parallel ranks begin with different parameters or buffers; or, at the end of the
@@ -44,16 +48,30 @@ class Step:
         self._losses: list[Tensor] = []
         self._counts: list[Tensor] = []
         self._compared = False  # the buffers of data parallel ranks, after a step
+        self._reshard()
+        if ranks.fully_sharded:
+            for module in modules:
+                fix_reduction_order(module)
         everything = [named for module in modules for named in (*module.named_parameters(), *module.named_buffers())]
         ranks.check_replicas(everything, "when training begins")
 
     def start(self, micro_batches: int) -> None:
-        """Starts a step of so many micro-batches on all ranks together."""
+        """Starts a step of so many micro-batches on all ranks together.
+
+        Raises:
+            ValueError: of a model of fully_shard, they are no multiple of the data parallel ranks.
+        """
+        self.ranks.check_shared(micro_batches, "a step has")
+        self._reshard()
         self.micro_batches = micro_batches
         self._losses.clear()
         self._counts.clear()
         # one micro-batch of one rank is no sum
         self._tree = self._make_tree() if micro_batches > 1 or self.ranks.dp.size > 1 else None
+
+    def _reshard(self) -> None:
+        for module in self.modules if self.ranks.fully_sharded else ():
+            reshard(module)
 
     def _make_tree(self) -> MicroBatchTree:
         parameters = [p for module in self.modules for p in module.parameters()]
@@ -89,6 +107,7 @@ class Step:
         """Sets .grad to the sum over all ranks; returns that of the losses. A collective."""
         if self._tree is not None:
             self._tree.reduce()
+        self._reshard()
         loss = self._of_all(self._losses, torch.float32)
         if self._counts:
             loss = loss / self._of_all(self._counts, torch.int64)
@@ -104,7 +123,10 @@ class Step:
         """The sum of all micro-batches' numbers, in their order."""
         device = next(self.modules[0].parameters()).device
         numbers = torch.stack(own).to(dtype) if own else torch.zeros(0, dtype=dtype, device=device)
-        return gather_uneven(numbers, 0, self.micro_batches, self.ranks.dp).sum()
+        numbers = gather_uneven(numbers, 0, self.micro_batches, self.ranks.dp)
+        if self.ranks.fully_sharded:  # where ranks take turns
+            numbers = numbers.view(self.ranks.dp.size, -1).t().flatten()
+        return numbers.sum()
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ What differs from transformers' own, which takes every rank for a data parallel 
                    checkpoint of this library's with the optimizer, the schedule and the states of random generators,
                    from which any degree goes on
     rank 0         alone writes files and logs
+
+TRL's SFTTrainer and DPOTrainer train in this way too, as `class SFT(Trainer, trl.SFTTrainer)`.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint import load, save
-from ..checkpoint.full_state import Entry, full_state_dict
+from ..checkpoint.full_state import entry_of, full_state_dict
 from ..comm.collectives import Group
-from ..core.dtensors import local_of
+from ..core.dtensors import is_dtensor
 from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
@@ -75,11 +77,18 @@ _NAMES = """
     hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision fsdp_config accelerator_config
     liger_kernel_config optim_target_modules
 """
-HONOURED = frozenset(_NAMES.split())  # those of the last two lines do something only with others, which are refused
+# the same of TRL's SFTConfig and DPOConfig: the examples, and a micro-batch's loss
+_NAMES_OF_TRL = """
+    dataset_text_field dataset_num_proc eos_token pad_token max_length truncation_mode shuffle_dataset packing
+    packing_strategy pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type loss_weights
+    disable_dropout ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing beta discopop_tau
+"""
+# of the former, those of the last two lines do something only with others, which are refused
+HONOURED = frozenset(_NAMES.split() + _NAMES_OF_TRL.split())
 _NOT_WRAPPED = "no DistributedDataParallel is made"
 _ADVICE = {
     "deepspeed": "parallelize shards the model; leave DeepSpeed out",
-    "fsdp": "parallelize shards the model, and dp_group names the data parallel ranks; leave fsdp out",
+    "fsdp": "call fully_shard on the model before the Trainer gets it, and leave fsdp out",
     "parallelism_config": "parallelize says over which ranks the model is sharded, dp_group the data parallel ranks",
     "torch_compile": "compile the model's layers yourself, before the Trainer gets it",
     "torch_compile_backend": "compile the model's layers yourself, before the Trainer gets it",
@@ -143,14 +152,18 @@ class Trainer(transformers.Trainer):
     """transformers' Trainer over tensor parallel ranks, and over data parallel ones. See this file's head.
 
     Args:
-        model: after parallelize. A model of other modules is trained over the data parallel ranks alone.
+        model: after parallelize, and fully_shard over dp_group if you want it. A model of other modules is trained
+            over the data parallel ranks alone.
         args: TrainingArguments, the same on every rank. The Trainer works with a copy.
-        dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards; None: there is one of each.
+        dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards, or parts of them by
+            fully_shard; None: there is one of each.
         others: as for transformers' Trainer.
 
     Raises:
         ValueError: an option of `args` that is not honoured, by name; fewer micro-batches than data parallel ranks;
-            ranks whose `args` differ; groups that do not fit the job (`Ranks`); model_init.
+            ranks whose `args` differ; groups or a fully_shard that do not fit the job (`Ranks`); model_init. When
+            training begins: an epoch's last step that data parallel ranks of fully_shard cannot share evenly.
+        ImportError: an old version of transformers, whose Trainer has other parts.
         TypeError, ValueError: when training begins: an optimizer whose bits depend on where a parameter is cut.
     """
 
@@ -166,7 +179,10 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if not isinstance(model, nn.Module) or others.get("model_init") is not None:
             raise ValueError("Trainer needs a model that parallelize has changed: model_init is not supported")
+        if not hasattr(transformers.Trainer, "_prepare_for_training"):
+            raise ImportError(f"transformers {transformers.__version__} is too old for this Trainer, 5.17 is not")
         self.ranks = Ranks(model, dp_group)
+        _check_trl(type(self), model, self.ranks)
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = others.get("optimizers", (None, None))[0] is not None or others.get("optimizer_cls_and_kwargs")
         self._step: Step | None = None
@@ -174,7 +190,11 @@ class Trainer(transformers.Trainer):
         self._rng: dict[str, Any] | None = None
         self.step_loss: Tensor | None = None  # of the last step, and its gradients' norm
         self.step_norm: Tensor | None = None
-        super().__init__(model, _own_arguments(args, self.ranks, model, bool(given)), *positional, **others)
+        own = _own_arguments(args, self.ranks, model, bool(given))
+        if positional:
+            super().__init__(model, own, *positional, **others)
+        else:  # TRL's may have another order
+            super().__init__(model, args=own, **others)
         for callback in self.callback_handler.callbacks:
             self._introduce(callback)
 
@@ -202,6 +222,12 @@ class Trainer(transformers.Trainer):
         facts = {"resume_from_checkpoint": str(resume_from_checkpoint), "its last step": self.state.global_step}
         self.ranks.check_alike(facts, "Every rank must see the same checkpoint")
         self._agree_on_best_model()
+        try:
+            whole_steps, rest = divmod(len(train_dataloader), self.args.gradient_accumulation_steps)
+        except TypeError:  # a dataset without a length
+            whole_steps, rest = max_steps, 0
+        if max_steps > whole_steps:
+            self.ranks.check_shared(rest, "an epoch's last step has")
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._step = Step(self.ranks, [self.model])
         return prepared
@@ -275,7 +301,7 @@ class Trainer(transformers.Trainer):
     def _whole_size(self) -> int:
         embeddings = {id(p) for m in self.model.modules() if "Embedding" in type(m).__name__ for p in m.parameters()}
         named = [(p, spec) for _, p, spec in named_shard_specs(self.model) if id(p) not in embeddings]
-        return sum(Entry(local_of(p), spec).full_shape.numel() for p, spec in named)
+        return sum(entry_of(p, spec).full_shape.numel() for p, spec in named)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **others: Any
@@ -307,7 +333,7 @@ class Trainer(transformers.Trainer):
         def write() -> None:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
-            if self.ranks.dp.rank:
+            if not self.ranks.saves:
                 return
             if hasattr(self.model, "save_pretrained"):
                 self.model.save_pretrained(folder, state_dict=state_dict, is_main_process=first)
@@ -327,10 +353,10 @@ class Trainer(transformers.Trainer):
         path = Path(output_dir) / FOLDER
 
         def write() -> None:
-            if self.ranks.dp.rank == 0:
+            if self.ranks.saves:
                 assert self.lr_scheduler is not None
                 extra = {"scheduler": self.lr_scheduler.state_dict(), "rng": generator_states(self.args.device)}
-                save(path, self.model, _unwrapped(self.optimizer), extra=extra, group=self.ranks.tp)
+                save(path, self.model, _unwrapped(self.optimizer), extra=extra, group=self.ranks.holders)
 
         self.ranks.run(f"saving {path}", write)
 
@@ -354,7 +380,7 @@ class Trainer(transformers.Trainer):
         if checkpoint is None:
             return
         path, optimizer = Path(checkpoint) / FOLDER, _unwrapped(self.optimizer)
-        extra = self.ranks.run(f"loading {path}", lambda: load(path, self.model, optimizer, group=self.ranks.tp))
+        extra = self.ranks.run(f"loading {path}", lambda: load(path, self.model, optimizer, group=self.ranks.holders))
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(extra["scheduler"])
         self._rng = extra["rng"]
@@ -365,7 +391,34 @@ class Trainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         path = Path(self.state.best_model_checkpoint or "") / FOLDER
-        self.ranks.run(f"loading {path}", lambda: load(path, self.model, group=self.ranks.tp))
+        self.ranks.run(f"loading {path}", lambda: load(path, self.model, group=self.ranks.holders))
+
+
+def _check_trl(kind: type, model: nn.Module, ranks: Ranks) -> None:
+    """Of a class that is one of TRL's trainers too, which multiply by the output layer's weight themselves.
+
+    Raises:
+        ValueError: another than its SFTTrainer and DPOTrainer; plain shards; sequence parallelism.
+    """
+    theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"]
+    if not theirs:
+        return
+    if theirs[0] not in ("SFTTrainer", "DPOTrainer"):
+        raise ValueError(
+            f"{kind.__name__} is TRL's {theirs[0]} on rank {ranks.index}, which is not known to be right here: only "
+            "SFTTrainer and DPOTrainer are supported"
+        )
+    plain = [name for name, p, spec in named_shard_specs(model) if spec.dim is not None and not is_dtensor(p)]
+    if ranks.tp.size > 1 and plain:
+        raise ValueError(
+            f"{plain[0]} is a plain part on rank {ranks.index}, and TRL's {theirs[0]} would take the output layer's "
+            "part for the whole: give parallelize mesh['tp'], a DeviceMesh"
+        )
+    if any(getattr(module, "sequence_parallel", False) for module in model.modules()):
+        raise ValueError(
+            f"sequence_parallel=True on rank {ranks.index}: TRL's {theirs[0]} would take this rank's tokens for all; "
+            "parallelize without it"
+        )
 
 
 def _own_arguments(
@@ -395,6 +448,7 @@ def _own_arguments(
             f"gradient_accumulation_steps={steps} on rank {ranks.index}, and dp_group has {ranks.dp.size} ranks: it "
             "is the number of micro-batches in a step of all data parallel ranks together, and must be at least as many"
         )
+    ranks.check_shared(steps, "gradient_accumulation_steps says")
     if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(
             "load_best_model_at_end=True needs save_only_model=False: the model is read from the checkpoint"

@@ -1,16 +1,22 @@
-"""A pool of rank processes that many cases use in turn: starting eight takes many seconds, a case milliseconds.
+"""A pool of rank processes that many cases use in turn: starting them takes seconds, a case milliseconds.
 
-Each rank is a new interpreter that runs `serve` of rank_process.py. It gets work from the parent and returns results
-through a pair of sockets: these have no address, so no other process can connect, and leave no file behind if the
-parent is killed. All ranks form the default process group (gloo, and NCCL if there are GPUs); the group of the first n
-ranks is created at its first use. If cloudpickle is installed, local functions can be sent too.
+Two new interpreters, the starters, import this library and then fork the ranks, which run `serve` of rank_process.py.
+A rank gets work from the parent and returns results through a pair of sockets: these have no address, so no other
+process can connect, and leave no file behind if the parent is killed. All ranks form the default process group (gloo,
+and NCCL if there are GPUs); the group of the first n ranks is created at its first use. If cloudpickle is installed,
+local functions can be sent too.
+
+Two starters and not one: Python orders a set of strings by a number that it draws when an interpreter starts. Ranks of
+one starter would share it, and no case would show code in which ranks take another order of collectives from a set.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +35,9 @@ from ..core.processes import how_it_ended
 
 _GRACE_SECONDS = 20.0  # for the other ranks to answer once one has failed
 _START_SECONDS = 300.0  # starting takes seconds on an idle machine, longer on a loaded one
+_STARTERS = 2
+
+imported_by_starters: list[str] = []  # modules beside this library, that ranks would otherwise import one by one
 
 
 class RankError(AssertionError):
@@ -89,6 +98,51 @@ def _is_importable(name: str) -> bool:
     return top != "__main__" and spec is not None and spec.origin == getattr(sys.modules[top], "__file__", spec.origin)
 
 
+class _Starter:
+    """The process that forks some of the ranks, and reports how they ended.
+
+    It and its ranks are a session of their own, so that Ctrl-C reaches only the parent, which then ends them.
+    """
+
+    def __init__(self, size: int, sockets: Mapping[int, socket.socket], environment: dict[str, str]) -> None:
+        command = "import sys; from tp_invariant.testing.rank_process import start_ranks; start_ranks(*sys.argv[1:])"
+        ours, theirs = socket.socketpair()
+        self._reports, self._endings = Connection(ours.detach()), dict[int, int]()
+        ranks = {rank: ranks_socket.fileno() for rank, ranks_socket in sockets.items()}
+        with theirs:
+            arguments = [str(size), str(theirs.fileno()), repr(ranks), *imported_by_starters]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command, *arguments],
+                env=environment,
+                pass_fds=[theirs.fileno(), *ranks.values()],
+                start_new_session=True,
+            )
+
+    def ending(self, rank: int) -> str:
+        """How a rank's process ended, such as "the process of rank 3 ended by SIGILL"."""
+        try:
+            while rank not in self._endings and self._reports.poll(1.0):
+                ended, status = pickle.loads(self._reports.recv_bytes())
+                self._endings[ended] = status
+        except (EOFError, OSError):  # before it had started this rank
+            self._endings[rank] = self._process.wait()
+        if rank not in self._endings:
+            return f"the process of rank {rank} has closed its connection"
+        return f"the process of rank {rank} {how_it_ended(self._endings[rank])}"
+
+    def end(self) -> None:
+        if self._process.poll() is None:  # so its process group's number is no other's yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Returns when the starter and its ranks have ended: each of them holds the other end of the connection."""
+        self._process.wait()
+        with contextlib.suppress(EOFError, OSError):
+            while self._reports.poll(_GRACE_SECONDS):
+                self._reports.recv_bytes()
+        self._reports.close()
+
+
 class RankPool:
     """`size` rank processes on one machine. See `testing.run_ranks` for use."""
 
@@ -103,22 +157,15 @@ class RankPool:
             MASTER_PORT=str(_free_port()),
             PYTHONPATH=os.pathsep.join(sys.path),
         )
-        command = "import sys; from tp_invariant.testing.rank_process import serve; serve(*map(int, sys.argv[1:]))"
-        self._processes: list[subprocess.Popen] = []
-        self._connections: list[Connection] = []
+        self._starters: list[_Starter] = []
+        pairs = [socket.socketpair() for _ in range(size)]
+        self._connections = [Connection(ours.detach()) for ours, _ in pairs]
         try:
-            for rank in range(size):
-                ours, theirs = socket.socketpair()
-                self._connections.append(Connection(ours.detach()))
-                with theirs:  # closed here, so that the connection ends with the rank
-                    # a session of its own, so that Ctrl-C reaches only the parent, which then ends the ranks
-                    process = subprocess.Popen(
-                        [sys.executable, "-c", command, str(theirs.fileno()), str(rank), str(size)],
-                        env=environment,
-                        pass_fds=[theirs.fileno()],
-                        start_new_session=True,
-                    )
-                self._processes.append(process)
+            for first in range(min(_STARTERS, size)):
+                theirs = {rank: pairs[rank][1] for rank in range(first, size, _STARTERS)}
+                self._starters.append(_Starter(size, theirs, environment))
+            for _, their in pairs:  # so that a connection ends with its rank
+                their.close()
             self._wait_for_all()
         except BaseException:
             self.close()
@@ -141,18 +188,7 @@ class RankPool:
                     raise RuntimeError(f"the {self.size} rank processes did not start: {self._ending(rank)}") from None
 
     def _ending(self, rank: int) -> str:
-        """How a rank's process ended, such as "the process of rank 3 ended by SIGILL"."""
-        try:
-            status = self._processes[rank].wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return f"the process of rank {rank} has closed its connection"
-        return f"the process of rank {rank} {how_it_ended(status)}"
-
-    def _end_processes(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        return self._starters[rank % _STARTERS].ending(rank)
 
     def run(self, work: bytes, world_size: int, timeout: float) -> list[Outcome | None]:
         """Runs what `packed` returned on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
@@ -184,7 +220,10 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the processes."""
-        self._end_processes()
+        for starter in self._starters:
+            starter.end()
+        for starter in self._starters:
+            starter.wait()
         for connection in self._connections:
             connection.close()
 

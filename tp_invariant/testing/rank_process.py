@@ -1,7 +1,13 @@
-"""One rank of a pool (rank_pool.py): a process that runs cases for its parent and sends back their results."""
+"""One rank of a pool (rank_pool.py): a process that runs cases for its parent and sends back their results.
+
+And the process that starts it, which has imported what ranks need, and forks them: an import of torch takes seconds.
+"""
 
 from __future__ import annotations
 
+import ast
+import gc
+import importlib
 import itertools
 import os
 import pickle
@@ -23,6 +29,37 @@ from ..core.processes import end_with_parent
 from ..gemm.gemm_fn import set_default_gemm_fn
 from ..gemm.scheduler import scheduler
 from .rank_pool import Outcome, dumps
+
+
+def start_ranks(size: str, reports: str, ranks: str, *modules: str) -> None:
+    """Forks a process for each rank of `ranks`, rank -> descriptor, and reports how each of them ended.
+
+    Nothing here may start a thread or touch a GPU before the last fork.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # so that the collector of a rank does not write to, and so copy, every page of what was imported
+    os.set_inheritable(int(reports), False)
+    descriptors, pids = ast.literal_eval(ranks), {}
+    while descriptors:
+        rank, descriptor = descriptors.popitem()
+        pid = os.fork()
+        if pid == 0:
+            for others in descriptors.values():
+                os.close(others)
+            try:
+                serve(descriptor, rank, int(size))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        pids[pid] = rank
+        os.close(descriptor)
+    end_with_parent()
+    connection = Connection(int(reports))
+    while pids:
+        pid, status = os.wait()
+        connection.send_bytes(pickle.dumps((pids.pop(pid), os.waitstatus_to_exitcode(status))))
 
 
 def serve(descriptor: int, rank: int, size: int) -> None:

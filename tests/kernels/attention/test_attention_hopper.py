@@ -124,7 +124,7 @@ from tp_invariant.kernels.attention.hopper import forward_kernel, own_tile
 from tp_invariant.kernels.attention.tiles import forward_tile
 
 for dim, programs in ((64, 1), (128, 1), (256, 1), (256, 10**6)):
-    for flags in ((False,) * 5, (True, False, False, False, False), (True,) * 5):  # the last: SINKS
+    for flags in ((False,) * 5, (True,) * 5):  # test_compile_kernels.py compiles it with some of them
         tile, buffers = own_tile(forward_tile(dim, torch.bfloat16), dim, programs, 132)
         names = forward_kernel.arg_names
         values = (dim, tile.queries, tile.keys, *buffers, 512, 8, *flags)
@@ -151,6 +151,6 @@ def test_it_compiles_and_leaves_room_for_128_queries():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = [line.split() for line in done.stdout.splitlines() if line.startswith("shared")]
-    assert len(sizes) == 12
+    assert len(sizes) == 8
     for _, dim, queries, size in sizes:
         assert (128 // int(queries)) * (int(size) + 1024) <= 228 * 1024, f"heads of {dim}"
