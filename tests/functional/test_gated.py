@@ -7,15 +7,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_invariant.functional.gated import invariant_gated
+from tp_invariant.functional.gated import invariant_gated, invariant_gated_halves
+from tp_invariant.kernels.rowwise.gated_checks import halves
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+
+
+def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+ACTIVATIONS = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_silu": gpt_oss,
+}
 pytestmark = [
     pytest.mark.parametrize("activation", ACTIVATIONS),
     pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """torch.compile counts what it has compiled of one function, and gives up after some."""
+    torch._dynamo.reset()
 
 
 def data(dtype: torch.dtype) -> list[Tensor]:
@@ -42,8 +60,8 @@ def test_every_shard_of_the_features_has_the_bits_of_the_whole(activation, dtype
 
 def test_it_is_what_torch_computes(activation, dtype):
     tensors = data(dtype)
-    exact = passes(*(t.double() for t in tensors), lambda gate, up: ACTIVATIONS[activation](gate) * up)
-    theirs = passes(*tensors, lambda gate, up: ACTIVATIONS[activation](gate) * up)
+    exact = passes(*(t.double() for t in tensors), ACTIVATIONS[activation])
+    theirs = passes(*tensors, ACTIVATIONS[activation])
     for got, torchs, value in zip(passes(*tensors, invariant_gated, activation), theirs, exact, strict=True):
         errors = [float((t.double() - value).norm() / value.norm()) for t in (got, torchs)]
         assert errors[0] <= 1.02 * errors[1] + 2 * 2.0**-23, errors
@@ -62,3 +80,22 @@ def test_compiled(activation, dtype):
     assert_bitwise_equal(
         passes(*tensors, compiled, activation), passes(*tensors, invariant_gated, activation), "compiled"
     )
+
+
+@pytest.mark.parametrize("interleaved", (False, True), ids=("stacked", "interleaved"))
+def test_halves_of_one_tensor(activation, dtype, interleaved):
+    """The bytes of the two tensors, eager and compiled; a shard of the features has both its halves."""
+    gate, up, dy = data(dtype)
+    expected = passes(gate, up, dy, invariant_gated, activation)
+    both = torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
+    for function in (
+        invariant_gated_halves, torch.compile(invariant_gated_halves, backend="aot_eager", fullgraph=True)
+    ):  # fmt: skip
+        x = both.clone().requires_grad_()
+        y = function(x, activation, interleaved)
+        y.backward(dy)
+        grads = [half.contiguous() for half in halves(x.grad, interleaved=interleaved)]
+        assert x.grad.is_contiguous()
+        assert_bitwise_equal([y.detach(), *grads], expected)
+    with pytest.raises(ValueError, match=r"halves: x has shape \(18, 239\); allowed: an even last dim"):
+        invariant_gated_halves(both[..., 1:], activation, interleaved)

@@ -25,6 +25,7 @@ from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.rowwise import gated, norm, softmax
+from tp_invariant.kernels.rowwise.gated_checks import halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
@@ -116,8 +117,11 @@ def routes(dtype: torch.dtype) -> None:
     routing.combine(rows, weights.float(), places)
     routing.combine(rows, None, places)
     routing.combine_backward_rows(rows[:16], weights, places.view(-1))
-    for x in (rows, torch.zeros(64, 2048, dtype=dtype), torch.zeros(64, 20000, dtype=dtype)):
-        routing.combine_backward_weights(x[:16], x, places)
+    for h in (1000, 2048, 20000):  # of each length one compiled form, however the tensors lie in memory
+        wide = torch.zeros(64, h + 48, dtype=dtype)
+        for x in (torch.zeros(64, h, dtype=dtype), wide[:, :h], wide[:, 1 : h + 1]):
+            routing.combine_backward_weights(x[:16], x, places)
+        routing.combine_backward_weights(x[:1], x, places.view(-1)[1:4].view(1, 3))
 
 
 def norms(dtype: torch.dtype) -> None:
@@ -134,6 +138,8 @@ def gates(dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu_tanh"):
         gated.gated_forward(x, x, activation)
         gated.gated_backward(x, x, x, activation)
+    pair = halves(torch.zeros(16, 2000, dtype=dtype), interleaved=True)
+    gated.gated_backward(x, *pair, "clamped_silu", out=pair)
 
 
 def losses(dtype: torch.dtype) -> None:

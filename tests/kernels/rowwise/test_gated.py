@@ -1,7 +1,8 @@
-"""SwiGLU and GeGLU, Triton's and the CPU's: right, rounded where torch rounds, and every element by itself."""
+"""Gated activations, Triton's and the CPU's: right, rounded where torch rounds, and every element by itself."""
 
 from __future__ import annotations
 
+import math
 import re
 from types import ModuleType
 
@@ -10,14 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_invariant.kernels.rowwise import gated, reference_gated
+from tp_invariant.kernels.rowwise import gated, gated_checks, reference_gated
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [gated] if DEVICE == "cuda" else [gated, reference_gated]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TORCHS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
-both_activations = pytest.mark.parametrize("activation", TORCHS)
+
+
+def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+ACTS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+TORCHS = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_silu": gpt_oss,
+}
+both_activations = pytest.mark.parametrize("activation", ACTS)
+every_activation = pytest.mark.parametrize("activation", TORCHS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -46,12 +60,12 @@ def everything(kernels: ModuleType, gate: Tensor, up: Tensor, dy: Tensor, activa
 
 def torchs(gate: Tensor, up: Tensor, dy: Tensor, activation: str, dtype: torch.dtype) -> list[Tensor]:
     gate, up = (t.to(dtype, copy=True).requires_grad_() for t in (gate, up))
-    y = TORCHS[activation](gate) * up
+    y = TORCHS[activation](gate, up)
     y.backward(dy.to(dtype))
     return [y.detach(), gate.grad, up.grad]
 
 
-@both_activations
+@every_activation
 @every_dtype
 def test_against_float64(kernels, dtype, activation):
     """No further from it than torch's own, but for two units of fp32, in which the formulas differ."""
@@ -73,13 +87,13 @@ def test_the_activation_is_rounded_before_the_product(kernels, dtype, activation
     y, dgate, dup = everything(kernels, gate, up, dy, activation)
     act = kernels.gated_forward(gate, torch.ones_like(gate), activation)
     assert_bitwise_equal([y, dup], [act * up, dy * act])
-    once = TORCHS[activation](gate.float()) * up.float()
+    once = TORCHS[activation](gate.float(), up.float())
     assert (once.to(dtype) != y).sum() > y.numel() // 20
     plain = kernels.gated_backward(dy * up, gate, torch.ones_like(gate), activation)[0]
     assert_bitwise_equal(dgate, plain)
 
 
-@both_activations
+@every_activation
 @every_dtype
 def test_elements_have_the_bits_of_the_whole(kernels, dtype, activation):
     """Any rows, any columns, and halves of one tensor."""
@@ -104,13 +118,43 @@ def test_large_gates_saturate(kernels, activation):
     assert_bitwise_equal(dgate.abs(), (gate > 0).float())
 
 
+def test_beyond_the_limits_gradients_are_zero(kernels):
+    """clamped_silu: of gate above 7, of up beyond -7 and 7; on the limits they are not, as torch has it."""
+    gate = torch.tensor([[-20.0, 7.0, 7.5, 1e4, 1.0, 1.0, 1.0, 1.0, math.inf]], device=DEVICE)
+    up = torch.tensor([[1.0, 1.0, 1.0, 1.0, -7.0, 7.0, 7.5, -7.5, -math.inf]], device=DEVICE)
+    dy = torch.ones_like(gate)
+    y, dgate, dup = everything(kernels, gate, up, dy, "clamped_silu")
+    theirs = torchs(gate, up, dy, "clamped_silu", torch.float32)
+    torch.testing.assert_close([y, dgate, dup], theirs, rtol=3e-6, atol=1e-12)
+    assert (dgate == 0).tolist() == [[False, False, True, True, False, False, False, False, True]]
+    assert (dup == 0).tolist() == [[False] * 6 + [True] * 3]
+    nans = everything(kernels, torch.full_like(gate, math.nan), torch.full_like(up, math.nan), dy, "clamped_silu")
+    assert nans[0].isnan().all()
+
+
+@every_activation
+@every_dtype
+def test_written_into_halves_of_one_tensor(kernels, dtype, activation):
+    gate, up, dy = data(5, 70, dtype)
+    expected = everything(kernels, gate, up, dy, activation)
+    for interleaved in (False, True):
+        both = torch.stack([gate, up], dim=-1).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
+        pair = gated_checks.halves(both, interleaved=interleaved)
+        assert_bitwise_equal([x.contiguous() for x in pair], [gate, up])
+        grads = torch.full_like(both, 7.0)
+        outs = gated_checks.halves(grads, interleaved=interleaved)
+        got = kernels.gated_backward(dy, *pair, activation, out=outs)
+        assert_bitwise_equal([kernels.gated_forward(*pair, activation), *(x.contiguous() for x in got)], expected)
+        assert [x.data_ptr() for x in got] == [x.data_ptr() for x in outs]
+
+
 X = torch.ones(4, 8)
 
 
 @pytest.mark.parametrize(
     "error, message, args",
     (
-        (ValueError, "gated_forward: activation is 'relu'; allowed: silu, gelu_tanh", (X, X, "relu")),
+        (ValueError, "gated_forward: activation is 'relu'; allowed: silu, gelu_tanh, clamped_silu", (X, X, "relu")),
         (ValueError, "gated_forward: up has shape (4, 4); allowed: (4, 8)", (X, X[:, :4], "silu")),
         (TypeError, "gated_forward: up has dtype torch.float16; allowed: torch.float32", (X, X.half(), "silu")),
         (TypeError, "gated_forward: gate has dtype torch.float64; allowed: ", (X.double(), X, "silu")),
