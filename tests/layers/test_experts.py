@@ -56,7 +56,7 @@ def blockwise_gemm(a, b, *, bias=None, out_dtype=None):
 
 
 def clamped(h: Tensor) -> Tensor:
-    """gpt-oss's."""
+    """gpt-oss's, as a function of a user's."""
     gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
@@ -65,7 +65,8 @@ def build(case: Case, tp_group: Any) -> tpi.Experts:
     torch.manual_seed(1)
     layout: dict[str, Any] = {
         "stacked": {},
-        "gpt-oss": dict(interleaved=True, transposed=True, gate_fn=clamped),
+        "gpt-oss": dict(interleaved=True, transposed=True, activation="clamped_silu"),
+        "own gate": dict(interleaved=True, transposed=True, gate_fn=clamped),
         "gelu": dict(activation="gelu_tanh", transposed=True),
     }[case.layout]
     tp_group = None if tp_group is None else mesh_or_group(tp_group, case.group)
@@ -140,6 +141,7 @@ CASES = [
     Case(gated=False, chosen=3, own_gemm=True),
     Case(experts=12, by_expert=True, bias=True),
     Case(experts=12, by_expert=True, layout="gpt-oss", bias=True, sequence_parallel=True, dtype=torch.bfloat16),
+    Case(experts=4, layout="own gate", bias=True, sequence_parallel=True),
     Case(experts=12, by_expert=True, routed="one", group="mesh"),
     Case(experts=4, bias=True, group="mesh", sequence_parallel=True),
 ]
@@ -217,6 +219,7 @@ def ours(case: Case) -> dict[str, Tensor]:
     [
         Case(bias=True),
         Case(bias=True, layout="gpt-oss", dtype=torch.bfloat16, weights_dtype=torch.bfloat16),
+        Case(layout="own gate", bias=True),
         Case(gated=False, routed="one"),
         Case(layout="gelu", own_gemm=True),
     ],

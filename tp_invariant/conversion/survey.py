@@ -79,6 +79,8 @@ class Survey:
     by_expert: bool = False  # how the weights of experts are stored
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
     problems: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)  # names of experts modules, and of the modules that hold them
+    mixtures: set[str] = field(default_factory=set)
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
     whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
@@ -292,6 +294,9 @@ class Survey:
 
     def _in_mixture(self, name: str) -> bool:
         return name.startswith(tuple(f"{mixture}." for mixture in self.mixtures))
+
+    def parameters_of_experts(self) -> list[nn.Parameter]:
+        return [p for name in self.experts for p in self.modules[name].parameters()]
 
     def _experts(self, name: str, experts: nn.Module) -> None:
         if problem := problem_with_experts(experts, self.group, self.by_expert):

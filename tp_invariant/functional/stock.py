@@ -21,6 +21,7 @@ from ..comm.call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from ..comm.collectives import Group, gather_dim
 from ..comm.wire import diagnosed_error
 from ..core.compiled import constant
+from ..kernels.rowwise.gated_checks import ACTIVATIONS
 from .linear import LinearCall, flatten_tokens, without_custom_op
 from .regions import gather_scale, region_function, region_op, scatter_scale
 
@@ -190,6 +191,13 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     whole_weight = complete_grad(weight, call.group, call.sequence_parallel)
     assert whole_weight is not None
     return F.linear(x, whole_weight, bias)
+
+
+def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's gated activation, with the numbers of kernels/rowwise/gated.py."""
+    scale, _, limit = ACTIVATIONS["clamped_silu"]
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * scale))
 
 
 def experts(

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import Group
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..functional import stock
 from ..functional.linear import LinearCall, replicated_linear
 from ..functional.routing import top_k
 from ..gemm.gemm_fn import GemmFn
@@ -59,16 +60,18 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, by_expert: boo
     """This rank's part of an experts module of transformers."""
     from transformers.integrations import moe
 
+    interleaved = module.has_gate and not module.is_concatenated
     function: dict[str, Any] = dict(activation=_activation(getattr(module, "act_fn", nn.SiLU())))
     if module.has_gate and type(module)._apply_gate is not moe._default_apply_gate:
         shell = copy.copy(module)  # what _apply_gate reads of it, without the weights
         shell.__dict__["_parameters"] = {}
-        function = dict(gate_fn=shell._apply_gate)
+        clamped = is_clamped_silu(shell._apply_gate, interleaved)
+        function = dict(activation="clamped_silu") if clamped else dict(gate_fn=shell._apply_gate)
     layer = Experts(
         *_sizes(module),
         bias=module.has_bias,
         gated=module.has_gate,
-        interleaved=module.has_gate and not module.is_concatenated,
+        interleaved=interleaved,
         transposed=module.is_transposed,
         tp_group=group,
         expert_parallel_group=group if by_expert else None,
@@ -87,6 +90,18 @@ def _activation(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor]
     if type(function).__name__ in ("SiLU", "SiLUActivation"):
         return "silu"
     return "gelu_tanh" if type(function).__name__ in ("GELUTanh", "PytorchGELUTanh") else function
+
+
+def is_clamped_silu(function: Callable[[Tensor], Tensor], interleaved: bool) -> bool:
+    """Whether a gate, of a [.., 2 I] first product, is gpt-oss's with the numbers that the kernel has.
+
+    By values, inside of both limits and beyond them: models name and nest these numbers differently.
+    """
+    sample = torch.cartesian_prod(*(torch.linspace(-12, 12, 33, dtype=torch.float64) for _ in range(2)))
+    gates, ups = sample.unbind(-1)
+    h = sample.flatten() if interleaved else torch.cat([gates, ups])
+    with torch.no_grad():
+        return torch.allclose(function(h.unsqueeze(0))[0], stock.clamped_silu(gates, ups), rtol=1e-9, atol=0.0)
 
 
 def use_own_code(model: nn.Module) -> None:

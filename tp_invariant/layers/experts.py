@@ -22,10 +22,20 @@ from ..core.identity import identify
 from ..core.layout import check_divides
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
-from ..functional.experts import ExpertWeight, combine, dispatch, expert_range, gate, grouped_linear, token_rows
-from ..functional.gated import invariant_gated
+from ..functional.experts import (
+    ExpertWeight,
+    check_tested_device,
+    combine,
+    dispatch,
+    expert_range,
+    gate,
+    grouped_linear,
+    token_rows,
+)
+from ..functional.gated import invariant_gated_halves
 from ..functional.linear import flatten_tokens
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
+from ..kernels.rowwise.gated_checks import ACTIVATIONS, halves
 from .linear import autocast_dtype
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 
@@ -64,7 +74,8 @@ class Experts(ShardedModule):
         bias: whether both products add one.
         gated: y = act(gate) * up, with both halves in gate_up_proj; otherwise act(up), and the first parameter is
             up_proj [E, I, H].
-        activation: "silu", "gelu", "gelu_tanh", "relu", or a function of elementwise operators.
+        activation: "silu", "gelu", "gelu_tanh", "relu", or a function of elementwise operators; or "clamped_silu" with
+            gated (gpt-oss): g * sigmoid(1.702 * g) * (u + 1), where g is at most 7 and u within -7 and 7.
         gate_fn: in place of activation: a function from the first product [R, 2I] to [R, I], of elementwise operators.
         interleaved: gate and up alternate, [g0, u0, g1, u1, ..], instead of [gate; up].
         transposed: weights are [E, H, 2I] and [E, I, H] (gpt-oss), and sharded along the same features.
@@ -80,6 +91,7 @@ class Experts(ShardedModule):
     Raises:
         ValueError: sizes that the degree does not divide, an unknown option, or groups that do not fit.
         TypeError: a group or a function of the wrong kind.
+        NotImplementedError: a device on which mixtures of experts have not been tested: any but a CPU so far.
     """
 
     def __init__(
@@ -111,14 +123,16 @@ class Experts(ShardedModule):
         ):
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
-        if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            names = ", ".join(map(repr, _ACTIVATIONS))
+        known = {**_ACTIVATIONS, **(ACTIVATIONS if gated else {})}
+        if isinstance(activation, str) and activation not in known:
+            names = ", ".join(map(repr, known))
             raise ValueError(f"activation={activation!r} is unknown: choose one of {names}, or give a function")
         if interleaved and not gated:
             raise ValueError("interleaved=True needs gated=True: there is only one kind of inner feature")
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.gated, self.interleaved, self.transposed = gated, interleaved, transposed
         self.group = resolve_group(tp_group)
+        check_tested_device(device, type(self).__name__, self.group.rank)
         self.by_expert = expert_parallel_group is not None
         if expert_parallel_group is not None:
             check_same_ranks(self.group, resolve_group(expert_parallel_group))
@@ -215,7 +229,7 @@ class Experts(ShardedModule):
             invariant = is_tp_invariant_mode_enabled()
             if invariant:
                 check_dtype(self.gemm_fn, x, f"hidden_states on rank {self.group.rank}")
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, NotImplementedError) as error:
             if self.group.size > 1:
                 share_error(error, self.group, x.device, self._agreed)
             raise
@@ -260,23 +274,19 @@ class Experts(ShardedModule):
         return combine(outer, flatten_tokens(weights), way).view(x.shape)
 
     def _gate_invariantly(self, h: Tensor) -> Tensor:
-        if self.gate_fn is None and self.gated and self.activation in ("silu", "gelu_tanh"):
-            return invariant_gated(*self._halves(h), self.activation)
+        if self.gate_fn is None and self.gated and self.activation in ACTIVATIONS:
+            return invariant_gated_halves(h, self.activation, self.interleaved)
         return gate(h, self._gate)
-
-    def _halves(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        if self.interleaved:
-            return h[..., ::2], h[..., 1::2]
-        gates, ups = h.chunk(2, dim=-1)
-        return gates, ups
 
     def _gate(self, h: Tensor) -> Tensor:
         if self.gate_fn is not None:
             return self.gate_fn(h)
+        if self.activation == "clamped_silu":
+            return stock.clamped_silu(*halves(h, interleaved=self.interleaved))
         activation = _ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         if not self.gated:
             return activation(h)
-        gates, ups = self._halves(h)
+        gates, ups = halves(h, interleaved=self.interleaved)
         return activation(gates) * ups
 
     def _stored(self, name: str) -> tuple[ExpertWeight, ExpertWeight]:
@@ -294,6 +304,7 @@ class Experts(ShardedModule):
 
     def _check_input(self, x: Tensor, index: Tensor, weights: Tensor, autocast: torch.dtype | None) -> None:
         rank, dtype = self.group.rank, self.get_parameter(self.up_name).dtype
+        check_tested_device(x.device, "hidden_states", rank)
         if x.dim() < 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"hidden_states has shape {tuple(x.shape)} on rank {rank}: it must be [.., {self.hidden_size}] with at "
