@@ -224,8 +224,9 @@ class Experts(ShardedModule):
                 refuse_dtensor(tensor, f"{name} of {self._name}")
         dtype = autocast_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
+        own = [getattr(self, name, None) for name in self._all_names()]  # a parametrized one is computed
         try:
-            self._check_input(x, index, weights, dtype)
+            self._check_input(x, index, weights, own[0] if dtype is None else None)
             invariant = is_tp_invariant_mode_enabled()
             if invariant:
                 check_dtype(self.gemm_fn, x, f"hidden_states on rank {self.group.rank}")
@@ -233,7 +234,6 @@ class Experts(ShardedModule):
             if self.group.size > 1:
                 share_error(error, self.group, x.device, self._agreed)
             raise
-        own = [getattr(self, name, None) for name in self._all_names()]  # a parametrized one is computed
         if self.group.size > 1:
             self._agree(x, index, weights, invariant)
         up, down, up_bias, down_bias = (
@@ -302,8 +302,9 @@ class Experts(ShardedModule):
     def _all_names(self) -> tuple[str, ...]:
         return self.up_name, "down_proj", f"{self.up_name}_bias", "down_proj_bias"
 
-    def _check_input(self, x: Tensor, index: Tensor, weights: Tensor, autocast: torch.dtype | None) -> None:
-        rank, dtype = self.group.rank, self.get_parameter(self.up_name).dtype
+    def _check_input(self, x: Tensor, index: Tensor, weights: Tensor, up: Tensor | None) -> None:
+        """up: the first weight, None under autocast."""
+        rank = self.group.rank
         check_tested_device(x.device, "hidden_states", rank)
         if x.dim() < 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(
@@ -315,10 +316,10 @@ class Experts(ShardedModule):
                 f"top_k_index has shape {tuple(index.shape)} and top_k_weights {tuple(weights.shape)} on rank {rank}: "
                 f"both must be {[*x.shape[:-1]]} of hidden_states, and the number of experts of a token"
             )
-        if autocast is None and x.dtype != dtype:
+        if up is not None and x.dtype != up.dtype:
             raise TypeError(
-                f"hidden_states is {x.dtype} and {self.up_name} is {dtype} on rank {rank}: convert one of them, or use "
-                "torch.autocast"
+                f"hidden_states is {x.dtype} and {self.up_name} is {up.dtype} on rank {rank}: convert one of them, or "
+                "use torch.autocast"
             )
         if weights.dtype not in BUNDLED_DTYPES:
             raise TypeError(
