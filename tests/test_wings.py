@@ -163,14 +163,15 @@ import json, sys
 import torch
 
 def started(*args, **kwargs):
-    raise AssertionError("import tp_invariant started CUDA")
+    raise AssertionError("an import asked for a GPU: ranks of a pool are forked after it")
 
-torch.cuda._lazy_init = started
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = started
 before = {name.partition(".")[0] for name in sys.modules}
 import tp_invariant
 tops = sorted({name.partition(".")[0] for name in sys.modules})
 needed = sorted(set(tops) - before - sys.stdlib_module_names)
 state = {"cuda": torch.cuda.is_initialized(), "dist": torch.distributed.is_initialized()}
+import tp_invariant.testing.rank_process
 print(json.dumps({"tops": tops, "needed": needed, **state}))
 """
 

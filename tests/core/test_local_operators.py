@@ -247,6 +247,27 @@ def otherwise_placed(tp_group):
         torch.optim.SGD([p], fused=True).step()
 
 
+def failing(tp_group):
+    """What a step that fails midway has written to is counted, whichever tensor of a list that is."""
+    mesh = init_device_mesh("cpu", (2,))
+    ps = parameters(mesh)[:2]
+    before = [p._version for p in ps]
+
+    def step(params, grads):
+        params[1].add_(1)
+        raise MemoryError("midway")
+
+    for p in ps:
+        p.grad = p.detach().clone()
+    with counted() as calls, torch.no_grad(), pytest.raises(MemoryError, match="midway"):
+        local_operators._with_local_tensors(step, [])(ps, [p.grad for p in ps])
+    assert calls == [True] and ps[1]._version > before[1]
+
+
+def test_a_step_that_fails_midway_is_counted():
+    run_ranks(failing, 2)
+
+
 def test_what_is_placed_otherwise_goes_torchs_way():
     run_ranks(otherwise_placed, 2)
 

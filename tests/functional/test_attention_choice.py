@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attention_cases import naively
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import tp_invariant as tpi
 from tp_invariant.core.elementwise import PositionInvariantActivation, in_whole_vectors
@@ -261,6 +262,74 @@ def test_an_interrupted_forward_leaves_nothing_behind_with_the_mode_off():
     q, k, v, _ = tensors(9, 9, 16, torch.float32)
     F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)  # torch's own: ours takes no dropout
     hooks._leave(module, None, None)  # for the tests that follow
+
+
+class WithLayers(nn.Module):
+    """Layers of this library on both sides of an attention, as `parallelize` leaves a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = tpi.ParallelNorm(32, normalization="RMSNorm", tp_group=None)
+        self.first, self.last = tpi.LayerNormLinear(32, 32, tp_group=None), tpi.Linear(32, 32, tp_group=None)
+        self.inner = Plain()
+        for module in (self, self.inner):  # the one inside the other, as blocks are
+            SafeSdpa(module)
+
+    def forward(self, x):
+        q = self.first(self.norm(x)).unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.last(self.inner(q, q, q).transpose(1, 2).flatten(2))
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def functions_in(call) -> list:
+    seen = Seen()
+    with seen:
+        call()
+    return seen.functions
+
+
+def test_the_layers_step_out_of_the_mode_around_a_models_code(monkeypatch):
+    seen, calls = [], []
+    own = attention_choice._Reroute.__torch_function__
+    monkeypatch.setattr(
+        attention_choice._Reroute,
+        "__torch_function__",
+        lambda self, func, *rest: seen.append(func) or own(self, func, *rest),
+    )
+    safe = attention_choice._safe_sdpa
+    monkeypatch.setattr(attention_choice, "_safe_sdpa", lambda *a, **k: calls.append(0) or safe(*a, **k))
+    model, x = WithLayers(), torch.randn(2, 5, 32)
+    with tpi.set_tp_invariant_mode(True):
+        out = model(x)
+        of_model = list(seen)
+        seen.clear()
+        assert calls == [0]
+        with attention_choice._Reroute():
+            model.norm._forward(x)
+        assert len(seen) > 10, "the mode sees what a layer does that does not step out"
+        assert len(of_model) < 10 and F.scaled_dot_product_attention in of_model
+        with pytest.raises(ValueError, match=r"x has shape \(2, 5, 31\)"):
+            model.inner.forward = lambda q, *rest: model.last(x[..., 1:])
+            model(x)
+        assert not _get_current_function_mode_stack()
+        # a user's mode sees all that a layer calls, whether it is around the model or inside
+        model.last(x)  # whose first call is checked
+        alone = functions_in(lambda: model.last(x))
+        model.inner.forward = lambda q, *rest: model.last(x)
+        assert len(alone) > 10 and functions_in(lambda: model.inner(x, x, x)) == alone
+        model.inner.forward = lambda q, *rest: functions_in(lambda: model.last(x))
+        assert model.inner(x, x, x) == alone
+        del model.inner.forward
+        assert_bitwise_equal(out, model(x))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

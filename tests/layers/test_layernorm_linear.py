@@ -128,6 +128,34 @@ def test_meta_device():
     assert layer.layer_norm_weight.partition_dim == -1 and layer.weight.partition_dim == -1
 
 
+def test_what_a_call_was_checked_for_is_looked_at_again():
+    """A layer remembers what it has checked: options that change later hold at once, and so do the errors."""
+    torch.manual_seed(0)
+    layer, x = tpi.LayerNormLinear(16, 8, normalization="RMSNorm"), torch.randn(4, 16)
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        first = layer(x)
+        assert_bitwise_equal(layer(x), first)
+        for name, value in {"eps": 1.0, "zero_centered_gamma": True, "normalization": "LayerNorm"}.items():
+            layer.layer_norm_bias = torch.nn.Parameter(torch.zeros(16)) if value == "LayerNorm" else None
+            before = layer(x)
+            setattr(layer, name, value)
+            changed = layer(x)
+            assert not torch.equal(changed, before)
+            options = dict(normalization=layer.normalization, zero_centered_gamma=layer.zero_centered_gamma)
+            other = tpi.LayerNormLinear(16, 8, layer.eps, **options)
+            other.load_state_dict(layer.state_dict())
+            assert_bitwise_equal(changed, other(x))
+        with pytest.raises(ValueError, match=r"x has shape \(4, 15\)"):
+            layer(x[:, 1:])
+        with pytest.raises(TypeError, match=r"x is torch\.float64 and weight is torch\.float32"):
+            layer(x.double())
+        layer.double()
+        with pytest.raises(TypeError, match=r"torch\.float64: the bundled kernels take"):
+            layer(x.double())
+        layer.float()
+        assert_bitwise_equal(layer(x), changed)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_autocast(norm):
     def case(tp_group):

@@ -222,7 +222,7 @@ def many_kinds(tp_group, make, kinds):
             layer(torch.ones(4 + (k * 7919 % 101) * (k % 3 + 1) % 23, 8))
 
 
-@pytest.mark.parametrize("make", (linear, norm), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", (linear, layernorm_linear, norm), ids=lambda make: make.__name__)
 def test_ranks_stay_in_step_when_they_forget(make):
     assert run_ranks(many_kinds, 2, make, 150) == [None] * 2
 

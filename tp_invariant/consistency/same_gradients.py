@@ -39,7 +39,7 @@ class _PendingComparison(NamedTuple):
     arrived: torch.cuda.Event
     answers: Tensor
     digests: Tensor
-    names: Sequence[str]
+    names: Callable[[], Sequence[str]]
     why: str
 
 
@@ -82,7 +82,7 @@ class Question(NamedTuple):
     facts          the call's arguments, hashable
     named_facts    returns the same by name, for an error
     whole          the gradients of replicated parameters, as this rank holds them
-    names          the names of these gradients, for an error
+    names          returns the names of these gradients, for an error
     why            why they may differ, for an error
     """
 
@@ -90,7 +90,7 @@ class Question(NamedTuple):
     facts: Hashable
     named_facts: Callable[[], Mapping[str, Any]]
     whole: Sequence[Tensor]
-    names: Sequence[str]
+    names: Callable[[], Sequence[str]]
     why: str
 
 
@@ -155,7 +155,12 @@ def _look_up(group: Group, caller: str) -> str | None:
 
 
 def _difference(
-    answers: Sequence[Sequence[int]], digests: Tensor, group: Group, names: Sequence[str], caller: str, why: str
+    answers: Sequence[Sequence[int]],
+    digests: Tensor,
+    group: Group,
+    names: Callable[[], Sequence[str]],
+    caller: str,
+    why: str,
 ) -> str | None:
     if len({tuple(answer) for answer in answers}) == 1:
         return None
@@ -167,7 +172,7 @@ def _difference(
     alike = "; ".join(f"one on {format_ranks(ranks)}" for ranks in holders)
     more = f" and {len(others) - 1} more gradients of whole parameters differ" if len(others) > 1 else " differs"
     ranks = f"the {group.size} ranks of the group {ranks_of(group)}"
-    return f"{caller}: {names[others[0]]}{more} between {ranks}: {alike}. {why}"
+    return f"{caller}: {names()[others[0]]}{more} between {ranks}: {alike}. {why}"
 
 
 def _raise_together(found: Mapping[Group, str | None], device: torch.device, always: bool) -> None:

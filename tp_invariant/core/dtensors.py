@@ -56,12 +56,18 @@ def _is_of_dtensors(kind: type) -> bool:
 
 def local_of(x: Any) -> Any:
     """The local tensor of a DTensor, always the same object and outside of autograd; anything else as it is."""
-    if not is_dtensor(x):
-        return x
+    return _passed_on(x) if is_dtensor(x) else x
+
+
+def _passed_on(x: DTensor) -> Tensor:
+    """`local_of` of what is known to be a DTensor."""
     local = x._local_tensor
-    if torch.compiler.is_compiling() or x.is_inference():
+    if torch.compiler.is_compiling():
         return local
-    version = x._version
+    try:
+        version = x._version
+    except RuntimeError:  # an inference tensor, which has none: to ask first takes as long as the rest
+        return local
     if version != getattr(local, "_version_of_dtensor", 0) and not local.is_inference():
         local._version_of_dtensor = version  # type: ignore[attr-defined]
         increment_version(local)
@@ -191,7 +197,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         dtensors, plain = [], list(args)
         for place, x in enumerate(args):
             if is_dtensor(x):
-                plain[place] = local_of(x)
+                plain[place] = _passed_on(x)
                 dtensors.append((place, x))
         ctx.dtensors = dtensors
         return function.forward(ctx, *plain)
@@ -201,7 +207,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
 
     def once(ctx: Any, *grads: Tensor) -> tuple:
         for _, x in ctx.dtensors:
-            local_of(x)  # so that autograd notices what was written to what is saved, as of plain tensors
+            _passed_on(x)  # so that autograd notices what was written to what is saved, as of plain tensors
         found = list(local_backward(ctx, *grads))
         for place, x in ctx.dtensors:
             grad, found[place] = found[place], None
@@ -209,7 +215,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
                 continue
             if not _is_ours(grad):
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            found[place] = grad_like(grad, x)
+            found[place] = new_dtensor(type(x), grad, x._spec)
         return tuple(found)
 
     twice = once_differentiable(once)
@@ -249,7 +255,7 @@ def check_placements(x: DTensor) -> None:
             fully_shard does unless it is told otherwise. The placements then say another order than the parts have, and
             `full_tensor()` and all that goes by placements give other values, silently.
     """
-    if x.device_mesh.ndim > 1 and not _are_clear(x.placements, x.device_mesh.shape):
+    if len(x.placements) > 1 and not _are_clear(x.placements, x.device_mesh.shape):
         raise ValueError(
             f"a parameter of shape {tuple(x.shape)} is placed as {x.placements} on {x.device_mesh}: each rank has "
             "several pieces of a dim (partition_stride) that fully_shard has cut again, so that torch would put it "
@@ -274,7 +280,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not torch.compiler.is_compiling():
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if is_dtensor(p):
+                if is_dtensor(p) and len(p._spec.placements) > 1:
                     check_placements(p)
 
 

@@ -143,4 +143,6 @@ class TokenSharding:
     def order_partial_sums(self, partial_sums_major: Tensor, local_shape: Sequence[int]) -> Tensor:
         """Partial sums gathered rank-major [P, sums of a rank, H] -> [all sums, H] in the full activation's order."""
         outer = math.prod(local_shape[: self.sequence_dim])
-        return rearrange(partial_sums_major, "rank (outer part) h -> (outer rank part) h", outer=max(outer, 1))
+        if outer <= 1:
+            return partial_sums_major.flatten(0, 1)  # the same; einops takes the host as long as a launch
+        return rearrange(partial_sums_major, "rank (outer part) h -> (outer rank part) h", outer=outer)

@@ -14,7 +14,6 @@ and `torch.optim.sgd.sgd`. Arguments that are not known to have equal placements
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,15 +25,18 @@ from torch.autograd.graph import increment_version
 from .dtensors import is_dtensor, new_dtensor
 
 _shortened = False
+_DTensor: Any = None  # torch's classes, once one is met: their module is slow to import
+_Partial: Any = None
 
 
 def shorten() -> None:
     """Once in a process. What a release of torch does not have is left as it is."""
-    global _shortened
+    global _shortened, _DTensor, _Partial
     if _shortened:
         return
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial
 
+    _DTensor, _Partial = DTensor, Partial
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if isinstance(handlers, dict) and hasattr(torch, "_functionalize_unsafe_set"):
         handlers.setdefault(torch.ops.aten.detach.default, _detach)
@@ -46,10 +48,8 @@ def shorten() -> None:
 
 
 def _detach(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    from torch.distributed.tensor import DTensor
-
     (x,) = args
-    detached = new_dtensor(DTensor, x._local_tensor.detach(), x._spec)
+    detached = new_dtensor(_DTensor, x._local_tensor.detach(), x._spec)
     torch._functionalize_unsafe_set(detached, x)  # a view has the storage of its base
     return detached
 
@@ -68,15 +68,16 @@ def _with_local_tensors(function: Callable[..., None], refused: list[str]) -> Ca
         if found is None:
             function(*lists, **options)
             return
-        parts = list(itertools.chain.from_iterable(found))
-        versions = [part._version for part in parts]
+        # torch's way counts what is written to a DTensor. An optimizer writes to all tensors of a list or to none,
+        # unless it fails midway: then any of them may have been written to.
+        watched = [(given, parts[0], parts[0]._version) for given, parts in zip(lists, found, strict=True) if parts]
+        failed = True
         try:
             function(*found, **options)
+            failed = False
         finally:
-            # torch's way counts what is written to a DTensor; what is not one has counted it already
-            given = itertools.chain.from_iterable(lists)
-            states = zip(given, parts, versions, strict=True)
-            increment_version([x for x, part, before in states if x is not part and part._version != before])
+            written = [given for given, part, before in watched if failed or part._version != before]
+            increment_version([x for given in written for x in given if is_dtensor(x)])  # others have counted it
 
     return with_local_tensors
 
@@ -85,37 +86,45 @@ def _local_lists(lists: Sequence[Any], options: dict[str, Any]) -> list[list[Ten
     """The lists with local tensors in place of DTensors; None if torch has to look at the placements.
 
     The parameters are DTensors of one mesh. Each gradient and state has the placements of its parameter, or is a plain
-    tensor without dims (an optimizer's count of steps), which is the same on all ranks.
+    tensor without dims (an optimizer's count of steps), which is the same on all ranks. A gradient or state whose spec
+    equals its parameter's gets this one, so that the next step need not compare them: that takes longer than the rest.
     """
     if not lists or not all(isinstance(tensors, list) for tensors in lists) or not lists[0]:
         return None
     if torch.is_grad_enabled() or any(map(is_dtensor, options.values())):
         return None
     first = lists[0][0]
-    if not is_dtensor(first) or first.device_mesh.get_coordinate() is None:
+    if not is_dtensor(first) or first.device_mesh.get_coordinate() is None or first.is_inference():
         return None
-    from torch.distributed.tensor import DTensor  # not at the top: it is slow to import
-
     mesh = first.device_mesh
-    specs = []
+    specs: list[Any] = []
+    kinds: set[type] = set()
     for p in lists[0]:
-        if type(p) is not DTensor or p.is_inference() or p._spec.mesh != mesh:
+        if type(p) is not _DTensor:
             return None
-        specs.append(p._spec)
-    if any(placement.is_partial() for spec in specs for placement in spec.placements):
+        spec = p._spec
+        if spec.mesh is not mesh and spec.mesh != mesh:
+            return None
+        specs.append(spec)
+        kinds.update(map(type, spec.placements))
+    if any(issubclass(kind, _Partial) for kind in kinds):
         return None
     found = []
     for tensors in lists:
         parts = []
         for x, spec in zip(tensors, specs if tensors else [], strict=True):
-            if type(x) is DTensor:
-                if x._spec is not spec and x._spec != spec:
-                    return None
+            if type(x) is _DTensor:
+                if x._spec is not spec:
+                    if x._spec != spec:
+                        return None
+                    x._spec = spec
                 x = x._local_tensor
             elif not isinstance(x, Tensor) or x.dim():
                 return None
-            if type(x) is not Tensor or x.is_inference():
+            if type(x) is not Tensor:
                 return None
             parts.append(x)
+        if parts and parts[0].is_inference():  # has no version
+            return None
         found.append(parts)
     return found

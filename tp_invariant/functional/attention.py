@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.dtensors import refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..kernels.select import select
 from .attention_checks import (
     check_first_key,
@@ -101,6 +102,22 @@ def attention(
         NotImplementedError: another kind of device; in backward, a second derivative.
         RuntimeError: forward-mode derivatives.
     """
+    left = leave()
+    try:
+        return _attend(
+            q, k, v, causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks,
+            mask, first_key,
+        )  # fmt: skip
+    finally:
+        enter_again(left)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
+    sinks: Tensor | None, mask: Tensor | None, first_key: int,
+) -> Tensor:  # fmt: skip
+    """The checks of `attention`, then the computation."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
     for name, option in (("sinks", sinks), ("mask", mask)):

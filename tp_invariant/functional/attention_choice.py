@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..core.dtensors import as_dtensor, is_dtensor
+from ..core.function_modes import AroundLayers, innermost
 from ..core.mode import is_tp_invariant_mode_enabled
 from .attention import attention
 from .attention_checks import check_mask, in_autocasts_dtype
@@ -106,7 +106,7 @@ def _check_not_forced() -> None:
 # --- in place of F.scaled_dot_product_attention ---------------------------------------------------------------------
 
 
-class _Reroute(TorchFunctionMode):
+class _Reroute(AroundLayers):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
 
     def __torch_function__(
@@ -173,7 +173,7 @@ class SafeSdpa:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._entered: list[_Reroute] = []
+        self._entered: list[_Reroute | None] = []  # None: a module around this one has entered its own
         if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in module._forward_pre_hooks.values()):
             return
         module.register_forward_pre_hook(self._enter)
@@ -181,12 +181,16 @@ class SafeSdpa:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():
-            self._entered.append(_Reroute())
-            self._entered[-1].__enter__()
+            mode = None if isinstance(innermost(), _Reroute) else _Reroute()
+            self._entered.append(mode)
+            if mode is not None:
+                mode.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:  # after an error in another hook this may run without _enter
-            self._entered.pop().__exit__(None, None, None)
+            mode = self._entered.pop()
+            if mode is not None:
+                mode.__exit__(None, None, None)
 
 
 def callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,17 @@ from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
-from .grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, norm_of, partial_sums_of, partition_dim_of, scale
+from .grad_partial_sums import (
+    SINGLE_RANK,
+    HeldGradient,
+    MeshLayout,
+    norm_of,
+    partial_sums_of,
+    partition_dim_of,
+    scale,
+    shape_of,
+)
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _LOCAL_ERROR = "an error before the call"  # if ranks differ in it, consistency/agreement.py shows no other difference
 
@@ -117,8 +123,6 @@ def clip_grad_norm_(
     options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     invariant = is_tp_invariant_mode_enabled()
     counted = [held for held in call.with_grad if stages.size == 1 or not _is_shared(held.parameter)]
-    with_grad = [held.parameter for held in counted]
-    over = [held.over for held in counted]
     own = torch.zeros(0, device=call.device)  # what of this stage is added up
     place = messages = call.device
     if stages.size > 1:
@@ -126,13 +130,13 @@ def clip_grad_norm_(
     try:
         _check_stages(call, stages)
         call.agree("clip_grad_norm_", options)
-        if not with_grad and stages.size == 1:
+        if not counted and stages.size == 1:
             return torch.tensor(0.0)
-        if with_grad and norm_type == math.inf:
-            own = _largest(with_grad, over).unsqueeze(0)
-        elif with_grad and invariant:
+        if counted and norm_type == math.inf:
+            own = _largest(counted).unsqueeze(0)
+        elif counted and invariant:
             _check_devices(counted, call.rank)
-            own = partial_sums_of(with_grad, over)
+            own = partial_sums_of(counted)
     except (TypeError, ValueError, RuntimeError) as error:
         share_error(error, stages, messages, set())  # the other stages would wait
         raise
@@ -145,13 +149,13 @@ def clip_grad_norm_(
     elif invariant:
         total = norm_of(_of_all_stages(own, stages))
     else:
-        total = stock.grad_norm(with_grad, over, stages, place)
+        total = stock.grad_norm([held.parameter for held in counted], [held.over for held in counted], stages, place)
     total = total.masked_fill(total.isnan(), math.nan)  # one NaN bit pattern, from whichever sum it came
     call.agree_on(total)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    grads = [local_part(held.parameter.grad) for held in call.with_grad if held.parameter.grad is not None]
+    grads = [held.local for held in call.with_grad]
     scale(grads, coefficient)
     if total.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
         for grad in grads:
@@ -200,17 +204,6 @@ def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
 # --- how each parameter is held -------------------------------------------------------------------------------------
 
 
-class _ClippedParameter(NamedTuple):
-    """A parameter, its index in the call, and the group over which it is sharded according to its attributes."""
-
-    parameter: Tensor
-    number: int
-    over: Group
-
-    def named(self, rank: int) -> str:
-        return f"the gradient of parameter {self.number} with shape {tuple(self.parameter.shape)} on rank {rank}"
-
-
 class ClipCall:
     """The parameters of one call on this rank. An error is stored in `error` and raised once all ranks know of it.
 
@@ -228,11 +221,12 @@ class ClipCall:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
-        self.held: list[_ClippedParameter] = []
+        self.held: list[HeldGradient] = []
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
         checked: set[tuple] = set()
         seen: set[int] = set()
+        layouts: dict[tuple, MeshLayout] = {}
         for index, p in enumerate(everything):
             if id(p) in seen:
                 continue
@@ -245,15 +239,15 @@ class ClipCall:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
                 if leave_out is not None:
-                    _check_grad(_ClippedParameter(p, index, over), given, SINGLE_RANK.rank, checked)
+                    _check_grad(HeldGradient.of(p, index, over, layouts), given, SINGLE_RANK.rank, checked)
             except (TypeError, ValueError, RuntimeError) as error:
                 if leave_out is not None:
                     continue
                 self.error = self.error or error
-            self.held.append(_ClippedParameter(p, index, over))
+            self.held.append(HeldGradient.of(p, index, over, layouts))
         self.maximal_groups = maximal_groups(groups)
         self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
-        self.with_grad = [h for h in self.held if h.parameter.grad is not None and h.parameter.grad.numel()]
+        self.with_grad = [held for held in self.held if held.grad is not None and not held.is_empty]
         try:
             for held in self.held:
                 _check_grad(held, given, self.rank, checked)
@@ -276,7 +270,7 @@ class ClipCall:
         if self.error is not None:
             text = f"{type(self.error).__name__}: {self.error}".replace(f" on rank {self.rank}", " here")
             # equal on all ranks that have an error: then each rank raises its own
-            return Question(compared_group, (_LOCAL_ERROR,), lambda: {_LOCAL_ERROR: text}, (), (), "")
+            return Question(compared_group, (_LOCAL_ERROR,), lambda: {_LOCAL_ERROR: text}, (), list, "")
         with_grad = {held.number for held in self.with_grad}
         gradients = [
             (held.number, _facts(held, compared_group) if held.number in with_grad else None) for held in self.held
@@ -294,10 +288,13 @@ class ClipCall:
             }
 
         whole = _whole_over(self.with_grad, compared_group)
-        grads = [local_part(held.parameter.grad) for held in whole if held.parameter.grad is not None]
-        names = [f"the gradient of parameter {h.number} with shape {tuple(h.parameter.shape)}" for h in whole]
+        numbered = [(held.number, shape_of(held.parameter)) for held in whole]  # without what holds their memory
+
+        def names() -> list[str]:
+            return [f"the gradient of parameter {number} with shape {tuple(shape)}" for number, shape in numbered]
+
         facts = mode, tuple(options.values()), tuple(gradients)
-        return Question(compared_group, facts, named_facts, grads, names, _USUAL_CAUSES)
+        return Question(compared_group, facts, named_facts, [held.local for held in whole], names, _USUAL_CAUSES)
 
     def agree_on(self, total: Tensor) -> None:
         """Compares the norm across ranks if layers are sharded over smaller groups than the one that compares: such
@@ -309,7 +306,7 @@ class ClipCall:
             return
         caller, name = "clip_grad_norm_", "the norm of all gradients"
         asked = [
-            Question(compared_group, (name,), lambda: {}, [total], [name], _ACROSS_GROUPS_CAUSES)
+            Question(compared_group, (name,), lambda: {}, [total], lambda: [name], _ACROSS_GROUPS_CAUSES)
             for compared_group in self.maximal_groups
         ]
         compare(asked, total.device, f"{caller}, once each rank has its norm")
@@ -344,34 +341,33 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
     return carried
 
 
-def _whole_over(all_held: list[_ClippedParameter], compared_group: Group) -> list[_ClippedParameter]:
+def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[HeldGradient]:
     """Those of which all ranks of the group hold the same part of the gradient, by attributes and placements."""
     ranks = set(ranks_of(compared_group))
-    known: dict[tuple, bool] = {}
+    known: dict[int, bool] = {}
 
-    def is_whole(grad: Tensor | None) -> bool:
-        if not is_dtensor(grad):
+    def is_whole(layout: MeshLayout | None) -> bool:
+        if layout is None:
             return True
-        placed = id(grad.device_mesh), grad.placements
-        if placed not in known:
-            known[placed] = all(len(ranks.intersection(ranks_of(group))) < 2 for group, _ in mesh_shards(grad))
-        return known[placed]
+        found = known.get(id(layout))
+        if found is None:
+            found = all(len(ranks.intersection(ranks_of(group))) < 2 for group, _ in layout.shards)
+            known[id(layout)] = found
+        return found
 
-    return [held for held in all_held if held.over.size == 1 and is_whole(held.parameter.grad)]
+    return [held for held in all_held if held.over.size == 1 and is_whole(held.layout)]
 
 
 # --- what is checked ------------------------------------------------------------------------------------------------
 
 
-def _facts(held: _ClippedParameter, compared_group: Group) -> tuple:
+def _facts(held: HeldGradient, compared_group: Group) -> tuple:
     """What decides which errors are raised later and what is gathered. If ranks differ in it, every rank raises an
     error now, so that no rank waits for another."""
-    p, over = held.parameter, held.over
-    grad = p.grad
-    assert grad is not None
-    facts: tuple = (grad.dtype, p.shape, grad.layout, grad.device.type)
-    if is_dtensor(grad):
-        facts = *facts, str(grad.placements)
+    p, over, local = held.parameter, held.over, held.local
+    facts: tuple = (local.dtype, shape_of(p), local.layout, local.device.type)
+    if held.layout is not None:
+        facts = *facts, held.layout.text
     if _is_shared(p):
         facts = *facts, "shared=True"
     if over.size > 1:
@@ -386,23 +382,21 @@ def _plain(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact if isinstance(fact, str) else str(fact)
 
 
-def _check_grad(held: _ClippedParameter, given: Group | None, rank: int, checked: set[tuple]) -> None:
+def _check_grad(held: HeldGradient, given: Group | None, rank: int, checked: set[tuple]) -> None:
     """checked: what of earlier DTensors of this call decided that they are right."""
-    grad = held.parameter.grad
-    if grad is None:
+    local = held.local
+    if local is None:
         refuse_fused([held.parameter], "clip_grad_norm_", held.number)
         return
-    if not grad.numel():
+    if held.is_empty:
         return
-    if grad.layout != torch.strided or not grad.is_floating_point():
-        raise TypeError(f"{held.named(rank)} is {grad.layout} {grad.dtype}: only dense floating point is supported")
-    if is_dtensor(grad):
+    if local.layout != torch.strided or not local.is_floating_point():
+        raise TypeError(f"{held.named(rank)} is {local.layout} {local.dtype}: only dense floating point is supported")
+    if held.layout is not None:
         p = held.parameter
-        decides = (
-            id(grad.device_mesh), grad.placements, held.over, is_sharded(p), hasattr(p, "tensor_model_parallel"),
-        )  # fmt: skip
+        decides = id(held.layout), held.over, is_sharded(p), hasattr(p, "tensor_model_parallel")
         if decides not in checked:
-            _check_dtensor(held, grad, given, rank)
+            _check_dtensor(held, given, rank)
             checked.add(decides)
 
 
@@ -411,7 +405,7 @@ def _check_stages(call: ClipCall, stages: Group) -> None:
         return
     if is_capturing():
         raise RuntimeError("clip_grad_norm_ with pp_group cannot be captured in a CUDA graph: the host reads lengths")
-    meshes = {held.parameter.grad.device_mesh for held in call.with_grad if is_dtensor(held.parameter.grad)}
+    meshes = {held.grad.device_mesh for held in call.with_grad if held.layout is not None}
     sharded = [*map(ranks_of, call.maximal_groups), *(on_mesh(mesh).ranks for mesh in meshes)]
     me = dist.get_rank()
     for ranks in sharded:
@@ -422,20 +416,18 @@ def _check_stages(call: ClipCall, stages: Group) -> None:
             )
 
 
-def _check_devices(with_grad: list[_ClippedParameter], rank: int) -> None:
-    first = with_grad[0].parameter.grad
+def _check_devices(with_grad: list[HeldGradient], rank: int) -> None:
+    first = with_grad[0].local.device
     for held in with_grad:
-        grad = held.parameter.grad
-        assert grad is not None and first is not None
-        if grad.device != first.device:
+        if held.local.device != first:
             raise ValueError(
-                f"{held.named(rank)} is on {grad.device}: it must be on {first.device}, where parameter "
+                f"{held.named(rank)} is on {held.local.device}: it must be on {first}, where parameter "
                 f"{with_grad[0].number}'s is"
             )
 
 
-def _check_dtensor(held: _ClippedParameter, grad: DTensor, given: Group | None, rank: int) -> None:
-    p, mesh = held.parameter, grad.device_mesh
+def _check_dtensor(held: HeldGradient, given: Group | None, rank: int) -> None:
+    p, grad, mesh = held.parameter, held.grad, held.grad.device_mesh
     check_placements(grad)
     me = dist.get_rank()
     mesh_ranks, groups = on_mesh(mesh)
@@ -472,13 +464,12 @@ def _check_dtensor(held: _ClippedParameter, grad: DTensor, given: Group | None, 
     )
 
 
-def _largest(params: list[Tensor], over: list[Group]) -> Tensor:
+def _largest(every: list[HeldGradient]) -> Tensor:
     """The largest absolute value: a maximum rounds nothing, so any order gives the same bits."""
-    grads = [p.grad for p in params if p.grad is not None]
-    parts = [local_part(grad).float().abs().flatten() for grad in grads]
+    parts = [held.local.float().abs().flatten() for held in every]
     each = [part.max() if part.numel() else part.new_zeros(()) for part in parts]
     largest = torch.stack([one.to(each[0].device) for one in each]).max()
-    groups = [*over, *(group for grad in grads if is_dtensor(grad) for group, _ in mesh_shards(grad))]
-    for group in dict.fromkeys(groups):
+    of_meshes = [group for held in every if held.layout is not None for group, _ in held.layout.shards]
+    for group in dict.fromkeys([*[held.over for held in every], *of_meshes]):
         largest = gather_major(largest, group).max()
     return largest

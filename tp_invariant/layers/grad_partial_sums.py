@@ -47,7 +47,7 @@ def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
     ]
 
 
-# --- where partial sums are -----------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 SINGLE_RANK = Group(None, 0, 1)
 
@@ -55,7 +55,73 @@ SINGLE_RANK = Group(None, 0, 1)
 def partition_dim_of(p: Tensor) -> int | None:
     """The dim in the parameter's attribute partition_dim; None if it names none."""
     dim = getattr(p, "partition_dim", -1)
-    return dim if isinstance(dim, int) and 0 <= dim < p.dim() else None
+    return dim if isinstance(dim, int) and 0 <= dim < len(shape_of(p)) else None
+
+
+def shape_of(x: Tensor) -> torch.Size:
+    """The shape, of a DTensor the whole one's: torch takes four times as long to say it."""
+    return x._spec.tensor_meta.shape if is_dtensor(x) else x.shape  # type: ignore[union-attr]
+
+
+class MeshLayout(NamedTuple):
+    """What one call needs to know of all DTensors with the same placements on a mesh.
+
+    shards   (group of the mesh dim, tensor dim) for each mesh dim that shards it; none if it is not on this rank
+    stride   partition_stride of the dim that is sharded
+    text     the placements as text
+    """
+
+    shards: list[tuple[Group, int]]
+    stride: int
+    text: str
+
+
+class HeldGradient(NamedTuple):
+    """The gradient of a parameter as one call sees it. What torch takes long to tell of a DTensor is asked once.
+
+    number   the parameter's index in the call
+    over     the group over which the parameter is sharded according to its attributes, or SINGLE_RANK
+    grad     the gradient, or None
+    local    this rank's part of it
+    layout   None unless it is a DTensor
+    """
+
+    parameter: Tensor
+    number: int
+    over: Group
+    grad: Any
+    local: Any
+    layout: MeshLayout | None
+
+    @classmethod
+    def of(cls, p: Tensor, number: int, over: Group, layouts: dict[tuple, MeshLayout]) -> HeldGradient:
+        """layouts: those that this call has met."""
+        grad = p.grad
+        if grad is None or not is_dtensor(grad):
+            return cls(p, number, over, grad, None if grad is None else local_part(grad), None)
+        spec, dims = grad._spec, len(shape_of(grad))
+        key = id(spec.mesh), spec.placements, dims
+        layout = layouts.get(key)
+        if layout is None:
+            # what is not on this rank, or is Partial, is refused later
+            shards = [
+                (group, placement.dim % dims)
+                for group, placement in zip(on_mesh(spec.mesh).groups, spec.placements, strict=False)
+                if hasattr(placement, "dim")
+            ]
+            stride = max(getattr(placement, "split_factor", 1) for placement in spec.placements)
+            layout = layouts[key] = MeshLayout(shards, stride, str(spec.placements))
+        return cls(p, number, over, grad, local_part(grad), layout)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.local.numel() and not self.grad.numel()
+
+    def named(self, rank: int) -> str:
+        return f"the gradient of parameter {self.number} with shape {tuple(self.parameter.shape)} on rank {rank}"
+
+
+# --- where partial sums are -----------------------------------------------------------------------------------------
 
 
 class _SlicedGradient(NamedTuple):
@@ -77,31 +143,28 @@ class _SlicedGradient(NamedTuple):
     whole: int
 
 
-def _sliced_gradient(p: Tensor, over: Group) -> _SlicedGradient:
-    """over: the group over which p is sharded according to its attributes; SINGLE_RANK if it is not."""
-    assert p.grad is not None
-    grad, own_dim = p.grad, partition_dim_of(p)
+def _sliced_gradient(held: HeldGradient) -> _SlicedGradient:
+    p, over, layout, local = held.parameter, held.over, held.layout, held.local
+    own_dim = partition_dim_of(p)
     dim = own_dim or 0
-    if is_dtensor(grad):
-        shards = mesh_shards(grad)
+    if layout is not None:
+        shards = layout.shards
         if own_dim is None and shards:
             dim = shards[-1][1]
         # several Shards are in an order that is FSDP2's, or the mesh's
         if len(shards) == 1 and over.size == 1 and dim == shards[0][1]:
-            group, size = shards[0][0], grad.shape[dim]
-            local = local_part(grad)
+            group, shape = shards[0][0], shape_of(held.grad)
             if not local.numel():  # its shape is whatever was given to from_local
-                local = local.new_empty([0 if i == dim else n for i, n in enumerate(grad.shape)])
-            stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
+                local = local.new_empty([0 if i == dim else n for i, n in enumerate(shape)])
+            size = shape[dim]
             # torch.chunk's rule: full pieces, then one shorter, then none
-            if stride == 1 or size % (stride * group.size) == 0:
-                return _SlicedGradient(local, dim, group, -(-size // group.size), stride, size)
+            if layout.stride == 1 or size % (layout.stride * group.size) == 0:
+                return _SlicedGradient(local, dim, group, -(-size // group.size), layout.stride, size)
         if shards:
-            grad = grad.full_tensor()  # gathers bytes
-    grad = local_part(grad)
-    rows = grad.shape[dim] if grad.dim() else 1
+            local = local_part(held.grad.full_tensor())  # gathers bytes
+    rows = local.shape[dim] if local.dim() else 1
     stride = stride_of(p) if over.size > 1 else 1
-    return _SlicedGradient(grad, dim, over, rows, stride, rows * over.size)
+    return _SlicedGradient(local, dim, over, rows, stride, rows * over.size)
 
 
 class _GatherPlan(NamedTuple):
@@ -183,13 +246,9 @@ def _kernels(tensors: Sequence[Tensor]) -> Any:
     return select("gradient norm", "cuda" if all(type(x) is Tensor and x.is_cuda for x in tensors) else "cpu")
 
 
-def partial_sums_of(params: Sequence[Tensor], over: Sequence[Group]) -> Tensor:
-    """The partial sums of all gradients of params, fp32, in TP=1's order, the same on every rank. Call it under
-    no_grad.
-
-    over: for each parameter the group over which it is sharded according to its attributes, or SINGLE_RANK.
-    """
-    parts = [_sliced_gradient(p, group) for p, group in zip(params, over, strict=True)]
+def partial_sums_of(held: Sequence[HeldGradient]) -> Tensor:
+    """The partial sums of all these gradients, fp32, in TP=1's order, the same on every rank. Call it under no_grad."""
+    parts = list(map(_sliced_gradient, held))
     grads = [part.local if part.local.dtype in DTYPES else part.local.float() for part in parts]
     partial_sums = _kernels(grads).sums_of_squares(grads, [part.dim for part in parts])
     return _in_tp1_order(partial_sums, parts)

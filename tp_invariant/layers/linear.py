@@ -16,6 +16,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import OwnerMap, ParallelMode
@@ -99,6 +100,11 @@ class Linear(ShardedModule, nn.Linear):
     """
 
     SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias")
+    _OPTIONS: tuple[str, ...] = (  # their names in error messages, in the order of `_options`
+        "bias", "partition_stride", "sequence_parallel", "sequence_dim", "owner_map", "gather_output", "return_bias",
+        "fuse_wgrad_accumulation", "what owner_map='auto' goes by", "gemm_fn",
+        "weight_cache's ahead, ahead_in_graphs and keep",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -210,7 +216,9 @@ class Linear(ShardedModule, nn.Linear):
         Raises:
             ValueError: it is not a positive integer, or does not divide this rank's part of the sharded dim.
         """
-        weight = getattr(self, "weight", None)  # None between `del layer.weight` and the next assignment
+        return self._stride_of(getattr(self, "weight", None))  # None between `del layer.weight` and an assignment
+
+    def _stride_of(self, weight: Tensor | None) -> int:
         stride = getattr(weight, "partition_stride", None)
         if stride is None:  # a replacement for the weight (torch.func.functional_call): use the last known stride
             stride = self._stride
@@ -222,7 +230,8 @@ class Linear(ShardedModule, nn.Linear):
                 f"partition_stride={self._stride}, and the placements of its parameters, which are DTensors, say that: "
                 "give it to the constructor, or tp_group as a ProcessGroup (mesh.get_group())"
             )
-        self._stride = _check_stride(stride)
+        if stride != self._stride or type(stride) is not int:  # nn.Module's assignment is slow
+            self._stride = _check_stride(stride)
         if self.parallel_mode is not None and stride > 1 and weight is not None:
             dim = 0 if self.parallel_mode == "column" else 1
             size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
@@ -294,16 +303,27 @@ class Linear(ShardedModule, nn.Linear):
             ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
             TypeError: a dtype that is not the weight's, outside autocast.
         """
+        left = leave()
+        try:
+            return self._forward(x)
+        finally:
+            enter_again(left)
+
+    def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):
             refuse_dtensor(x, f"x of {self._name}")
-        stride: Stride = self.partition_stride
+        weight: Tensor = self.weight  # read once: nn.Module.__getattr__ is slow
         bias: Tensor | None = self.bias
+        stride: Stride = self._stride_of(weight)
         if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
             if known is None:
                 self._mark_replacement("bias", bias, self._spec("bias", stride))
             bias.partition_stride = stride  # type: ignore[attr-defined]  # Megatron sets the weight's alone, and late
         stride = self.partition_sizes or stride
-        x, weight, bias = self._autocast(x)
+        dtype = autocast_dtype(x.device)
+        if dtype is not None:
+            x, weight = x.to(dtype), as_local(weight).to(dtype)
+            bias = None if bias is None else as_local(bias).to(dtype)
         call, invariant = self._resolve_call(x, weight, bias, stride)
         if not invariant:  # else the functions of functional/linear.py take them
             weight, bias = as_local(weight), as_local(bias)
@@ -324,13 +344,6 @@ class Linear(ShardedModule, nn.Linear):
         finally:
             if not compiling:
                 call_context.layer = None
-
-    def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = autocast_dtype(x.device)
-        if dtype is None:
-            return x, self.weight, self.bias
-        weight, bias = as_local(self.weight), as_local(self.bias)
-        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
         if bias is None:
@@ -369,7 +382,7 @@ class Linear(ShardedModule, nn.Linear):
         )
         if self._moves_bytes:
             told = self._signature(invariant, x, weight, bias, stride) if signature is None else signature
-            facts = facts_to_compare(told, self._name)
+            facts = facts_to_compare(told, self._name, self._OPTIONS)
             # a parametrized weight is not computed once more: that may draw random numbers or count calls
             own = self._parameters.get("weight")
             part = None if self.parallel_mode is None else own
@@ -389,26 +402,15 @@ class Linear(ShardedModule, nn.Linear):
         layer = self.in_features, self.out_features, self.parallel_mode, self.input_is_parallel
         return signature_of(invariant, layer, self._options(x.device, bias, stride), x, weight)
 
-    def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[tuple[str, Any], ...]:
+    def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
         options = (
-            ("bias", bias is not None),
-            ("partition_stride", stride),
-            ("sequence_parallel", self.sequence_parallel),
-            ("sequence_dim", self.sequence_dim),
-            ("owner_map", self.owner_map),
-            ("gather_output", self.gather_output),
-            ("return_bias", self.return_bias),
-            ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
-        )
+            bias is not None, stride, self.sequence_parallel, self.sequence_dim, self.owner_map, self.gather_output,
+            self.return_bias, self.fuse_wgrad_accumulation,
+        )  # fmt: skip
         if not self._moves_bytes:  # then the rest is of no matter
             return options
         ahead = scheduler.ahead, scheduler.ahead_in_graphs, scheduler.keep
-        return (
-            *options,
-            ("what owner_map='auto' goes by", _costs_text(device)),
-            ("gemm_fn", gemm_fn_name(self.gemm_fn, device)),
-            ("weight_cache's ahead, ahead_in_graphs and keep", ahead),
-        )
+        return *options, _costs_text(device), gemm_fn_name(self.gemm_fn, device), ahead
 
     @property
     def _moves_bytes(self) -> bool:
@@ -502,7 +504,7 @@ def _costs_text(device: torch.device) -> str:
     return costs_of(device).text
 
 
-_has_autocast = constant(lambda kind: torch.amp.is_autocast_available(kind))
+_has_autocast = constant(lambda kind: kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind))
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -17,6 +17,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import specialize
 from ..core.dtensors import as_local, refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import Normalization
@@ -135,6 +136,13 @@ class ParallelNorm(ShardedModule):
             ValueError: a last dim that is not `features`, or a heads_dim that does not hold this rank's heads.
             TypeError: a dtype that the kernels do not take.
         """
+        left = leave()
+        try:
+            return self._forward(x)
+        finally:
+            enter_again(left)
+
+    def _forward(self, x: Tensor) -> Tensor:
         refuse_dtensor(x, "x of a ParallelNorm")
         weight, bias = self.weight, self.bias  # read once: nn.Module.__getattr__ is slow
         for name, p in (("weight", weight), ("bias", bias)):

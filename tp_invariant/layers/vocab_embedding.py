@@ -27,6 +27,7 @@ from ..comm.collectives import Group, exchange_rows, gather_dim, gather_uneven, 
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.dtensors import as_local, local_of, refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..core.layout import check_divides, fresh_view, split_sizes
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
@@ -176,6 +177,13 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             TypeError: ids, or with the mode on a weight, of a dtype that is not supported.
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
+        left = leave()
+        try:
+            return self._forward(ids)
+        finally:
+            enter_again(left)
+
+    def _forward(self, ids: Tensor) -> Tensor:
         refuse_dtensor(ids, "ids of a VocabParallelEmbedding")
         group, weight = self.group, self.weight
         if not hasattr(weight, "tensor_model_parallel"):

@@ -1,0 +1,36 @@
+"""Torch function modes that surround a model's code and have nothing to do inside this library's own layers.
+
+Under a mode torch calls a Python function for every operator and for every `shape` or `dtype` that is read: about a
+microsecond each, and a layer's call has a hundred. So a layer takes such a mode off the stack for the time of its call.
+Other modes, a user's, stay where they are and see what they saw.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _len_torch_function_stack
+
+
+class AroundLayers(TorchFunctionMode):
+    """A mode that acts on functions which the layers do not call."""
+
+
+def innermost() -> AroundLayers | None:
+    """The mode that sees functions first if it is one of these. In compiled code None: there modes cost nothing."""
+    if torch.compiler.is_compiling() or not _len_torch_function_stack():
+        return None
+    mode = _get_current_function_mode()
+    return mode if isinstance(mode, AroundLayers) else None
+
+
+def leave() -> AroundLayers | None:
+    """Takes the innermost mode off the stack if it is one of these. Give what it returns to `enter_again`."""
+    mode = innermost()
+    if mode is not None:
+        mode.__exit__(None, None, None)
+    return mode
+
+
+def enter_again(mode: AroundLayers | None) -> None:
+    if mode is not None:
+        mode.__enter__()
