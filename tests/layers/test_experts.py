@@ -353,6 +353,18 @@ def test_mixtures_have_the_bytes_of_one_rank(degree):
             assert_bitwise_equal(result[number], want)
 
 
+def test_logits_in_fp32_are_those_of_a_float32_router():
+    options = dict(logits_in_fp32=True, weights_in_fp32=True, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    gate = tpi.MixtureOfExperts(8, HIDDEN, INNER, tpi.Routing(3), **options).gate
+    x = data(Case(dtype=torch.bfloat16))[0]
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        found = gate(x)
+        assert_bitwise_equal(found, copy.deepcopy(gate).float()(x.float()))
+        gate.logits_in_fp32 = False
+        assert not torch.equal(gate(x)[0], found[0])
+
+
 def test_the_mixture_with_the_mode_off_differs():
     found = run_ranks(mixture, 2, "qwen3", True, torch.float32, False, False)
     want = mixture(None, "qwen3", True, torch.float32, False, False)

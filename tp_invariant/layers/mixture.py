@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
-from ..core.dtensors import as_local
 from ..functional.experts import check_tested_device
 from ..functional.routing import Routing, route
 from ..gemm.gemm_fn import GemmFn
@@ -51,11 +50,8 @@ class Router(Linear):
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", values)
 
-    def _autocast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self.logits_in_fp32:
-            return super()._autocast(x)
-        bias = as_local(self.bias)
-        return x.float(), as_local(self.weight).float(), None if bias is None else bias.float()
+    def _product_dtype(self, device: torch.device) -> torch.dtype | None:
+        return torch.float32 if self.logits_in_fp32 else super()._product_dtype(device)
 
     def forward(self, x: Tensor) -> Any:
         logits = super().forward(x)
