@@ -12,8 +12,11 @@ _MODULES = {  # (cuda, cpu), which have the same functions
     "cross-entropy": ("vocabulary.cross_entropy", "vocabulary.reference_cross_entropy"),
     "embedding gradient": ("vocabulary.embedding", "vocabulary.reference_embedding"),
     "GEMM": ("gemm.matmul", "gemm.reference"),
+    "gated activation": ("rowwise.gated", "rowwise.reference_gated"),
+    "grouped GEMM": ("experts.grouped", "experts.reference_grouped"),
     "gradient norm": ("grad_norm.kernel", "grad_norm.reference"),
     "norm": ("rowwise.norm", "rowwise.reference_norm"),
+    "routing": ("experts.routing", "experts.reference_routing"),
     "softmax": ("rowwise.softmax", "rowwise.reference_softmax"),
 }
 

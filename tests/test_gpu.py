@@ -7,13 +7,16 @@ and larger.
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 
 import tp_invariant as tpi
-from tp_invariant.testing import assert_bitwise_equal, run_ranks
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.functional import experts
+from tp_invariant.testing import assert_bitwise_equal, full_grads, run_ranks
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
@@ -68,6 +71,47 @@ def test_layernorm_linear(norm, dtype, degree):
             base.with_(sequence_parallel=True, tokens=(degree * 7,), return_norm=True, return_norm_gathered=True),
         ]
     assert_cases_invariant(cases, degree, device="cuda")
+
+
+def mixture(tp_group, dtype, sequence_parallel, by_expert, device="cuda"):
+    """Two micro-batches of a mixture of experts, the second with its tokens in reverse order; whole tensors."""
+    group = resolve_group(tp_group)
+    allowed = mock.patch.object(experts, "TESTED_DEVICE_TYPES", {"cpu", "cuda"})
+    with allowed, tpi.set_tp_invariant_mode(True):
+        torch.manual_seed(0)
+        model = tpi.MixtureOfExperts(
+            12, 264, 384, tpi.Routing(3), bias=True, activation="clamped_silu", interleaved=True, tp_group=tp_group,
+            expert_parallel_group=tp_group if by_expert else None, sequence_parallel=sequence_parallel, dtype=dtype,
+        ).to(device)  # fmt: skip
+        x, dy = (torch.randn(120, 264, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in (1, 2))
+        results = []
+        for _ in range(2):
+            x, dy = x.flip(0), dy.flip(0)
+            own, d_own = ((t.chunk(group.size)[group.rank] if sequence_parallel else t).clone() for t in (x, dy))
+            y = model(own.requires_grad_())
+            y.backward(d_own)
+            results += [gather_dim(t, 0, group) if sequence_parallel else t for t in (y.detach(), own.grad)]
+        results += [full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)]
+    return results
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mixture_of_experts(dtype, degree):
+    for by_expert in (False, True):
+        want = run_ranks(mixture, 1, dtype, False, by_expert, device="cuda")[0]
+        for sequence_parallel in (False, True):
+            for got in run_ranks(mixture, degree, dtype, sequence_parallel, by_expert, device="cuda"):
+                assert_bitwise_equal(got, want)
+
+
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_a_mixture_of_experts_has_the_values_of_a_cpu():
+    cuda, cpu = (mixture(None, torch.float32, False, False, device) for device in ("cuda", "cpu"))
+    for got, want in zip(cuda[:4], cpu[:4], strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
+    for name, want in cpu[4].items():
+        torch.testing.assert_close(cuda[4][name].cpu(), want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("degree", DEGREES[::2])

@@ -18,11 +18,14 @@ from .core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
+from .functional.routing import Routing
 from .gemm.gemm_fn import set_default_gemm_fn
+from .layers.experts import Experts
 from .layers.fsdp import fsdp_placement
 from .layers.grad_norm import clip_grad_norm_
 from .layers.layernorm_linear import LayerNormLinear
 from .layers.linear import Linear
+from .layers.mixture import MixtureOfExperts
 from .layers.parallel_norm import ParallelNorm
 from .layers.replicate import replicate_
 from .layers.vocab_embedding import VocabParallelEmbedding
@@ -35,10 +38,13 @@ __all__ = [
     "ColwiseParallel",
     "DeadRankError",
     "DigestLog",
+    "Experts",
     "LayerNormLinear",
     "Linear",
+    "MixtureOfExperts",
     "ParallelNorm",
     "Part",
+    "Routing",
     "RowwiseParallel",
     "SequenceParallel",
     "VocabParallelEmbedding",

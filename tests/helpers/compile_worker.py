@@ -20,9 +20,12 @@ from tp_invariant.kernels import peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
+from tp_invariant.kernels.experts import grouped, routing
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
+from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
-from tp_invariant.kernels.rowwise import norm, softmax
+from tp_invariant.kernels.rowwise import gated, norm, softmax
+from tp_invariant.kernels.rowwise.gated_checks import halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
@@ -62,7 +65,10 @@ class NoGPU:
 
 @contextlib.contextmanager
 def hopper():
-    modules = (attention, attention_backward, batched, cross_entropy, embedding, grad_norm, matmul, norm, softmax)
+    modules = (
+        attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul, norm,
+        routing, softmax,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather):
             stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
@@ -91,6 +97,33 @@ def products(dtype: torch.dtype, tma: bool) -> None:
         batched.batched_matmul(a[None], b[None])
 
 
+def experts(dtype: torch.dtype) -> None:
+    """With the tiles that few rows of an expert get, and many."""
+    for rows, count, hidden, inner in ((256, 16, 512, 384), (4096, 8, 2048, 1536)):
+        x, dy = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(rows, inner, dtype=dtype)
+        offsets = torch.arange(0, rows + 1, rows // count, dtype=torch.int32)
+        weight = torch.zeros(1, inner, hidden, dtype=dtype).expand(count, -1, -1)
+        with mock.patch.object(grouped, "_fitted", lambda config, a: fit(config, a.element_size(), 232448)):
+            grouped.grouped_matmul(x, weight.mT, offsets, bias=torch.zeros(count, inner))
+            grouped.grouped_matmul(dy, weight, offsets)
+            grouped.grouped_outer(dy, x, offsets)
+            grouped.grouped_outer(dy[:, :8], x, offsets, out=torch.zeros(count, 8, hidden), accumulate=True)
+
+
+def routes(dtype: torch.dtype) -> None:
+    rows, scores, weights = (torch.zeros(*shape, dtype=dtype) for shape in ((64, 1000), (16, 128), (16, 4)))
+    routing.top_k(scores, 4)
+    places = torch.zeros(16, 4, dtype=torch.int64)
+    routing.combine(rows, weights.float(), places)
+    routing.combine(rows, None, places)
+    routing.combine_backward_rows(rows[:16], weights, places.view(-1))
+    for h in (1000, 2048, 20000):  # of each length one compiled form, however the tensors lie in memory
+        wide = torch.zeros(64, h + 48, dtype=dtype)
+        for x in (torch.zeros(64, h, dtype=dtype), wide[:, :h], wide[:, 1 : h + 1]):
+            routing.combine_backward_weights(x[:16], x, places)
+        routing.combine_backward_weights(x[:1], x, places.view(-1)[1:4].view(1, 3))
+
+
 def norms(dtype: torch.dtype) -> None:
     for h, rms in ((4096, dtype == torch.float32), (1000, dtype != torch.float32), (20000, dtype == torch.float32)):
         x, w = torch.zeros(64, h, dtype=dtype), torch.zeros(h, dtype=dtype)
@@ -98,6 +131,15 @@ def norms(dtype: torch.dtype) -> None:
         options = dict(rows_per_sum=32, rms=rms, zero_centered=rms, with_bias=not rms)
         _, sums = norm.norm_backward(y, x, w, mean, rstd, **options)
         norm.fold_weight_gradients(sums, dtype, None if rms else dtype)
+
+
+def gates(dtype: torch.dtype) -> None:
+    x = torch.zeros(16, 1000, dtype=dtype)
+    for activation in ("silu", "gelu_tanh"):
+        gated.gated_forward(x, x, activation)
+        gated.gated_backward(x, x, x, activation)
+    pair = halves(torch.zeros(16, 2000, dtype=dtype), interleaved=True)
+    gated.gated_backward(x, *pair, "clamped_silu", out=pair)
 
 
 def losses(dtype: torch.dtype) -> None:
@@ -166,7 +208,10 @@ def main() -> None:
     with hopper():
         for dtype in (torch.bfloat16, torch.float32):
             products(dtype, False)
+            experts(dtype)
+            routes(dtype)
             norms(dtype)
+            gates(dtype)
             losses(dtype)
             clipping(dtype)
         products(torch.bfloat16, True)

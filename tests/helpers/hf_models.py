@@ -33,6 +33,51 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),  # gathers q, k and v and normalises them whole
 }
 
+# mixtures of experts, which tests/conversion/test_mixtures.py covers
+MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32),
+    ),
+    "qwen2_moe": (  # with a shared expert and its gate
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        dict(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4_moe": (  # sigmoid, groups and a correction; the first layer is dense
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        dict(
+            n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=2, topk_group=1, use_qk_norm=True,
+        ),
+    ),
+    "deepseek_v3": (  # the same, with latent attention
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        dict(
+            n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=2, topk_group=1, num_key_value_heads=8, q_lora_rank=32, kv_lora_rank=32,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        ),
+    ),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, intermediate_size=32)),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32),
+    ),
+}  # fmt: skip
+
 
 @functools.cache
 def _transformers() -> Any:
@@ -47,7 +92,7 @@ def _transformers() -> Any:
 
 def build(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """The full model, the same on every rank; weights of many magnitudes, so that sums depend on their order."""
-    config_name, model_name, own = FAMILIES[family]
+    config_name, model_name, own = {**FAMILIES, **MIXTURES}[family]
     config = getattr(_transformers(), config_name)(**{**SIZES, **own, **options})
     torch.manual_seed(0)
     model = getattr(_transformers(), model_name)(config)

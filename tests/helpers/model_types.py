@@ -14,8 +14,8 @@ embedding and not. A model works if
             wrong whatever the order of sums
     whole   the parameters gathered from TP=2 are the model's own, and the same ones have gradients
 
-and is refused if `parallelize`, or the forward, raises a ValueError, TypeError or NotImplementedError with the reason.
-Anything else is a defect of this library, and the script's exit status is 1.
+and is refused if `parallelize`, or this library in the forward, raises a ValueError, TypeError, NotImplementedError or
+AttributeError with the reason. Anything else is a defect of this library, and the script's exit status is 1.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch import Tensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.hugging_face.experts import use_own_code
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hugging_face.md"
 BATCH, SEQUENCE, VOCABULARY = 2, 24, 96
@@ -120,7 +121,7 @@ def shrink(config: Any, overrides: dict[str, Any]) -> Any:
             if (new := _shrunk(name, value)) != value:
                 changed[name] = new
         elif isinstance(value, float):
-            if value and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+            if value and ("dropout" in name or "jitter" in name or name.endswith(("pdrop", "layerdrop"))):
                 changed[name] = 0.0
         elif isinstance(value, (list, tuple)) and isinstance(layers, int) and len(value) == layers > 4:
             kinds = list(dict.fromkeys(value)) if all(isinstance(v, (str, int)) for v in value) else []
@@ -234,7 +235,7 @@ def step(model: Any) -> dict[str, Tensor | None]:
     return {"loss": output.loss.detach(), "logits": output.logits.detach(), **grads}
 
 
-_REFUSALS = (ValueError, TypeError, NotImplementedError)
+_REFUSALS = (ValueError, TypeError, NotImplementedError, AttributeError)
 
 
 def run_on_rank(tp_group: Any, model_type: str, tied: bool | None, sp: bool, mode: bool) -> dict[str, Any]:
@@ -281,6 +282,7 @@ def stock(model_type: str, tied: bool | None, dtype: torch.dtype) -> dict[str, T
     """The untouched model's."""
     with _quiet():
         model = build(model_type, tied).to(dtype)
+        use_own_code(model)
         output = model(**batch())
         output.loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}

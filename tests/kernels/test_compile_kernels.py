@@ -70,6 +70,12 @@ def test_row_sums_of_attention_are_in_the_layout_of_the_product(compiled):
     assert all("nvidia_mma" in layout for layout in found), set(found)
 
 
+def test_dot_products_of_one_length_are_one_compiled_form(compiled):
+    """Another form may add in another order. Here: three lengths of two dtypes, in four ways in memory each."""
+    _, folder = compiled
+    assert len(list(folder.rglob("_dots_kernel.ttgir"))) == 3 * 2
+
+
 def test_a_kernel_that_does_not_compile(tmp_path):
     """The control: a comprehension, which the interpreter accepts."""
     source = (TESTS / "helpers" / "compile_worker.py").read_text()

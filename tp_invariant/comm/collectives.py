@@ -352,11 +352,13 @@ def exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Tensor:
 def exchange_flat(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, alike: Sequence[int]
 ) -> Tensor:
-    """An all-to-all of 1-D x: its block q, of sent[q] elements, goes to rank q; rank q's comes, of received[q].
+    """An all-to-all of the rows of x: its block q, of sent[q] rows, goes to rank q; rank q's comes, of received[q].
+
+    Of a 1-D x the rows are its elements.
 
     alike: numbers, the same on every rank, that decide all sizes.
     """
-    out = x.new_empty(sum(received))
+    out = x.new_empty((sum(received), *x.shape[1:]))
     if group.size == 1 or not any(alike):
         return out.copy_(x)
     return Pending(out, wire.start_all_to_all(out, x, received, sent, group, alike=alike), x, group).wait()

@@ -7,6 +7,7 @@ that list is empty is the model changed. The parts of an invariant model:
     embedding     nn.Embedding -> tpi.VocabParallelEmbedding, sharded by rows or replicated
     norm          -> ParallelNorm, which knows whether its input is sharded by tokens or by heads
     activation    -> PositionInvariantActivation, see core/elementwise.py
+    experts       -> Experts; the router's code stays, see hugging_face/experts.py
     attention     -> tpi.attention, see attention_choice.py; a Hugging Face model's loss: hugging_face/models.py
 
 With sequence_parallel the hidden states [B, S, H] are sharded along S from the first decoder layer to the last one.
@@ -31,9 +32,12 @@ from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
 from ..functional.attention_choice import SafeSdpa, callers
+from ..functional.experts import check_tested_device
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
+from ..hugging_face.experts import SafeRouting
+from ..layers.experts import check_same_ranks
 from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
 from .gradient_flow import FirstForward
@@ -49,6 +53,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     gemm_fn: GemmFn | None = None,
+    expert_parallel_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     verify: bool = False,
     example_inputs: Any = None,
 ) -> nn.Module:
@@ -70,6 +75,8 @@ def parallelize(
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence length, so this does not work for decoding
             token by token.
+        expert_parallel_group: of a mixture of experts: store the weights of experts by expert over this group, which
+            must have the ranks of tp_group, instead of by their inner features; see Experts.
         verify: first run copies of the model, with the plan and without, on the same input, forward and backward, and
             compare outputs and gradients; see plan_check.py. This detects errors that cannot be seen in the modules: a
             fused projection whose output the model's code splits, or a sum over features that are sharded. While it
@@ -85,14 +92,18 @@ def parallelize(
             also the first module whose output or gradient differs from the unsharded model's, and by how much. Without
             verify, the first forward that needs gradients names each parameter whose gradient would be incomplete
             (gradient_flow.py).
+        NotImplementedError: before anything is changed: a mixture of experts on a device on which none has been tested.
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
     group = resolve_group(tp_group)
+    if expert_parallel_group is not None:
+        check_same_ranks(group, resolve_group(expert_parallel_group))
+    by_expert = expert_parallel_group is not None
     full_plan = own_plan(model) if plan is None else plan
 
     def look(at: nn.Module, gemm_fn: GemmFn | None, group: Group = group) -> Survey:
-        survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), own_plan=plan is None)
+        survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), plan is None, by_expert)
         survey.run(full_plan)
         return survey
 
@@ -104,6 +115,8 @@ def parallelize(
         "sequence_parallel": sequence_parallel,
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
         "what parallelize cannot honour": survey.problems,
+        "whether experts are stored by expert": by_expert,
+        "the devices of experts": sorted({p.device.type for p in survey.parameters_of_experts()}),
         "verify": verify,
         "example_inputs": digest_of_tensors(example_inputs),
         **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
@@ -116,6 +129,8 @@ def parallelize(
         share_error(error, group, torch.device("cpu"), set())
     else:
         check_same_model(model, group, facts)
+    for parameter in survey.parameters_of_experts():
+        check_tested_device(parameter.device, f"experts of {type(model).__name__}", group.rank)
     if survey.problems:
         raise error
     if verify:
@@ -134,6 +149,8 @@ def parallelize(
 def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     """Changes the model as its survey says."""
     _swap(model, survey.swaps)
+    for name in survey.mixtures:
+        SafeRouting(model.get_submodule(name), survey.gemm_fn)
     if survey.is_hugging_face:
         hugging_face.install(model, survey.group.size)
         # for attention in a model's own code, which does not use the interface; without the output layer's caller

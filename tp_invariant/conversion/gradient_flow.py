@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.bits import leaves
-from ..functional import linear, norm, regions, stock
+from ..functional import experts, linear, norm, regions, stock
 from ..functional.cross_entropy import _CrossEntropy
 from ..layers.parameters import named_shard_specs
 from ..layers.vocab_embedding import _VocabEmbedding
@@ -56,6 +56,9 @@ _RULES: dict[type, _Rule] = {
     stock._GatherForRegion: lambda node, states: PART,
     stock._ReduceFromRegion: lambda node, states: WHOLE,
     stock._ReduceScatterFromRegion: lambda node, states: PART,
+    experts.TokenRows: lambda node, states: PART,
+    experts.GroupedLinear: lambda node, states: PART,
+    experts.Combine: lambda node, states: PART if node.call.sharded else WHOLE,
     _VocabEmbedding: lambda node, states: WHOLE if node.call.sequence_dim is None else PART,
     _CrossEntropy: lambda node, states: WHOLE,
 }

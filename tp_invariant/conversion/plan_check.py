@@ -35,6 +35,7 @@ from ..comm.wire import gather_objects
 from ..core.bits import digest, leaves
 from ..core.layout import shard
 from ..gemm.scheduler import scheduler
+from ..hugging_face.experts import use_own_code
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule, named_shard_specs
@@ -308,6 +309,7 @@ def _preserved_state(model: nn.Module) -> Iterator[None]:
 
 def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     twin = copy.deepcopy(model)
+    use_own_code(twin)
     for module in twin.modules():  # .to(dtype) of a whole model is refused by some
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():

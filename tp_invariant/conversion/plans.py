@@ -30,7 +30,8 @@ HEADS_STYLE = (
 )
 # `sequence_parallel` is what norms between layers do anyway under parallelize(sequence_parallel=True)
 WHOLE_STYLES = ("replicate", "sequence_parallel")
-STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, *WHOLE_STYLES)
+EXPERTS_STYLE = "moe_tp_experts"
+STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, EXPERTS_STYLE, *WHOLE_STYLES)
 
 
 @dataclasses.dataclass(frozen=True)

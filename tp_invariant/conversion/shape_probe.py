@@ -43,7 +43,11 @@ class ShardedInput:
 
 
 def sharded_inputs(
-    model: nn.Module, options: Mapping[str, Mapping[str, Any]], degree: int, names: Collection[str]
+    model: nn.Module,
+    options: Mapping[str, Mapping[str, Any]],
+    degree: int,
+    names: Collection[str],
+    experts: Collection[str] = (),
 ) -> dict[str, ShardedInput | None]:
     """{name: where its input is sharded, None if nowhere} of those of `names` that a forward calls.
 
@@ -51,12 +55,13 @@ def sharded_inputs(
         model: takes input_ids [B, S] by that name. It is not changed: a copy runs, which shares its parameters.
         options: {name: options of tpi.Linear} of the linear layers that the plan shards.
         degree: P, more than 1; it divides what the plan shards.
+        experts: names of experts modules, whose output has their input's shape; their code may need values.
 
     Raises:
         ProbeError: the forward does not run, on all features or on a part of them.
     """
-    whole, longer = (_shapes(model, {}, 1, names, length) for length in _LENGTHS)
-    part = _shapes(model, options, degree, names, _LENGTHS[0])
+    whole, longer = (_shapes(model, {}, 1, names, experts, length) for length in _LENGTHS)
+    part = _shapes(model, options, degree, names, experts, _LENGTHS[0])
     found: dict[str, ShardedInput | None] = {}
     for name, calls in whole.items():
         seen = {
@@ -79,7 +84,12 @@ def _compare(whole: torch.Size, part: torch.Size, longer: torch.Size, degree: in
 
 
 def _shapes(
-    model: nn.Module, options: Mapping[str, Mapping[str, Any]], degree: int, names: Collection[str], length: int
+    model: nn.Module,
+    options: Mapping[str, Mapping[str, Any]],
+    degree: int,
+    names: Collection[str],
+    experts: Collection[str],
+    length: int,
 ) -> dict[str, list[torch.Size]]:
     """{name: the shape of its first tensor argument at each call}."""
     seen: dict[str, list[torch.Size]] = {}
@@ -93,6 +103,9 @@ def _shapes(
         for name, given in options.items():
             linear: Any = twin.get_submodule(name)
             linear.forward = functools.partial(_linear_shapes, name, linear, given, degree)
+        for name in experts:
+            module: Any = twin.get_submodule(name)
+            module.forward = lambda hidden_states, *args, **options: torch.zeros_like(hidden_states)
         for name in names:
             twin.get_submodule(name).register_forward_pre_hook(functools.partial(record, name), with_kwargs=True)
         device = next(model.parameters()).device

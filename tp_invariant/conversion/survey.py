@@ -15,12 +15,22 @@ from ..core.dtensors import local_of, sharded_already
 from ..core.elementwise import PositionInvariantActivation
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
+from ..hugging_face.experts import experts_of, problem_with_experts
 from ..layers.linear import Linear, check_sizes
 from ..layers.parallel_norm import ParallelNorm, recognise_norm
 from ..layers.parameters import ShardedModule, ShardSpec
 from ..layers.vocab_embedding import VocabParallelEmbedding
 from .feature_blocks import FeatureBlocks, is_norm
-from .plans import EMBEDDING_STYLE, HEADS_STYLE, LINEAR_STYLES, STYLES, WHOLE_STYLES, Part, resolve
+from .plans import (
+    EMBEDDING_STYLE,
+    EXPERTS_STYLE,
+    HEADS_STYLE,
+    LINEAR_STYLES,
+    STYLES,
+    WHOLE_STYLES,
+    Part,
+    resolve,
+)
 from .shape_probe import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
 
 SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
@@ -66,8 +76,11 @@ class Survey:
     sequence_parallel: bool
     gemm_fn: GemmFn | None
     own_plan: bool  # whether the plan is the model's own, which may name modules that do not exist
+    by_expert: bool = False  # how the weights of experts are stored
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
     problems: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)  # names of experts modules, and of the modules that hold them
+    mixtures: set[str] = field(default_factory=set)
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
     whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
@@ -101,6 +114,8 @@ class Survey:
                 "sequence_parallel=True: no decoder layers, or several, to shard the hidden states between (a module "
                 "with `layers`, an nn.ModuleList, and `norm`)"
             )
+        self.experts = [name for name, part in self.parts.items() if part.style == EXPERTS_STYLE]
+        self.mixtures = {name.rpartition(".")[0] for name in self.experts}
         self._plan_blocks()
         self._plan_ties()
         self._plan_heads()
@@ -117,10 +132,13 @@ class Survey:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
         if self.stack is None:
             return
-        blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)}
+        mixtures = {name for name in self.mixtures if name.startswith(self.stack.prefix)}
+        blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)} | mixtures
         if self.sequence_parallel:
             for name in filter(self._is_layer, blocks):
-                self._problem(name, "has column-parallel layers itself: sequence_parallel needs them in a submodule")
+                self._problem(
+                    name, "has column-parallel layers or experts itself: sequence_parallel needs them in a submodule"
+                )
         self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
         rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
         sharded = [*rows, *(name for name, options in columns.items() if not options.get("gather_output"))]
@@ -129,6 +147,7 @@ class Survey:
             row.startswith(within) for row in rows if row.startswith(self.stack.prefix)
         ):  # none takes a block's output
             self.whole_blocks = frozenset(n for n in self.blocks if not any(s.startswith(f"{n}.") for s in sharded))
+        self.whole_blocks |= mixtures  # experts put out all tokens, and so do row-parallel layers beside them
 
     def _is_layer(self, name: str) -> bool:
         return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
@@ -172,7 +191,7 @@ class Survey:
             return
         for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
             try:
-                self.sharded = sharded_inputs(self.model, options, degree, names)
+                self.sharded = sharded_inputs(self.model, options, degree, names, self.experts)
                 return
             except ProbeError as error:
                 self.unseen = self.unseen or str(error)
@@ -196,6 +215,10 @@ class Survey:
         before = len(self.problems)
         if part is not None and part.style not in STYLES:
             self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
+        elif name.startswith(tuple(f"{experts}." for experts in self.experts)):
+            return  # a part of what experts are replaced by
+        elif part is not None and part.style == EXPERTS_STYLE:
+            self._experts(name, module)
         elif isinstance(module, ShardedModule):
             self._problem(name, f"is a {type(module).__name__} already")
         elif module._parameters.get("sinks") is not None:
@@ -265,9 +288,20 @@ class Survey:
             )  # fmt: skip
         else:
             return self._problem(name, f"style {part.style!r} is not for an nn.Linear")
-        if self._in_stack(name) and options["parallel_mode"] == "row":
+        if self._in_stack(name) and options["parallel_mode"] == "row" and not self._in_mixture(name):
             options |= dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
         self.swaps[name] = lambda: Linear.from_linear(linear, tp_group=self.group, gemm_fn=self.gemm_fn, **options)
+
+    def _in_mixture(self, name: str) -> bool:
+        return name.startswith(tuple(f"{mixture}." for mixture in self.mixtures))
+
+    def parameters_of_experts(self) -> list[nn.Parameter]:
+        return [p for name in self.experts for p in self.modules[name].parameters()]
+
+    def _experts(self, name: str, experts: nn.Module) -> None:
+        if problem := problem_with_experts(experts, self.group, self.by_expert):
+            return self._problem(name, problem)
+        self.swaps[name] = lambda: experts_of(experts, self.group, self.gemm_fn, self.by_expert)
 
     def _embedding(self, name: str, embedding: nn.Embedding, part: Part) -> None:
         if part.style != EMBEDDING_STYLE and part.style not in WHOLE_STYLES:
@@ -418,6 +452,8 @@ class Survey:
         for name, value in vars(self.config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:
                 self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
+            if "jitter" in name and isinstance(value, (int, float)) and value and self.experts:
+                self.problems.append(f"config.{name}={value}: random noise would depend on the rank; set it to 0")
         colwise = [name for name, part in self.parts.items() if part.style == "colwise"]
         if any("att" in type(self.modules[name.rpartition(".")[0]]).__name__.lower() for name in colwise):
             for name in ("num_attention_heads", "num_key_value_heads"):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -41,6 +42,24 @@ def constant(fn: Callable) -> Callable:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a function that is no op: while torch.compile traces, it breaks the graph there and runs as in eager mode.
+
+    The same as torch.compiler.disable, without importing the compiler.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return torch.compiler.disable(fn, reason=reason)(*args, **kwargs)
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 # --- configs as text ------------------------------------------------------------------------------------------------
@@ -339,8 +358,9 @@ def as_custom_op(
                 sizes.extend(value)
                 value = ("sizes",)
             configs.append(_encode(value, groups))
-        op = multi_rank_op if groups[0] else single_rank_op
-        return op(*args[:count], groups[0], sizes, repr(("tuple", *configs)))[0]
+        group = groups[0] if groups else ""  # without a group, as on one rank
+        op = multi_rank_op if group else single_rank_op
+        return op(*args[:count], group, sizes, repr(("tuple", *configs)))[0]
 
     return apply
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..comm.call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from ..comm.collectives import Group, gather_dim
 from ..comm.wire import diagnosed_error
 from ..core.compiled import constant
+from ..kernels.rowwise.gated_checks import ACTIVATIONS
 from .linear import LinearCall, flatten_tokens, without_custom_op
 from .regions import gather_scale, region_function, region_op, scatter_scale
 
@@ -189,6 +191,51 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     whole_weight = complete_grad(weight, call.group, call.sequence_parallel)
     assert whole_weight is not None
     return F.linear(x, whole_weight, bias)
+
+
+def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's gated activation, with the numbers of kernels/rowwise/gated.py."""
+    scale, _, limit = ACTIVATIONS["clamped_silu"]
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * scale))
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    parameters: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    group: Group,
+    *,
+    first: int,
+    by_features: bool,
+    gate: Callable[[Tensor], Tensor],
+    transposed: bool,
+    sequence_dim: int | None,
+) -> Tensor:
+    """y = sum over a token's experts, each from what this rank has of its weights, and then over the ranks.
+
+    x [.., H], index and weights [.., k]: this rank's tokens with a sequence_dim, else all of them. parameters: weight
+    and bias of the first product and of the second, of the experts from `first` on, whole or this rank's part of their
+    inner features (by_features). Then each rank has the whole bias of the second, and the first rank alone adds it.
+    """
+    up, up_bias, down, down_bias = parameters
+    if group.size > 1 and sequence_dim is not None:
+        x, weights = (_gather_for_region(t, sequence_dim, group) for t in (x, weights))
+        index = gather_dim(index, sequence_dim, group)
+    elif group.size > 1:
+        x, weights = _copy_to_region(x, group), _copy_to_region(weights, group)
+    if down_bias is not None and by_features and group.size > 1:
+        down_bias = _copy_to_region(down_bias, group) * (group.rank == 0)
+    rows, chosen, factors = flatten_tokens(x), flatten_tokens(index), flatten_tokens(weights)
+    y = torch.zeros_like(rows)
+    for expert in range(down.shape[0]):
+        token, slot = torch.where(chosen == first + expert)
+        w_up, w_down = (up[expert].T, down[expert].T) if transposed else (up[expert], down[expert])
+        inner = gate(F.linear(rows[token], w_up, None if up_bias is None else up_bias[expert]))
+        outer = F.linear(inner, w_down, None if down_bias is None else down_bias[expert])
+        y = y.index_add(0, token, (outer * factors[token, slot].unsqueeze(1)).to(y.dtype))
+    return sum_over_ranks(y.view(x.shape), group, sequence_dim)
 
 
 def grad_norm(params: list[Tensor], over: list[Group], stages: Group, place: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from ..comm.wire import gather_objects
 from ..consistency.differences import format_ranks, gather_differences
 from ..core.dtensors import is_dtensor, local_of
 from ..core.fsdp import resharded_whole
+from ..layers.experts import Experts
 from .graphed_call import GraphedForward
 
 
@@ -37,6 +38,11 @@ def problem_with(layer: nn.Module, name: str) -> str:
         if getattr(everywhere, hooks_of_all):
             return f"torch.nn has global module hooks, which a replay would not call inside {name}: remove them"
     for key, module in layer.named_modules():
+        if isinstance(module, Experts) and module.group.size > 1:
+            return (
+                f"{key or name} in {name} has experts over {module.group.size} ranks: their all-to-alls have sizes "
+                "that follow from the routing, and a graph cannot. Capture the attention alone"
+            )
         if getattr(module, "fuse_wgrad_accumulation", False):
             return f"{key or name} has fuse_wgrad_accumulation=True: a graph cannot see when main_grad changes"
         hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]

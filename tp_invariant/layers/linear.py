@@ -320,7 +320,7 @@ class Linear(ShardedModule, nn.Linear):
                 self._mark_replacement("bias", bias, self._spec("bias", stride))
             bias.partition_stride = stride  # type: ignore[attr-defined]  # Megatron sets the weight's alone, and late
         stride = self.partition_sizes or stride
-        dtype = autocast_dtype(x.device)
+        dtype = self._product_dtype(x.device)
         if dtype is not None:
             x, weight = x.to(dtype), as_local(weight).to(dtype)
             bias = None if bias is None else as_local(bias).to(dtype)
@@ -344,6 +344,10 @@ class Linear(ShardedModule, nn.Linear):
         finally:
             if not compiling:
                 call_context.layer = None
+
+    def _product_dtype(self, device: torch.device) -> torch.dtype | None:
+        """To which x and the parameters are converted before the product; None: they have its dtype."""
+        return autocast_dtype(device)
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
         if bias is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -254,6 +255,9 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     generator = torch.Generator().manual_seed(0)
     size = shapes["weight"][0]
     twin = copy.deepcopy(norm).to_empty(device="cpu").to(torch.float64).requires_grad_(False)
+    arguments = inspect.signature(norm.forward).parameters.values()
+    if sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments) > 1:
+        return None  # a gate, say, which it may do without
     x = torch.randn(4, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
     for name in shapes:
         twin.get_parameter(name).copy_(torch.randn(size, generator=generator, dtype=torch.float64))

@@ -1,0 +1,243 @@
+"""The kernels of mixtures of experts against torch's, in one run on one GPU.
+
+    python benchmarks/bench_experts.py --out benchmarks/results/experts_h200
+    python benchmarks/bench_experts.py --tiles --seconds 2
+
+bf16, random data, experts drawn at random for each token. Products: TFLOP/s of the bundled kernel, of torch's
+grouped_mm, and of one dense product of as many rows by cuBLAS, in whose place the experts stand; `weights` is the time
+of reading the weights alone, at the rate of a copy in the same run. Routing: microseconds of the bundled kernels and of
+torch's operations. Every product that is timed is compared: with the dense kernel's bytes for some experts, and the
+bytes of all tiles. Writes OUT.csv and OUT.md; a difference ends the script with status 1.
+
+--tiles: the same products with several tile shapes instead, for `rows_config` and `outer_config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from gpu_timing import in_turn
+from triton.errors import TritonError
+
+from tp_invariant.kernels.experts import grouped, routing
+from tp_invariant.kernels.gemm.matmul import matmul
+from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
+from tp_invariant.kernels.rowwise.gated import gated_backward, gated_forward
+from tp_invariant.kernels.rowwise.gated_checks import halves
+
+
+class Model(NamedTuple):
+    """inner: rows of an expert's weight in the product, which for [gate; up] are both."""
+
+    name: str
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+MODELS = (
+    Model("Qwen3-30B-A3B", 8192, 2048, 2 * 768, 128, 8),
+    Model("Qwen3-30B-A3B", 1024, 2048, 2 * 768, 128, 8),
+    Model("Qwen3-30B-A3B, decoding", 16, 2048, 2 * 768, 128, 8),
+    Model("Qwen3-30B-A3B, down", 8192, 768, 2048, 128, 8),
+    Model("Mixtral-8x7B", 8192, 4096, 2 * 14336, 8, 2),
+    Model("DeepSeek-V3, 32 experts", 1024, 7168, 2 * 2048, 32, 8),
+    Model("gpt-oss-20b", 8192, 2880, 2 * 2880, 32, 4),
+)
+TILES = (
+    MatmulConfig(16, 64, 128, 4, 4),
+    MatmulConfig(16, 128, 128, 4, 3),
+    MatmulConfig(32, 128, 64, 4, 4),
+    MatmulConfig(64, 64, 64, 4, 4),
+    MatmulConfig(64, 128, 64, 4, 4),
+    MatmulConfig(64, 256, 64, 8, 3),
+    MatmulConfig(128, 128, 64, 8, 3),
+    MatmulConfig(128, 128, 64, 4, 4),
+    MatmulConfig(128, 256, 64, 8, 3),
+)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+class Products:
+    """The three products of an expert's layer, and what they must be."""
+
+    def __init__(self, model: Model) -> None:
+        _, tokens, hidden, inner, experts, top_k = model
+        scores = torch.rand(tokens, experts, device="cuda")
+        _, index = routing.top_k(scores, top_k)
+        counts = torch.bincount(index.view(-1), minlength=experts)
+        self.offsets = F.pad(counts.cumsum(0), (1, 0)).int()
+        self.rows = tokens * top_k
+        self.flops = 2 * self.rows * hidden * inner
+        self.x, self.dy, self.weight = randn(self.rows, hidden), randn(self.rows, inner), randn(experts, inner, hidden)
+        ends = self.offsets[1:]
+        self.runs = {
+            "forward": (
+                lambda config=None: grouped.grouped_matmul(self.x, self.weight.mT, self.offsets, config=config),
+                lambda: F.grouped_mm(self.x, self.weight.mT, offs=ends),
+                lambda: torch.mm(self.x, self.weight[0].t()),
+            ),
+            "dgrad": (
+                lambda config=None: grouped.grouped_matmul(self.dy, self.weight, self.offsets, config=config),
+                lambda: F.grouped_mm(self.dy, self.weight, offs=ends),
+                lambda: torch.mm(self.dy, self.weight[0]),
+            ),
+            "wgrad": (
+                lambda config=None: grouped.grouped_outer(self.dy, self.x, self.offsets, config=config),
+                lambda: F.grouped_mm(self.dy.t(), self.x, offs=ends),
+                lambda: torch.mm(self.dy.t(), self.x),
+            ),
+        }
+
+    def differs(self) -> list[str]:
+        """The products with an expert whose bytes are not those of the dense kernel."""
+        found, offsets = [], self.offsets.tolist()
+        got = {name: ours() for name, (ours, *_) in self.runs.items()}
+        for expert in range(0, len(offsets) - 1, max(1, len(offsets) // 8)):
+            rows = slice(*offsets[expert : expert + 2])
+            if rows.start == rows.stop:
+                continue
+            x, dy, w = self.x[rows], self.dy[rows], self.weight[expert]
+            wanted = {"forward": matmul(x, w.t()), "dgrad": matmul(dy, w), "wgrad": matmul(dy.t(), x)}
+            for name, want in wanted.items():
+                part = got[name][expert] if name == "wgrad" else got[name][rows]
+                if not torch.equal(part.view(torch.int16), want.view(torch.int16)):
+                    found.append(f"{name} of expert {expert}")
+        return found
+
+
+def copy_rate() -> float:
+    """Bytes for each microsecond that a copy reads and writes."""
+    source = randn(1 << 28)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / in_turn({"copy": lambda: target.copy_(source)}, 1.0)["copy"]
+
+
+def product_lines(model: Model, seconds: float, rate: float) -> tuple[list[dict], list[str]]:
+    products = Products(model)
+    lines = []
+    for name, contenders in products.runs.items():
+        runs = dict(zip(("ours", "grouped_mm", "one dense"), contenders, strict=True))
+        times = in_turn(runs, seconds)
+        teraflops = {who: round(products.flops / us / 1e6) for who, us in times.items()}
+        lines.append(
+            {
+                "model": model.name, "rows": products.rows, "pass": name, "us": round(times["ours"], 1), **teraflops,
+                "ours / grouped_mm": round(times["grouped_mm"] / times["ours"], 3),
+                "weights, us": round(products.weight.nbytes / rate, 1),
+            }
+        )  # fmt: skip
+        print(lines[-1], flush=True)
+    return lines, [f"{model}: {text}" for text in products.differs()]
+
+
+def tile_lines(model: Model, seconds: float) -> list[str]:
+    """Prints the TFLOP/s of every tile shape; returns those whose bytes differ."""
+    products, found = Products(model), []
+    for name, (ours, *_) in products.runs.items():
+        runs, usual = {"usual": ours}, ours()
+        for config in TILES:
+            try:
+                same = torch.equal(ours(config).view(torch.int16), usual.view(torch.int16))
+            except TritonError:  # too much shared memory
+                continue
+            runs[str(config)] = lambda config=config, ours=ours: ours(config)
+            if not same:
+                found.append(f"{model}: {name} with {config}")
+        for config, us in sorted(in_turn(runs, seconds).items(), key=lambda item: item[1]):
+            print(
+                f"{model.name} {products.rows} {name}: {products.flops / us / 1e6:6.0f} TFLOP/s  {config}", flush=True
+            )
+    return found
+
+
+def routing_lines(model: Model, seconds: float) -> list[dict]:
+    name, tokens, hidden, inner, experts, top_k = model
+    scores, x, weights = torch.randn(tokens, experts, device="cuda"), randn(tokens, hidden), randn(tokens, top_k)
+    order = torch.randperm(tokens * top_k, device="cuda")
+    places, rows = order.argsort().view(tokens, top_k), randn(tokens * top_k, hidden)
+    pair, dy = halves(randn(tokens * top_k, inner), interleaved=False), randn(tokens * top_k, inner // 2)
+    contenders = {
+        "top_k": (lambda: routing.top_k(scores, top_k), lambda: scores.topk(top_k)),
+        "combine": (
+            lambda: routing.combine(rows, weights, places),
+            lambda: (rows[places] * weights.unsqueeze(-1)).sum(1),
+        ),
+        "drows": (
+            lambda: routing.combine_backward_rows(x, weights, order),
+            lambda: x[order // top_k] * weights.view(-1)[order].unsqueeze(1),
+        ),
+        "dweights": (
+            lambda: routing.combine_backward_weights(x, rows, places),
+            lambda: (rows[places] * x.unsqueeze(1)).sum(-1),
+        ),
+        "silu": (lambda: gated_forward(*pair, "silu"), lambda: F.silu(pair[0]) * pair[1]),
+        "silu, backward": (lambda: gated_backward(dy, *pair, "silu"), None),
+    }
+    lines = []
+    for what, (ours, torchs) in contenders.items():
+        times = in_turn({"ours": ours, **({} if torchs is None else {"torch": torchs})}, seconds)
+        lines.append(
+            {"model": name, "tokens": tokens, "kernel": what, **{f"{who}, us": round(t, 1) for who, t in times.items()}}
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def table(lines: list[dict]) -> list[str]:
+    names = list(lines[0])
+    return [
+        "| " + " | ".join(names) + " |",
+        "|" + " --- |" * len(names),
+        *("| " + " | ".join(str(line.get(name, "")) for name in names) + " |" for line in lines),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="path without an ending; .csv and .md are written")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each comparison (default 1)")
+    parser.add_argument("--tiles", action="store_true", help="tile shapes instead of contenders")
+    parser.add_argument("--models", nargs="*", help="only those whose name has one of these")
+    options = parser.parse_args()
+    chosen = [m for m in MODELS if not options.models or any(part in m.name for part in options.models)]
+    torch.manual_seed(0)
+    if options.tiles:
+        wrong = [text for model in chosen for text in tile_lines(model, options.seconds)]
+    else:
+        rate, products, wrong, routes = copy_rate(), [], [], []
+        for model in chosen:
+            lines, differences = product_lines(model, options.seconds, rate)
+            products, wrong = products + lines, wrong + differences
+            routes += routing_lines(model, options.seconds)
+        if options.out:
+            out = Path(options.out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with open(out.with_suffix(".csv"), "w", newline="") as file:
+                writer = csv.DictWriter(file, products[0])
+                writer.writeheader()
+                writer.writerows(products)
+            head = (
+                f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+                f"{datetime.date.today()}; bf16, TFLOP/s; `python {' '.join(sys.argv)}`"
+            )
+            out.with_suffix(".md").write_text("\n".join([head, "", *table(products), "", *table(routes)]) + "\n")
+    if wrong:
+        sys.exit("bytes differ: " + "; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

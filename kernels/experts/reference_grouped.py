@@ -1,0 +1,51 @@
+"""The products by expert for a CPU: the GEMM's reference on each expert's rows, the contract of grouped.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..gemm.reference import matmul
+from .grouped_checks import check_grouped_matmul, check_grouped_outer
+
+
+def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    for expert, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        if first < end:
+            yield expert, slice(first, end)
+
+
+def grouped_matmul(
+    a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """See grouped.grouped_matmul."""
+    check_grouped_matmul(a, b, offsets, bias, out_dtype)
+    c = torch.empty((a.shape[0], b.shape[2]), dtype=out_dtype or a.dtype, device=a.device)
+    for expert, rows in _experts_with_rows(offsets):
+        matmul(a[rows], b[expert], bias=None if bias is None else bias[expert], out=c[rows])
+    return c
+
+
+def grouped_outer(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See grouped.grouped_outer."""
+    dtype = check_grouped_outer(a, b, offsets, out, accumulate, out_dtype)
+    with torch.no_grad():
+        c = out
+        if c is None:
+            c = torch.empty((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
+        if not accumulate:
+            c.zero_()
+        for expert, rows in _experts_with_rows(offsets):
+            matmul(a[rows].t(), b[rows], out=c[expert], accumulate=accumulate)
+    return c

@@ -1,0 +1,51 @@
+"""The routing of rows to experts and back for a CPU: plain torch, the contract of routing.py.
+
+Products and sums are one IEEE operation at a time; a dot product is added by halves, in an order of its length alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..elementwise import sum_by_halves
+from .routing_checks import check_backward_rows, check_backward_weights, check_combine, check_gather, check_top_k
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See routing.top_k."""
+    check_top_k(scores, k)
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k].contiguous(), indices[..., :k].contiguous()
+
+
+def gather_rows(x: Tensor, order: Tensor) -> Tensor:
+    """rows[i] = x[order[i]], for x [T, H] and int64 order [R]: torch's own, on every device, as it only moves bytes."""
+    check_gather(x, order)
+    return x.index_select(0, order)
+
+
+def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
+    """See routing.combine."""
+    check_combine(rows, weights, places)
+    total = None
+    for slot, place in enumerate(places.unbind(1)):
+        term = rows[place].float()
+        if weights is not None:
+            term = term * weights[:, slot, None].float()
+        total = term if total is None else total + term
+    return total.to(rows.dtype)
+
+
+def combine_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """See routing.combine_backward_rows."""
+    check_backward_rows(dy, weights, order)
+    factors = weights.reshape(-1)[order].float()
+    return (dy[order // weights.shape[1]].float() * factors.unsqueeze(1)).to(dy.dtype)
+
+
+def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """See routing.combine_backward_weights."""
+    check_backward_weights(dy, rows, places)
+    dots = [sum_by_halves(dy.float() * rows[place].float()) for place in places.unbind(1)]
+    return torch.cat(dots, dim=1)

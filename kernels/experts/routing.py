@@ -1,0 +1,206 @@
+"""The routing of rows to experts and back, in Triton: a token's result depends on its own scores and rows alone.
+
+Legend: T tokens, k slots (experts chosen for a token), R rows (one for each token and slot that is here), E experts.
+
+    top_k                      the k largest scores of a token, in descending order; equal ones by the lower index
+    gather_rows                rows[i] = x[order[i]]; its backward is `combine` without weights
+    combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
+    combine_backward_rows      drows[i] = weights[t, s] * dy[t] for the token and slot of row i
+    combine_backward_weights   dweights[t, s] = dy[t] . rows[places[t, s]]
+
+Scores are compared as integers, and indices break ties, so that a maximum has no order to depend on. Slots are added in
+their order, elementwise. A dot product is a sum along a row, whose order is fixed as in kernels/rowwise/norm.py: chunk
+and warps are functions of H, and `_rows` lets the compiler know the same of all tensors of that H. Everything is
+computed in fp32 and launched with enable_fp_fusion=False: each operation rounds on its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from ..rowwise.norm import _load, _row, _rows, row_chunk
+from .reference_routing import gather_rows
+from .routing_checks import check_backward_rows, check_backward_weights, check_combine, check_top_k
+
+__all__ = ["combine", "combine_backward_rows", "combine_backward_weights", "gather_rows", "top_k"]
+
+COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
+
+
+@triton.jit
+def _top_k_kernel(scores_ptr, values_ptr, indices_ptr, stride, experts, k, WIDTH: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = scores_ptr + token * stride
+    cols = tl.arange(0, WIDTH)
+    x = tl.load(row + cols, mask=cols < experts, other=0.0).to(tl.float32)
+    # Integers in the order of the scores: -0.0 equals 0.0, and NaN is the largest.
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    places = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    keys = places.to(tl.int64) * 4294967296 + (WIDTH - cols)  # all different
+    keys = tl.where(cols < experts, keys, -9223372036854775808)
+    for slot in range(k):
+        best = tl.max(keys, axis=0)
+        index = WIDTH - (best & 4294967295)
+        tl.store(indices_ptr + token * k + slot, index)
+        tl.store(values_ptr + token * k + slot, tl.load(row + index))
+        keys = tl.where(keys == best, -9223372036854775808, keys)
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ptr, weights_ptr, places_ptr, y_ptr, stride, H,
+    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = cols < H
+    for slot in tl.static_range(SLOTS):
+        place = tl.load(places_ptr + token * SLOTS + slot)
+        term = tl.load(rows_ptr + place * stride + cols, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            term = term * tl.load(weights_ptr + token * SLOTS + slot).to(tl.float32)
+        if slot == 0:
+            total = term
+        else:
+            total = total + term
+    tl.store(y_ptr + token * H + cols, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale_kernel(dy_ptr, weights_ptr, order_ptr, drows_ptr, stride, slots, H, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = cols < H
+    at = tl.load(order_ptr + row)
+    dy = tl.load(dy_ptr + at // slots * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    drow = dy * tl.load(weights_ptr + at).to(tl.float32)
+    tl.store(drows_ptr + row * H + cols, drow.to(drows_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["places_ptr", "dots_ptr", "slots"])
+def _dots_kernel(
+    dy_ptr, rows_ptr, places_ptr, dots_ptr, stride_dy, stride_rows, slots, H: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    dy = _row(dy_ptr, at // slots, stride_dy, H)
+    row = _row(rows_ptr, tl.load(places_ptr + at), stride_rows, H)
+    products = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        products += _load(dy, cols, H, CHUNK) * _load(row, cols, H, CHUNK)
+    tl.store(dots_ptr + at, tl.sum(products, axis=0))
+
+
+# Every operation rounds on its own: see the top of this file.
+_top_k = Launches(_top_k_kernel)
+_combine = Launches(_combine_kernel, enable_fp_fusion=False)
+_scale = Launches(_scale_kernel, enable_fp_fusion=False)
+_dots = Launches(_dots_kernel, enable_fp_fusion=False)
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """x with contiguous rows, copied if need be."""
+    x = x.resolve_neg()
+    if interpreting() and x.is_floating_point():
+        x = x.float()  # the interpreter gets bfloat16 wrong: let it see fp32 only
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return _contiguous_rows(x).contiguous()
+
+
+def _columns(h: int) -> tuple[int, int]:
+    """Columns of a program, and warps."""
+    columns = min(COLUMNS, max(32, next_power_of_2(h)))
+    return columns, max(1, columns // 256)
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, device=like.device, dtype=torch.float32 if interpreting() else like.dtype)
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(values, int64 indices) of the k largest of scores [.., E] along the last dim, in descending order: both [.., k].
+
+    scores: bfloat16, float16 or float32, any strides. Equal ones, to which -0.0 and 0.0 belong, come by their index,
+    and NaN is the largest. Raises TypeError for a dtype, and ValueError for a k that is not from 1 to E.
+    """
+    check_top_k(scores, k)
+    shape, experts = (*scores.shape[:-1], k), scores.shape[-1]
+    rows = _contiguous_rows(scores.reshape(-1, experts))
+    t = rows.shape[0]
+    values, indices = _empty(scores, t, k), torch.empty((t, k), device=scores.device, dtype=torch.int64)
+    if t > 0:
+        width = max(16, next_power_of_2(experts))
+        with launch_on(scores, "top_k"):
+            _top_k(
+                scores.device.index, (t,), (rows, values, indices, rows.stride(0), experts, k), (width,),
+                num_warps=min(8, max(1, width // 512)),
+            )  # fmt: skip
+    return values.to(scores.dtype).view(shape), indices.view(shape)
+
+
+def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
+    """y [T, H], where y[t] is the sum over slots s, in their order, of weights[t, s] * rows[places[t, s]].
+
+    rows: [R, H], bfloat16, float16 or float32, any strides. weights: [T, k], of any of these, or None for ones.
+    places: int64 [T, k], rows' indices; they are checked on a CPU only. In fp32, where products and sums round on their
+    own, then rounded once to rows' dtype. Raises TypeError for a dtype and ValueError for what else does not fit.
+    """
+    check_combine(rows, weights, places)
+    (t, slots), h = places.shape, rows.shape[1]
+    y = _empty(rows, t, h)
+    if t > 0:
+        x = _contiguous_rows(rows)
+        columns, warps = _columns(h)
+        with launch_on(rows, "combine"):
+            _combine(
+                rows.device.index, (t, cdiv(h, columns)),
+                (x, x if weights is None else _contiguous(weights), places.contiguous(), y, x.stride(0), h),
+                (slots, columns, weights is not None), num_warps=warps,
+            )  # fmt: skip
+    return y.to(rows.dtype)
+
+
+def combine_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """drows [R, H]: row i is weights[t, s] * dy[t] for order[i] = t * k + s, in fp32, rounded once to dy's dtype.
+
+    dy: [T, H], weights: [T, k]; order: int64 [R]. Errors as for `combine`.
+    """
+    check_backward_rows(dy, weights, order)
+    r, (h, slots) = len(order), (dy.shape[1], weights.shape[1])
+    drows = _empty(dy, r, h)
+    if r > 0:
+        x = _contiguous_rows(dy)
+        columns, warps = _columns(h)
+        with launch_on(dy, "combine_backward_rows"):
+            _scale(
+                dy.device.index, (r, cdiv(h, columns)),
+                (x, _contiguous(weights), order.contiguous(), drows, x.stride(0), slots, h), (columns,),
+                num_warps=warps,
+            )  # fmt: skip
+    return drows.to(dy.dtype)
+
+
+def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """dweights, float32 [T, k]: the dot product of dy[t] and rows[places[t, s]], in an order of H and the dtype alone.
+
+    dy: [T, H] and rows: [R, H], of one dtype; places: int64 [T, k]. Errors as for `combine`.
+    """
+    check_backward_weights(dy, rows, places)
+    (t, slots), h = places.shape, dy.shape[1]
+    dots = torch.empty((t, slots), device=dy.device, dtype=torch.float32)
+    if t > 0:
+        (dy_rows, dy_stride), (x, stride) = _rows(dy), _rows(rows)
+        chunk, warps = row_chunk(h)
+        with launch_on(dy, "combine_backward_weights"):
+            _dots(
+                dy.device.index, (t * slots,), (dy_rows, x, places.contiguous(), dots, dy_stride, stride, slots),
+                (h, chunk), num_warps=warps,
+            )  # fmt: skip
+    return dots

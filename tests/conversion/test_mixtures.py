@@ -1,0 +1,303 @@
+"""parallelize of transformers' mixtures of experts: the same bits at every degree, the model's values, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from meshes import mesh_or_group
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.comm.collectives import Group
+from tp_invariant.functional import experts
+from tp_invariant.layers.experts import Experts
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+FAMILIES = sorted(hf_models.MIXTURES)
+# their plans leave projections of the attention whole, which sequence parallelism refuses by name
+WITHOUT_SP = {"deepseek_v3": "self_attn.q_a_proj", "granitemoe": "self_attn.q_proj"}
+ONE_RANK = Group(None, 0, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 8)
+
+
+def train_on_rank(tp_group, family, options, mode=True, steps=2):
+    model = tpi.parallelize(
+        hf_models.build(family, options.get("dtype", torch.float32)),
+        tp_group,
+        expert_parallel_group=(ONE_RANK if tp_group is None else tp_group) if options.get("by_expert") else None,
+        sequence_parallel=options.get("sequence_parallel", False),
+    )
+    with tpi.set_tp_invariant_mode(mode):
+        return hf_models.train(model, tp_group, steps)
+
+
+@functools.cache
+def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, by_expert: bool = False) -> Any:
+    """At TP=1, once for all degrees."""
+    return train_on_rank(None, family, dict(dtype=dtype, by_expert=by_expert), mode)
+
+
+# (family, degree, options)
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    *((family, 2, {}) for family in FAMILIES),
+    *((family, 4, dict(sequence_parallel=family not in WITHOUT_SP)) for family in FAMILIES),
+    ("qwen3_moe", 2, dict(by_expert=True)),
+    ("mixtral", 4, dict(by_expert=True, sequence_parallel=True)),
+    ("glm4_moe", 4, dict(by_expert=True)),
+    ("qwen3_moe", 4, dict(dtype=torch.bfloat16)),
+    ("deepseek_v3", 8, {}),  # fewer experts than ranks
+]
+
+
+@pytest.mark.parametrize(("family", "degree", "options"), CASES, ids=str)
+def test_training_has_the_same_bits_at_every_degree(family, degree, options):
+    """Logits, gradients, losses, gradient norms and parameters."""
+    expected = trained(family, options.get("dtype", torch.float32), by_expert=options.get("by_expert", False))
+    for rank, got in enumerate(run_ranks(train_on_rank, degree, family, options)):
+        assert_bitwise_equal(got, expected, f"{family} on rank {rank} of {degree}, {options}")
+    routers = [grad for name, grad in expected["grads"].items() if re.search(r"(gate|router.*)\.weight", name)]
+    assert routers and all(grad.any() for grad in routers)
+
+
+def test_with_the_mode_off_the_bits_depend_on_the_degree():
+    one, on = trained("mixtral", mode=False), trained("mixtral")
+    for options in ({}, dict(sequence_parallel=True), dict(by_expert=True)):
+        for got in run_ranks(train_on_rank, 2, "mixtral", options, False, 1):
+            assert not torch.equal(got["logits"], one["logits"])
+            for name in one["grads"]:
+                torch.testing.assert_close(got["grads"][name], on["grads"][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_near_the_model_itself(family):
+    """The error against the model in float64 is at most twice that of the model in float32."""
+    ours = trained(family)
+    exact, theirs = (untouched(family, dtype) for dtype in (torch.float64, torch.float32))
+    for name, value in exact.items():
+        got = ours["logits"] if name == "logits" else ours["grads"][name]
+        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
+        assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
+
+
+def untouched(family, dtype):
+    model = hf_models.build(family, dtype)
+    model.config._experts_implementation = "eager"
+    output = model(**hf_models.batch(0))
+    output.loss.backward()
+    return {"logits": output.logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def with_equal_scores(tp_group, slots):
+    """The results of two steps, in the first of which all experts have the same scores; and the experts chosen."""
+    model = hf_models.build("mixtral", num_experts_per_tok=slots)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+    tpi.parallelize(model, tp_group)
+    seen: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    with tpi.set_tp_invariant_mode(True):
+        return hf_models.train(model, tp_group, 2), seen
+
+
+@pytest.mark.parametrize("slots", (1, 2))
+def test_equal_scores_go_to_the_lower_expert(slots):
+    """All tokens to one expert or two, which few ranks compute: the others have no row."""
+    want, seen = with_equal_scores(None, slots)
+    assert all((index == torch.arange(slots)).all() for index in seen[:2])
+    for name, grad in want["grads"].items():
+        if ".experts." in name:
+            assert grad[:slots].any() and not grad[slots:].any()
+    for got, _ in run_ranks(with_equal_scores, 4, slots):
+        assert_bitwise_equal(got, want)
+
+
+def other_uses(tp_group):
+    """After verify: steps whose layers are recomputed in backward, and decoding, of one token on all ranks."""
+    model = hf_models.build("qwen3_moe")
+    with tpi.set_tp_invariant_mode(True):
+        tpi.parallelize(model, None if tp_group is None else mesh_or_group(tp_group, "mesh"), verify=True)
+        model.gradient_checkpointing_enable()
+        results = hf_models.train(model, None, 2)
+        ids = model.eval().generate(
+            hf_models.batch()["input_ids"][:1, :5], max_new_tokens=3, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    return results, ids.sequences, list(ids.logits)
+
+
+def test_verify_checkpointing_and_decoding():
+    want = other_uses(None)
+    assert_bitwise_equal(want[0], trained("qwen3_moe"))
+    for got in run_ranks(other_uses, 2):
+        assert_bitwise_equal(got, want)
+
+
+def saved(tp_group, folder, by_expert):
+    group = tp_group if by_expert else None
+    model = tpi.parallelize(hf_models.build("qwen3_moe"), tp_group, expert_parallel_group=group)
+    model.save_pretrained(folder)
+    layer = model.model.layers[0].mlp.experts
+    return layer.by_expert, tuple(layer.gate_up_proj.shape), tuple(layer.down_proj.shape)
+
+
+@pytest.mark.parametrize("by_expert", (False, True))
+def test_save_pretrained_writes_whole_experts(by_expert, tmp_path):
+    shapes = run_ranks(saved, 2, str(tmp_path), by_expert)
+    assert shapes[0] == ((True, (3, 64, 64), (3, 64, 32)) if by_expert else (False, (6, 32, 64), (6, 64, 16)))
+    model = hf_models.build("qwen3_moe")
+    read = type(model).from_pretrained(tmp_path)
+    assert_bitwise_equal(dict(read.named_parameters()), dict(model.named_parameters()))
+
+
+def test_the_load_balancing_loss():
+    """Its router logits are whole on every rank."""
+
+    def losses(tp_group):
+        model = tpi.parallelize(hf_models.build("mixtral", output_router_logits=True), tp_group)
+        with tpi.set_tp_invariant_mode(True):
+            output = model(**hf_models.batch(1))
+            output.loss.backward()
+        return output.loss.detach(), output.aux_loss.detach(), testing.full_grads(model)
+
+    want = losses(None)
+    assert want[1] > 0
+    for found in run_ranks(losses, 2):
+        assert_bitwise_equal(found, want)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refused(family="qwen3_moe", change=lambda model: None, tp_group=None, plan=None, sp=False, **options):
+    model = hf_models.build(family, **options)
+    change(model)
+    before = list(model.named_modules())
+    with pytest.raises(ValueError) as caught:
+        tpi.parallelize(model, tp_group, plan, sequence_parallel=sp)
+    assert list(model.named_modules()) == before
+    return str(caught.value)
+
+
+def test_what_is_not_supported_is_named():
+    def with_norm(model):
+        model.model.layers[1].mlp.experts.has_post_expert_norm = True
+
+    def without_layout(model):
+        del model.model.layers[1].mlp.experts.is_transposed
+
+    def with_more(model):
+        model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(1))
+
+    name = re.escape("model.layers.1.mlp.experts: Qwen3MoeExperts ")
+    assert re.search(name + "normalises the output of each expert", refused(change=with_norm))
+    assert re.search(name + "does not say the layout of its weights", refused(change=without_layout))
+    assert re.search(name + r"has the parameters down_proj, gate_up_proj, scale: supported", refused(change=with_more))
+    assert "config.router_jitter_noise=0.1: random noise" in refused("mixtral", router_jitter_noise=0.1)
+
+
+def test_sizes_that_the_degree_does_not_divide():
+    def on_rank(tp_group):
+        return refused(tp_group=tp_group, moe_intermediate_size=33)
+
+    for text in run_ranks(on_rank, 2):
+        assert "mlp.experts: intermediate size=33 is not divisible by TP degree=2" in text
+
+
+def test_sequence_parallelism_of_projections_that_stay_whole():
+    for family, name in WITHOUT_SP.items():
+        text = refused(family, sp=True)
+        assert f"layers.0.{name}: is in no pattern of the plan, and under sequence_parallel sees this rank's" in text
+
+
+@pytest.fixture(scope="module")
+def gpt_oss():
+    """Its config; attn_implementation as transformers sets it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {**hf_models.SIZES, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = dict(rope_type="default", rope_theta=1e4)
+    return transformers.GptOssConfig(**sizes, rope_parameters=rope, experts_implementation="eager")
+
+
+def test_a_whole_gpt_oss(gpt_oss):
+    """It has no plan, and with one its attention sinks would get parts of a gradient."""
+    import transformers
+
+    model = transformers.GptOssForCausalLM(gpt_oss)
+    with pytest.raises(ValueError, match="brings a tensor-parallel plan for its output layer only"):
+        tpi.parallelize(model, None)
+    heads = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    with pytest.raises(ValueError, match=r"GptOssAttention has attention sinks, one for each head, which parallelize"):
+        tpi.parallelize(
+            model, None, {**heads, "model.layers.*.self_attn.o_proj": "rowwise", "*.experts": "moe_tp_experts"}
+        )
+
+
+def gpt_oss_block(config, dtype=torch.float32):
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    torch.manual_seed(0)
+    block = GptOssMLP(config)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0.0, 0.3)
+    return block.to(dtype)
+
+
+def step_of_block(block: Any, mode: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(2, 12, 64, generator=generator).to(next(block.parameters()).dtype) * 3 for _ in range(2))
+    x.requires_grad_()
+    with tpi.set_tp_invariant_mode(mode):
+        y, scores = block(x)
+        y.backward(dy)
+    return {"y": y.detach(), "scores": scores.detach(), "dx": x.grad, **testing.full_grads(block)}
+
+
+def gpt_oss_on_rank(tp_group, config, mode=True):
+    block = tpi.parallelize(gpt_oss_block(config), tp_group, {"experts": "moe_tp_experts"})
+    return step_of_block(block, mode), (block.experts.activation, block.experts.gate_fn is None)
+
+
+@pytest.mark.parametrize(("limit", "fused"), [(7.0, True), (2.0, False)])
+def test_the_block_of_gpt_oss(gpt_oss, limit, fused):
+    """By itself, with a plan by hand. The kernel has one limit: with another one the model's own function runs."""
+    config = copy.deepcopy(gpt_oss)
+    config.swiglu_limit = limit
+    alone, (activation, by_kernel) = gpt_oss_on_rank(None, config)
+    assert by_kernel == fused and (activation == "clamped_silu") == fused
+    for got, _ in run_ranks(gpt_oss_on_rank, 4, config):
+        assert_bitwise_equal(got, alone)
+    assert not torch.equal(run_ranks(gpt_oss_on_rank, 2, config, False)[0][0]["y"], alone["y"])
+    exact, theirs = (step_of_block(gpt_oss_block(config, dtype), False) for dtype in (torch.float64, torch.float32))
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (alone, theirs)]
+        assert errors[0] <= max(2 * errors[1], 1e-6), (name, errors)
+
+
+def test_a_device_on_which_none_was_tested(monkeypatch):
+    model = hf_models.build("mixtral")
+    before = list(model.named_modules())
+    monkeypatch.setattr(experts, "TESTED_DEVICE_TYPES", {"cuda"})
+    with pytest.raises(NotImplementedError, match="experts of MixtralForCausalLM on rank 0 has the device 'cpu'"):
+        tpi.parallelize(model, None)
+    assert list(model.named_modules()) == before
+    monkeypatch.undo()
+    tpi.parallelize(model, None)
+    monkeypatch.setattr(experts, "TESTED_DEVICE_TYPES", {"cuda"})
+    for mode in (True, False):  # moved there later
+        with tpi.set_tp_invariant_mode(mode), pytest.raises(NotImplementedError, match="tested on CPUs only"):
+            model(**hf_models.batch(0))

@@ -1,0 +1,254 @@
+"""Routing, Triton's and the CPU's: ties, sums over slots in order, and a token's bits do not depend on the others."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tp_invariant.kernels.experts import reference_routing, routing
+from tp_invariant.testing import assert_bitwise_equal, wide_randn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = [routing] if DEVICE == "cuda" else [routing, reference_routing]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+def kernels(request) -> ModuleType:
+    return request.param
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, spread: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return wide_randn(*shape, generator=generator, spread=spread).to(DEVICE, dtype)
+
+
+# --- the k largest ----------------------------------------------------------------------------------------------------
+
+
+def sorted_indices(scores: list[float], k: int) -> list[int]:
+    """By Python's own stable sort: NaN first, then descending; -0.0 equals 0.0."""
+    return sorted(range(len(scores)), key=lambda i: (not math.isnan(scores[i]), -scores[i]))[:k]
+
+
+def check_top_k(kernels: ModuleType, scores: Tensor, k: int) -> None:
+    values, indices = kernels.top_k(scores, k)
+    assert values.dtype == scores.dtype and indices.dtype == torch.int64
+    assert indices.tolist() == [sorted_indices(row, k) for row in scores.tolist()]
+    wanted = scores.gather(1, indices)
+    assert torch.equal(values.isnan(), wanted.isnan())
+    assert_bitwise_equal(values.nan_to_num(7), wanted.nan_to_num(7))
+
+
+@every_dtype
+@pytest.mark.parametrize("experts, k", ((1, 1), (8, 2), (37, 37), (128, 8)))
+def test_top_k_with_ties(kernels, experts, k, dtype):
+    """Few different values, so that most are ties."""
+    check_top_k(kernels, rand(5, experts, spread=0).round().to(dtype), k)
+    check_top_k(kernels, torch.zeros(2, experts, dtype=dtype, device=DEVICE), k)
+    check_top_k(kernels, rand(5, experts, dtype=dtype), k)
+
+
+SPECIAL = [0.0, -0.0, NAN, INF, -INF, 2.0**-149, -(2.0**-149), 3.4e38, -3.4e38, 1.0, -1.0]
+
+
+@settings(deadline=None, max_examples=25)
+@given(row=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=20), data=st.data())
+def test_top_k_of_special_values(row, data):
+    k = data.draw(st.integers(1, len(row)))
+    for kernels in KERNELS:
+        check_top_k(kernels, torch.tensor([row], device=DEVICE), k)
+
+
+def test_top_k_of_views(kernels):
+    scores = rand(6, 4, 40)
+    values, indices = kernels.top_k(scores, 3)
+    assert values.shape == indices.shape == (6, 4, 3)
+    transposed = scores.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    padded = torch.full((6, 4, 50), INF, device=DEVICE)
+    padded[..., 3:43] = scores
+    for view in (transposed, padded[..., 3:43], torch._neg_view(-scores)):
+        assert_bitwise_equal(list(kernels.top_k(view, 3)), [values, indices])
+    for part in (slice(0, 1), slice(1, 6, 2), slice(0, 0)):
+        assert_bitwise_equal(list(kernels.top_k(scores[part], 3)), [values[part].clone(), indices[part].clone()])
+
+
+# --- combining --------------------------------------------------------------------------------------------------------
+
+
+def routing_of(tokens: int, slots: int) -> tuple[Tensor, Tensor]:
+    """places [T, k], and order [R], their inverse."""
+    order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return order.argsort().view(tokens, slots), order
+
+
+def case(tokens: int, slots: int, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """rows [R, H], weights [T, k], dy [T, H]."""
+    return rand(tokens * slots, h, dtype=dtype), rand(tokens, slots, seed=1), rand(tokens, h, dtype=dtype, seed=2)
+
+
+def in_slot_order(terms: Tensor, order: range) -> Tensor:
+    """terms [T, k, H] in fp32, added one after another."""
+    total = terms[:, order[0]]
+    for slot in order[1:]:
+        total = total + terms[:, slot]
+    return total
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens, slots, h", ((5, 1, 40), (9, 4, 300), (1, 8, 33)))
+def test_slots_are_added_in_their_order(kernels, tokens, slots, h, dtype):
+    """The bytes of torch's operations one by one. The control: from the last slot on, other bits."""
+    (rows, weights, _), (places, _) = case(tokens, slots, h, dtype), routing_of(tokens, slots)
+    for factors in (weights, weights.to(dtype), None):
+        terms = rows[places].float() * (1.0 if factors is None else factors.float().unsqueeze(-1))
+        y = kernels.combine(rows, factors, places)
+        assert y.is_contiguous()
+        assert_bitwise_equal(y, in_slot_order(terms, range(slots)).to(dtype))
+        if slots > 2 and dtype == torch.float32:
+            assert not torch.equal(in_slot_order(terms, range(slots)[::-1]), y)
+
+
+@every_dtype
+def test_against_autograd_in_float64(kernels, dtype):
+    tokens, slots, h = 7, 4, 90
+    (rows, weights, dy), (places, order) = case(tokens, slots, h, dtype), routing_of(tokens, slots)
+    rows64, weights64 = rows.double().requires_grad_(), weights.double().requires_grad_()
+    y64 = (rows64[places] * weights64.unsqueeze(-1)).sum(1)
+    y64.backward(dy.double())
+    unit = torch.finfo(dtype).eps / 2 + slots * 2.0**-23
+    y, drows = kernels.combine(rows, weights, places), kernels.combine_backward_rows(dy, weights, order)
+    assert drows.dtype == dtype
+    for got, exact in ((y, y64), (drows, rows64.grad)):
+        assert (got.double() - exact).norm() <= unit * exact.norm()
+    dweights = kernels.combine_backward_weights(dy, rows, places)
+    terms = (rows64.detach()[places] * dy.double().unsqueeze(1)).abs().sum(-1)
+    assert dweights.dtype == torch.float32
+    assert ((dweights.double() - weights64.grad).abs() <= 10 * 2.0**-24 * terms).all()  # about log2(h) roundings
+
+
+@every_dtype
+def test_gathered_rows_and_their_gradients(kernels, dtype):
+    tokens, slots, h = 6, 3, 50
+    x, (places, order) = rand(tokens, h, dtype=dtype), routing_of(tokens, slots)
+    rows = kernels.gather_rows(x, order // slots)
+    assert_bitwise_equal(rows[places], x.unsqueeze(1).expand(-1, slots, -1).contiguous())
+    drows = rand(tokens * slots, h, dtype=dtype, seed=3)
+    ones = torch.ones(tokens, slots, device=DEVICE)
+    assert_bitwise_equal(kernels.combine(drows, None, places), kernels.combine(drows, ones, places))
+    exact = drows.double()[places].sum(1)
+    error = (kernels.combine(drows, None, places).double() - exact).norm()
+    assert error <= (torch.finfo(dtype).eps / 2 + slots * 2.0**-23) * exact.norm()
+
+
+def everything(kernels: ModuleType, rows: Tensor, weights: Tensor, dy: Tensor, places: Tensor) -> list[Tensor]:
+    """Each of the first dim T."""
+    t, slots = places.shape
+    order = torch.arange(t * slots, device=DEVICE)
+    drows = kernels.combine_backward_rows(dy, weights, order).view(t, slots, dy.shape[1])
+    dots = kernels.combine_backward_weights(dy, rows, places)
+    return [kernels.combine(rows, weights, places), kernels.combine(rows, None, places), drows, dots]
+
+
+def check_tokens_alone(kernels: ModuleType, tokens: int, slots: int, h: int, dtype: torch.dtype, parts) -> None:
+    (rows, weights, dy), (places, _) = case(tokens, slots, h, dtype), routing_of(tokens, slots)
+    whole = everything(kernels, rows, weights, dy, places)
+    padded = torch.full((tokens * slots, h + 3), NAN, device=DEVICE, dtype=dtype)
+    padded[:, 1:-2] = rows  # every row at another alignment
+    for part in parts:
+        wanted = [x[part].clone(memory_format=torch.contiguous_format) for x in whole]
+        for view in (rows, padded[:, 1:-2]):
+            got = everything(kernels, view, weights[part], dy[part], places[part])
+            assert_bitwise_equal(got, wanted, f"{part}")
+        own = rows[places[part].reshape(-1)]  # the rows of these tokens alone, in another order
+        there = torch.arange(own.shape[0], device=DEVICE).view(-1, slots)
+        got = everything(kernels, own, weights[part], dy[part], there)
+        assert_bitwise_equal(got, wanted, f"{part}, in another order")
+    transposed = rows.t().contiguous().t(), weights.t().contiguous().t(), dy.t().contiguous().t()
+    assert_bitwise_equal(everything(kernels, *transposed, places), whole, "transposed")
+
+
+@every_dtype
+def test_tokens_have_the_bits_that_they_have_alone(kernels, dtype):
+    for slots, h in ((3, 48), (2, 33)):
+        check_tokens_alone(kernels, 5, slots, h, dtype, (slice(0, 1), slice(1, 5, 2), slice(0, 0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@every_dtype
+@pytest.mark.parametrize("h", (1, 7, 2048, 2880, 4096, 7168, 20000))
+def test_tokens_on_a_gpu(dtype, h):
+    """The order of a dot product's sum exists on a GPU only."""
+    check_tokens_alone(routing, 600, 8, h, dtype, (slice(0, 1), slice(599, 600), slice(3, 500, 7), slice(0, 128)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_top_k_on_a_gpu():
+    for dtype in DTYPES:
+        for experts, k in ((128, 8), (256, 8), (32, 4), (8, 2), (1000, 10)):
+            check_top_k(routing, rand(500, experts, spread=0).mul(4).round().to(dtype), k)
+
+
+def test_lone_terms_keep_their_bits(kernels):
+    """With one slot nothing is added: -0.0 stays."""
+    rows = torch.tensor([[-0.0, 1.0, -INF, 2.0**-149]], device=DEVICE)
+    place = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    assert_bitwise_equal(kernels.combine(rows, None, place), rows)
+
+
+X, PLACES, WEIGHTS = torch.ones(4, 8), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
+
+
+@pytest.mark.parametrize(
+    "error, message, args",
+    (
+        (TypeError, f"top_k: scores has dtype torch.float64; allowed: {DTYPE_NAMES}", (X.double(), 2)),
+        (ValueError, "top_k: k is 9; allowed: an int from 1 to the 8 scores of a token", (X, 9)),
+        (ValueError, "top_k: k is 0; allowed: an int from 1", (X, 0)),
+        (ValueError, "top_k: k is True; allowed: an int from 1", (X, True)),
+        (TypeError, "combine: places has dtype torch.int32; allowed: torch.int64", (X, WEIGHTS, PLACES.int())),
+        (ValueError, "combine: weights has shape (2, 1); allowed: (2, 2)", (X, WEIGHTS[:, :1], PLACES)),
+        (ValueError, "combine: places has shape (2,); allowed: [T, k], k at least 1", (X, None, PLACES[0])),
+        (ValueError, "combine: places has values from 0 to 3; allowed: 0 to 2", (X[:3], None, PLACES)),
+        (ValueError, "gather_rows: order has values from -1 to 2; allowed: 0 to 3", (X, PLACES[:, 0] - 1 + PLACES[0])),
+        (
+            ValueError,
+            "combine_backward_rows: weights has shape (2, 2); allowed: [T, k] with the T of dy, 4",
+            (X, WEIGHTS, PLACES[0]),
+        ),
+        (
+            ValueError,
+            "combine_backward_weights: rows has shape (4, 7); allowed: [R, H] with the H of dy, 8",
+            (X[:2], X[:, 1:], PLACES),
+        ),
+        (
+            TypeError,
+            "combine_backward_weights: rows has dtype torch.float16; allowed: torch.float32",
+            (X[:2], X.half(), PLACES),
+        ),
+        (
+            ValueError,
+            "combine_backward_weights: places has shape (2, 2); allowed: [T, k] with the T of dy, 4",
+            (X, X, PLACES),
+        ),
+    ),
+)
+def test_what_is_refused(kernels, error, message, args):
+    args = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in args]
+    if DEVICE == "cuda" and "has values" in message:
+        pytest.skip("the host would wait for the values")
+    with pytest.raises(error, match=re.escape(message)):
+        functools.partial(getattr(kernels, message.partition(":")[0]), *args)()

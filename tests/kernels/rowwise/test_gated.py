@@ -1,0 +1,166 @@
+"""Gated activations, Triton's and the CPU's: right, rounded where torch rounds, and every element by itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tp_invariant.kernels.rowwise import gated, gated_checks, reference_gated
+from tp_invariant.testing import assert_bitwise_equal, wide_randn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = [gated] if DEVICE == "cuda" else [gated, reference_gated]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+ACTS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+TORCHS = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_silu": gpt_oss,
+}
+both_activations = pytest.mark.parametrize("activation", ACTS)
+every_activation = pytest.mark.parametrize("activation", TORCHS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # as meant, in the interpreter
+
+
+@pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+def kernels(request) -> ModuleType:
+    return request.param
+
+
+def data(t: int, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """gate, up, dy."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(wide_randn(t, h, generator=generator, spread=3).to(DEVICE, dtype) for _ in range(3))
+
+
+def skip_where_bfloat16_is_truncated(kernels: ModuleType, dtype: torch.dtype) -> None:
+    if kernels is gated and DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter rounds to bfloat16 towards zero; float16 tests the same lines")
+
+
+def everything(kernels: ModuleType, gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
+    return [kernels.gated_forward(gate, up, activation), *kernels.gated_backward(dy, gate, up, activation)]
+
+
+def torchs(gate: Tensor, up: Tensor, dy: Tensor, activation: str, dtype: torch.dtype) -> list[Tensor]:
+    gate, up = (t.to(dtype, copy=True).requires_grad_() for t in (gate, up))
+    y = TORCHS[activation](gate, up)
+    y.backward(dy.to(dtype))
+    return [y.detach(), gate.grad, up.grad]
+
+
+@every_activation
+@every_dtype
+def test_against_float64(kernels, dtype, activation):
+    """No further from it than torch's own, but for two units of fp32, in which the formulas differ."""
+    skip_where_bfloat16_is_truncated(kernels, dtype)
+    args = *data(9, 300, dtype), activation
+    exact = torchs(*args, torch.float64)
+    for got, theirs, value in zip(everything(kernels, *args), torchs(*args, dtype), exact, strict=True):
+        assert got.dtype == dtype and got.is_contiguous()
+        error, torch_error = (float((t.double() - value).norm() / value.norm()) for t in (got, theirs))
+        assert error <= 1.02 * torch_error + 2 * 2.0**-23, (error, torch_error)
+
+
+@both_activations
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_the_activation_is_rounded_before_the_product(kernels, dtype, activation):
+    """As by torch's operations one by one; the control: rounded only once, many elements have other bits."""
+    skip_where_bfloat16_is_truncated(kernels, dtype)
+    gate, up, dy = data(9, 300, dtype)
+    y, dgate, dup = everything(kernels, gate, up, dy, activation)
+    act = kernels.gated_forward(gate, torch.ones_like(gate), activation)
+    assert_bitwise_equal([y, dup], [act * up, dy * act])
+    once = TORCHS[activation](gate.float(), up.float())
+    assert (once.to(dtype) != y).sum() > y.numel() // 20
+    plain = kernels.gated_backward(dy * up, gate, torch.ones_like(gate), activation)[0]
+    assert_bitwise_equal(dgate, plain)
+
+
+@every_activation
+@every_dtype
+def test_elements_have_the_bits_of_the_whole(kernels, dtype, activation):
+    """Any rows, any columns, and halves of one tensor."""
+    gate, up, dy = data(5, 70, dtype)
+    whole = everything(kernels, gate, up, dy, activation)
+    both = torch.cat([gate, up], dim=1)
+    assert_bitwise_equal(everything(kernels, *both.chunk(2, dim=1), dy, activation), whole)
+    for part in ((slice(1, 3),), (slice(0, None, 2), slice(3, 38)), (slice(None), slice(69, 70)), (slice(0, 0),)):
+        got = everything(kernels, gate[part], up[part], dy[part], activation)
+        assert_bitwise_equal(got, [t[part].clone(memory_format=torch.contiguous_format) for t in whole], str(part))
+    transposed = everything(kernels, gate.t().contiguous().t(), up, dy, activation)
+    assert_bitwise_equal(transposed, whole)
+
+
+@both_activations
+def test_large_gates_saturate(kernels, activation):
+    """No NaN where exp overflows: act is 0 far below zero and the gate far above."""
+    gate = torch.tensor([[-1e4, -200.0, 200.0, 1e4]], device=DEVICE)
+    ones = torch.ones_like(gate)
+    y, dgate, dup = everything(kernels, gate, ones, ones, activation)
+    assert_bitwise_equal([y.abs(), dup.abs()], [gate.clamp(min=0)] * 2)
+    assert_bitwise_equal(dgate.abs(), (gate > 0).float())
+
+
+def test_beyond_the_limits_gradients_are_zero(kernels):
+    """clamped_silu: of gate above 7, of up beyond -7 and 7; on the limits they are not, as torch has it."""
+    gate = torch.tensor([[-20.0, 7.0, 7.5, 1e4, 1.0, 1.0, 1.0, 1.0, math.inf]], device=DEVICE)
+    up = torch.tensor([[1.0, 1.0, 1.0, 1.0, -7.0, 7.0, 7.5, -7.5, -math.inf]], device=DEVICE)
+    dy = torch.ones_like(gate)
+    y, dgate, dup = everything(kernels, gate, up, dy, "clamped_silu")
+    theirs = torchs(gate, up, dy, "clamped_silu", torch.float32)
+    torch.testing.assert_close([y, dgate, dup], theirs, rtol=3e-6, atol=1e-12)
+    assert (dgate == 0).tolist() == [[False, False, True, True, False, False, False, False, True]]
+    assert (dup == 0).tolist() == [[False] * 6 + [True] * 3]
+    nans = everything(kernels, torch.full_like(gate, math.nan), torch.full_like(up, math.nan), dy, "clamped_silu")
+    assert nans[0].isnan().all()
+
+
+@every_activation
+@every_dtype
+def test_written_into_halves_of_one_tensor(kernels, dtype, activation):
+    gate, up, dy = data(5, 70, dtype)
+    expected = everything(kernels, gate, up, dy, activation)
+    for interleaved in (False, True):
+        both = torch.stack([gate, up], dim=-1).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
+        pair = gated_checks.halves(both, interleaved=interleaved)
+        assert_bitwise_equal([x.contiguous() for x in pair], [gate, up])
+        grads = torch.full_like(both, 7.0)
+        outs = gated_checks.halves(grads, interleaved=interleaved)
+        got = kernels.gated_backward(dy, *pair, activation, out=outs)
+        assert_bitwise_equal([kernels.gated_forward(*pair, activation), *(x.contiguous() for x in got)], expected)
+        assert [x.data_ptr() for x in got] == [x.data_ptr() for x in outs]
+
+
+X = torch.ones(4, 8)
+
+
+@pytest.mark.parametrize(
+    "error, message, args",
+    (
+        (ValueError, "gated_forward: activation is 'relu'; allowed: silu, gelu_tanh, clamped_silu", (X, X, "relu")),
+        (ValueError, "gated_forward: up has shape (4, 4); allowed: (4, 8)", (X, X[:, :4], "silu")),
+        (TypeError, "gated_forward: up has dtype torch.float16; allowed: torch.float32", (X, X.half(), "silu")),
+        (TypeError, "gated_forward: gate has dtype torch.float64; allowed: ", (X.double(), X, "silu")),
+        (ValueError, "gated_backward: dy has shape (2, 8); allowed: (4, 8)", (X[:2], X, X, "silu")),
+    ),
+)
+def test_errors(kernels, error, message, args):
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(kernels, message.partition(":")[0])(*args)

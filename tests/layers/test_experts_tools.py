@@ -1,0 +1,278 @@
+"""Mixtures of experts with other tools: each gives the bits of one rank, or an error with the reason."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from meshes import mesh_or_group
+from torch import Tensor, nn
+
+import tp_invariant as tpi
+from tp_invariant import checkpoint, testing
+from tp_invariant.functional import experts, routing
+from tp_invariant.layers import adapters
+from tp_invariant.layers import experts as experts_layer
+from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+HIDDEN, INNER, EXPERTS = 16, 24, 4
+ROUTING = tpi.Routing(2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+@pytest.fixture(autouse=True)
+def mode_on(monkeypatch):
+    monkeypatch.setenv("TP_INVARIANT_MODE", "1")
+
+
+def build(tp_group: Any, seed: int = 0, **options: Any) -> tpi.MixtureOfExperts:
+    torch.manual_seed(seed)
+    return tpi.MixtureOfExperts(EXPERTS, HIDDEN, INNER, ROUTING, bias=True, tp_group=tp_group, **options)
+
+
+def tokens(step: int = 0) -> Tensor:
+    return torch.randn(3, 7, HIDDEN, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, steps: int = 2, first: int = 0, call: Any = None) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    results: dict[str, Any] = {}
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        x = tokens(step).requires_grad_()
+        y = (model if call is None else call)(x)
+        y.square().mean().backward()
+        results[f"step {step}"] = y.detach(), x.grad, full_grads(model)
+        results[f"norm {step}"] = tpi.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return results | {"parameters": full_parameters(model)}
+
+
+# --- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def compiled(tp_group):
+    model = build(tp_group)
+    torch._dynamo.reset()
+    return train(model, call=torch.compile(model, backend="aot_eager"))
+
+
+def test_compiled_it_has_the_eager_bits():
+    want = train(build(None))
+    assert_bitwise_equal(compiled(None), want)
+    for got in run_ranks(compiled, 2):
+        assert_bitwise_equal(got, want)
+
+
+# --- a DeviceMesh ---------------------------------------------------------------------------------------------------
+
+
+def over_a_mesh(tp_group):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = build(mesh_or_group(tp_group, "mesh"))
+    results = train(model)
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_bitwise_equal(found, tpi.full_state_dict(model))
+    return results
+
+
+def test_over_a_mesh_and_its_full_state_dict_by_torch():
+    want = train(build(None))
+    for got in run_ranks(over_a_mesh, 4):
+        assert_bitwise_equal(got, want)
+
+
+def sequence_parallel_step(tp_group, kind):
+    """Of two tokens each on four ranks: the gradients of the router are those of all tokens."""
+    model = build(mesh_or_group(tp_group, kind), sequence_parallel=True)
+    group = model.experts.group
+    x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(0)).chunk(group.size)[group.rank]
+    model(x.clone()).square().sum().backward()
+    return full_grads(model), tpi.clip_grad_norm_(model.parameters(), 0.5), full_grads(model)
+
+
+def test_clipped_gradients_under_sequence_parallelism():
+    want = sequence_parallel_step(None, "group")
+    for kind in ("group", "mesh"):
+        for got in run_ranks(sequence_parallel_step, 4, kind):
+            assert_bitwise_equal(got, want)
+
+
+# --- checkpoints and logs -------------------------------------------------------------------------------------------
+
+
+def save(tp_group, folder):
+    model = build(tp_group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model(tokens()).square().mean().backward()
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer)
+    return tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer)
+
+
+def load(tp_group, folder, by_expert):
+    model = build(tp_group, seed=1, expert_parallel_group=tp_group if by_expert else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    checkpoint.load(folder, model, optimizer)
+    return tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer)
+
+
+def test_a_checkpoint_goes_to_another_degree_and_another_way_of_storing(tmp_path):
+    wrote = run_ranks(save, 2, str(tmp_path / "a"))[0]
+    for by_expert in (False, True):
+        for read in run_ranks(load, 4, str(tmp_path / "a"), by_expert):
+            assert_bitwise_equal(read, wrote)
+
+
+def logged(tp_group, path):
+    model = build(tp_group)
+    with tpi.DigestLog(path, model, tp_group=tp_group) as log:
+        for step in range(2):
+            loss = model(tokens(step)).square().mean()
+            loss.backward()
+            log.write(step, loss=loss)
+
+
+def test_logs_of_digests_are_the_same(tmp_path):
+    texts = []
+    for degree in (1, 4):
+        path = tmp_path / f"{degree}.log"
+        run_ranks(logged, degree, str(path))
+        texts.append(path.read_text().partition("\n"))  # the first line names the degree
+    assert texts[0][2] == texts[1][2] and "experts.gate_up_proj" in texts[0][2]
+
+
+# --- copies, other parameters, autocast, batch_invariant ------------------------------------------------------------
+
+
+def copied(tp_group):
+    model = build(tp_group)
+    twin = copy.deepcopy(model)
+    results = [train(twin)]
+    doubled = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    results.append(torch.func.functional_call(model, doubled, (tokens(),)).detach())
+    with torch.no_grad():
+        assert not torch.equal(results[1], model(tokens()))
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        assert torch.equal(results[1], model(tokens()))
+    return results
+
+
+def test_copies_and_functional_calls():
+    want = copied(None)
+    assert_bitwise_equal(want[0], train(build(None)))
+    for got in run_ranks(copied, 2):
+        assert_bitwise_equal(got, want)
+
+
+def under_autocast(tp_group):
+    model = build(tp_group)
+    x = tokens().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return y.detach(), x.grad, full_grads(model)
+
+
+def test_autocast():
+    want = under_autocast(None)
+    exact = build(None)(tokens())
+    torch.testing.assert_close(want[0].float(), exact, rtol=0.1, atol=0.02)
+    for got in run_ranks(under_autocast, 4):
+        assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize("mode", ("1", "0"))
+def test_rows_of_a_batch_have_the_bits_of_any_other_batch(monkeypatch, mode):
+    """In batch_invariant(), the mode on or off: with it off torch's products are routed."""
+    monkeypatch.setenv("TP_INVARIANT_MODE", mode)
+    model, x = build(None), tokens()
+    with tpi.batch_invariant(), torch.no_grad():
+        whole = model(x)
+        for start, end in ((0, 1), (1, 3)):
+            assert_bitwise_equal(model(x[start:end].clone()), whole[start:end].clone())
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_adapters_of_experts_are_refused():
+    """PEFT's LoRA of a parameter wraps the module, with adapters of the shape of this rank's part."""
+    wrapper = type("ParamWrapper", (nn.Module,), {"__module__": "peft.tuners.lora.layer"})()
+    with pytest.raises(ValueError, match="would take a Experts of tp_invariant for a whole layer"):
+        adapters._refuse(wrapper, "base_layer", build(None).experts)
+    with pytest.raises(ValueError, match="would take a Experts of tp_invariant for a whole layer"):
+        wrapper.base_layer = build(None).experts
+
+
+def captured(tp_group):
+    model = build(tp_group)
+    with mock.patch.object(experts_layer, "is_capturing", lambda: True), pytest.raises(ValueError) as caught:
+        model.experts(tokens(), torch.zeros(3, 7, 2, dtype=torch.long), torch.ones(3, 7, 2))
+    return str(caught.value)
+
+
+def test_captured_over_several_ranks():
+    for rank, text in enumerate(run_ranks(captured, 2)):
+        assert f"Experts(4, 16, 24) on rank {rank} is captured in a CUDA graph over 2 ranks" in text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: tpi.Experts(4, 8, 8, device="cuda"),
+        lambda: tpi.MixtureOfExperts(4, 8, 8, ROUTING, device="cuda"),
+    ],
+)
+def test_no_experts_are_made_on_a_device_without_tests(call):
+    """Before any memory is taken there, and so without a GPU."""
+    with pytest.raises(NotImplementedError, match=r"on rank 0 has the device 'cuda': .*Allowed is 'cpu': keep the"):
+        call()
+
+
+def test_none_are_called_on_a_device_without_tests(monkeypatch):
+    model, x = build(None), tokens()
+    monkeypatch.setattr(experts, "TESTED_DEVICE_TYPES", set())
+    index, weights = torch.zeros(3, 7, 2, dtype=torch.long), torch.ones(3, 7, 2)
+    for call in (
+        lambda: model(x),
+        lambda: model.experts(x, index, weights),
+        lambda: experts.dispatch(index, EXPERTS, model.experts.group, None),
+        lambda: routing.route(x, ROUTING),
+        lambda: routing.top_k(x, 2),
+        lambda: build(None),
+    ):
+        with pytest.raises(NotImplementedError, match="mixtures of experts have been tested on CPUs only"):
+            call()
+    assert tpi.Experts(4, 8, 8, device="meta").gate_up_proj.is_meta
+    monkeypatch.undo()
+    assert model(x).shape == x.shape
+
+
+def refused_on_every_rank(tp_group):
+    model = build(tp_group)
+    experts.TESTED_DEVICE_TYPES.clear()
+    try:
+        with pytest.raises(NotImplementedError) as caught:
+            model.experts(tokens(), torch.zeros(3, 7, 2, dtype=torch.long), torch.ones(3, 7, 2))
+    finally:
+        experts.TESTED_DEVICE_TYPES.add("cpu")
+    return str(caught.value)
+
+
+def test_every_rank_has_the_error():
+    for rank, text in enumerate(run_ranks(refused_on_every_rank, 2)):
+        assert text.startswith(f"hidden_states on rank {rank} has the device 'cpu'")

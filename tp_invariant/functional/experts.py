@@ -1,0 +1,408 @@
+"""Experts over ranks: rows travel to the rank that computes their expert, and back. Nothing is added on the way.
+
+Legend: P ranks, T tokens, n of them this rank's, k slots (the experts chosen for a token), E experts, H hidden
+features, I inner features. A row is one (token, slot); R rows belong to the experts of this rank.
+
+Which rank computes an expert is an owner map: rank r computes the experts of a consecutive range, by
+torch.tensor_split's rule, with their whole weights. An owner sorts its rows by (expert, token, slot), with tokens
+numbered as in the whole activation. So a row's products, and the order of a weight gradient's sum over an expert's
+rows, are TP=1's at every degree. A token's k rows are added in slot order, in fp32, on the rank that has the token.
+
+            token_rows                 grouped_linear, gate, grouped_linear       combine
+    x [n, H] ----> rows [R, H], sorted ---------> outputs [R, H] ---> arrived [n * k, H] ---> y [n, H]
+
+Without sequence parallelism x and the routing are whole on every rank. An owner then takes its rows from them without
+communication, and so it does with dy in backward; each rank combines its T/P of the tokens, and the results are
+gathered. The number of collectives, and their order, are the same on every rank, also on one without a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
+from ..core.elementwise import POSITION_DEPENDENT, position_invariant
+from ..core.layout import split_sizes
+from ..gemm.gemm_fn import GemmFn
+from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
+from ..kernels.select import select
+from .vocab import check_ids
+
+# --- where they have been tested ------------------------------------------------------------------------------------
+
+# Device types on which mixtures of experts have been tested. A test or benchmark on another one adds it.
+TESTED_DEVICE_TYPES = {"cpu"}
+
+
+def check_tested_device(device: torch.device | str | None, what: str, rank: int | None = None) -> None:
+    """Whether mixtures of experts have been tested on this device; None is torch's default device.
+
+    Raises:
+        NotImplementedError: they have not. On the meta device nothing is computed, and it is allowed.
+    """
+    kind = torch.device(torch.get_default_device() if device is None else device).type
+    if kind not in TESTED_DEVICE_TYPES | {"meta"}:
+        where = "" if rank is None else f" on rank {rank}"
+        allowed = ", ".join(map(repr, sorted(TESTED_DEVICE_TYPES)))
+        raise NotImplementedError(
+            f"{what}{where} has the device {kind!r}: mixtures of experts have been tested on CPUs only, and not "
+            f"yet on this device. Allowed is {allowed}: keep the model there. To test them on this device, add "
+            f"{kind!r} to tp_invariant.functional.experts.TESTED_DEVICE_TYPES on every rank, and compare with one rank"
+        )
+
+
+# --- which rank computes which row ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The ways of the rows of one call.
+
+    order      [R]      of this rank's rows, sorted by (expert, token, slot): token * k + slot, of all tokens
+    offsets    [E_r+1]  where the rows of each of this rank's experts begin, int32
+    arrival    [R]      for each row in the order in which they arrive, by (rank, expert, token, slot): its place in
+                        `order`; None for a group of one
+    departure  [n * k]  of this rank's tokens, sorted by (expert, token, slot): token * k + slot, of these tokens. In
+                        this order rows leave for their owners and come back
+    places     [n, k]   the inverse of `departure`
+    sent       how many of them each rank owns
+    received   how many rows of each rank's tokens this rank owns
+    counts     both, for all ranks: rows of rank s that rank q owns at [s * P + q]
+    tokens     T
+    sharded    whether each rank has its own tokens only (sequence parallelism)
+    """
+
+    group: Group
+    order: Tensor
+    offsets: Tensor
+    arrival: Tensor | None
+    departure: Tensor
+    places: Tensor
+    sent: list[int]
+    received: list[int]
+    counts: list[int]
+    tokens: int
+    sharded: bool
+
+    @property
+    def slots(self) -> int:
+        return self.places.shape[1]
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of x [T, ..]; x itself, [n, ..], if the tokens are sharded."""
+        return x if self.sharded else x.split(split_sizes(self.tokens, self.group.size))[self.group.rank]
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """The inverse of own_tokens."""
+        return x if self.sharded else gather_uneven(x, 0, self.tokens, self.group)
+
+    def to_owners(self, rows: Tensor) -> Tensor:
+        """Rows of this rank's tokens, by `departure` -> the rows of this rank's experts, by `order`."""
+        if self.arrival is None:
+            return rows
+        arrived = exchange_flat(rows, self.sent, self.received, self.group, self.counts)
+        ordered = torch.empty_like(arrived)
+        ordered[self.arrival] = arrived
+        return ordered
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """The inverse of to_owners."""
+        if self.arrival is None:
+            return rows
+        return exchange_flat(rows[self.arrival], self.received, self.sent, self.group, self.counts)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def _rank_of(position: Tensor, size: int, world: int) -> Tensor:
+    """The rank in whose piece, by split_sizes, each position lies. By arithmetic: nothing is copied from the host."""
+    small, more = divmod(size, world)
+    longer = more * (small + 1)
+    return torch.where(position < longer, position // (small + 1), more + (position - longer) // max(small, 1))
+
+
+def expert_range(experts: int, group: Group) -> range:
+    """The experts that this rank computes."""
+    bounds = [0, *itertools.accumulate(split_sizes(experts, group.size))]
+    return range(bounds[group.rank], bounds[group.rank + 1])
+
+
+def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None) -> Dispatch:
+    """How the rows of a routing travel.
+
+    index [.., k]: the experts of each token; this rank's tokens with a sequence_dim, all of them without.
+
+    Under sequence parallelism the index, a few bytes for each row, is gathered; then every rank computes all sizes
+    itself. For a group of several ranks the host needs P x P of these sizes, because torch's all-to-all takes them from
+    the host: on a GPU it waits once in a call until the routing is computed, which leaves the GPU without work for as
+    long as the host then takes to launch the next kernels. Backward needs no further wait.
+    """
+    check_tested_device(index.device, "top_k_index", group.rank)
+    check_ids(index, experts, name="top_k_index", rank=group.rank)
+    k, device, world = index.shape[-1], index.device, group.size
+    sharded = sequence_dim is not None
+    index = index.int()
+    own = index.reshape(-1)
+    if world == 1:
+        by_expert, order = own.sort(stable=True)
+        bounds = torch.arange(experts + 1, device=device, dtype=by_expert.dtype)
+        offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
+        rows = [len(order)]
+        places = _inverse(order).view(len(order) // k, k)
+        return Dispatch(group, order, offsets, None, order, places, rows, rows, rows, len(places), sharded)
+    whole = index if sequence_dim is None else gather_dim(index, sequence_dim, group)
+    tokens = whole[..., 0].numel()
+    if sequence_dim is None:
+        sizes = split_sizes(tokens, world)
+        holder = _rank_of(torch.arange(tokens, device=device), tokens, world)
+        start = sum(sizes[: group.rank])
+        own = own[start * k : (start + sizes[group.rank]) * k]
+    else:
+        lead = [1] * (whole.dim() - 1)
+        lead[sequence_dim] = whole.shape[sequence_dim]
+        along = torch.arange(lead[sequence_dim], device=device) // index.shape[sequence_dim]
+        holder = along.view(lead).expand(whole.shape[:-1]).reshape(-1)
+    every = whole.reshape(-1)
+    legs = (holder.unsqueeze(1) * world + _rank_of(every, experts, world).view(tokens, k)).flatten()
+    counts: list[int] = legs.new_zeros(world * world).scatter_add_(0, legs, torch.ones_like(legs)).tolist()
+    table = [counts[s * world : (s + 1) * world] for s in range(world)]
+    received = [row[group.rank] for row in table]
+    first = sum(sum(row[: group.rank]) for row in table)
+    by_expert, order = every.sort(stable=True)
+    mine = slice(first, first + sum(received))
+    order, own_experts = order[mine], expert_range(experts, group)
+    bounds = torch.arange(own_experts.start, own_experts.stop + 1, device=device, dtype=by_expert.dtype)
+    offsets = torch.searchsorted(by_expert[mine], bounds, out_int32=True)
+    arrival = holder[order // k].argsort(stable=True)
+    departure = own.argsort(stable=True)
+    places = _inverse(departure).view(len(departure) // k, k)
+    sent = table[group.rank]
+    return Dispatch(group, order, offsets, arrival, departure, places, sent, received, counts, tokens, sharded)
+
+
+# --- tokens to rows and back ----------------------------------------------------------------------------------------
+
+
+class TokenRows(torch.autograd.Function):
+    """x [T, H], or this rank's [n, H] under sequence parallelism -> the rows of this rank's experts [R, H].
+
+    dx[t] = the sum of drow over the slots of t, in slot order; shaped as x
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Dispatch) -> Tensor:
+        ctx.call = way
+        kernels = select("routing", x.device.type)
+        if way.sharded:
+            return way.to_owners(kernels.gather_rows(x, way.departure // way.slots))
+        return kernels.gather_rows(x, way.order // way.slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
+        way: Dispatch = ctx.call
+        combine = select("routing", drows.device.type).combine
+        return way.all_tokens(combine(way.to_tokens(drows.contiguous()), None, way.places)), None
+
+
+class Combine(torch.autograd.Function):
+    """rows [R, H] of this rank's experts, weights [T, k] -> y [T, H]; [n, ..] under sequence parallelism.
+
+    y[t] = sum over slots s of weights[t, s] * row of (t, s)        drow = weights[t, s] * dy[t]
+    dweights[t, s] = dy[t] . row of (t, s), complete on every rank, computed by the rank that combines the token
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, way: Dispatch) -> Tensor:
+        arrived = way.to_tokens(rows)
+        ctx.save_for_backward(arrived if ctx.needs_input_grad[1] else None, weights)
+        ctx.call = way
+        y = select("routing", rows.device.type).combine(arrived, way.own_tokens(weights), way.places)
+        return way.all_tokens(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        arrived, weights = ctx.saved_tensors
+        way: Dispatch = ctx.call
+        kernels = select("routing", dy.device.type)
+        drows = dweights = None
+        if ctx.needs_input_grad[0]:
+            drows = kernels.combine_backward_rows(dy, weights, way.departure if way.sharded else way.order)
+            drows = way.to_owners(drows) if way.sharded else drows
+        if ctx.needs_input_grad[1]:
+            dots = kernels.combine_backward_weights(way.own_tokens(dy), arrived, way.places)
+            dweights = way.all_tokens(dots.to(weights.dtype))
+        return drows, dweights, None
+
+
+def token_rows(x: Tensor, way: Dispatch) -> Tensor:
+    return TokenRows.apply(x, way)
+
+
+def combine(rows: Tensor, weights: Tensor, way: Dispatch) -> Tensor:
+    return Combine.apply(rows, weights, way)
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """How the weights of all experts are stored over the ranks: a dim of each expert's matrix, or the experts.
+
+    dim      the dim of [E, .., ..] that is sharded; 0: by expert, then a rank has the experts that it computes.
+             None: not sharded, every rank has all of it (a bias of the output)
+    stride   in how many stacked pieces a rank holds this dim
+    """
+
+    group: Group
+    experts: int
+    dim: int | None
+    stride: int
+
+    def of_owner(self, shard: Tensor) -> Tensor:
+        """This rank's part -> the whole tensors of the experts that it computes. An all-to-all, unless dim is 0."""
+        if self.group.size == 1 or self.dim == 0:
+            return shard
+        if self.dim is None:
+            mine = expert_range(self.experts, self.group)
+            return shard[mine.start : mine.stop]
+        major = exchange_rows(shard, split_sizes(self.experts, self.group.size), self.group)
+        pattern = "rank e (stride i) ... -> e (stride rank i) ..."
+        if self.dim == 2:
+            pattern = "rank e k (stride i) -> e k (stride rank i)"
+        return rearrange(major, pattern, stride=self.stride)
+
+    def to_shards(self, grad: Tensor) -> Tensor:
+        """The gradients of the experts that this rank computes -> that of its part: the way back of of_owner."""
+        if self.group.size == 1 or self.dim == 0:
+            return grad
+        if self.dim is None:
+            return gather_uneven(grad, 0, self.experts, self.group)
+        world = self.group.size
+        pattern = "e (stride rank i) ... -> rank e (stride i) ..."
+        if self.dim == 2:
+            pattern = "e k (stride rank i) -> rank e k (stride i)"
+        major = rearrange(grad, pattern, rank=world, stride=self.stride)
+        sizes = split_sizes(self.experts, world)
+        sent = [sizes[self.group.rank]] * world
+        return exchange_flat(major.flatten(0, 1).contiguous(), sent, sizes, self.group, sizes)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """y = row W[e]ᵀ + b[e] for the rows of each of this rank's experts e.
+
+    rows [R, K]     weight and bias: this rank's parts of [E, N, K] and [E, N]; transposed: of [E, K, N]     y [R, N]
+    drows = dy W[e]        dW[e] = dyᵀ rows        db[e] = column sums of dy, each over the rows of e in their order
+
+    The weights of the experts are whole in the product only: backward receives them once more. To keep them would take
+    as much memory as all parameters of the layer on this rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        stored: tuple[ExpertWeight, ExpertWeight],
+        transposed: bool,
+        gemm_fn: GemmFn | None,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.call, ctx.of_bias = stored
+        ctx.transposed, ctx.gemm_fn = transposed, gemm_fn
+        w = stored[0].of_owner(weight)
+        b = None if bias is None else stored[1].of_owner(bias)
+        return grouped_matmul(gemm_fn, rows, w if transposed else w.mT, offsets, bias=b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, offsets = ctx.saved_tensors
+        need_rows, need_w, need_b, *_ = ctx.needs_input_grad
+        gemm_fn, of_weight, of_bias = ctx.gemm_fn, ctx.call, ctx.of_bias
+        dy = dy.contiguous()
+        drows = dw = db = None
+        if need_rows:
+            w = of_weight.of_owner(weight)
+            drows = grouped_matmul(gemm_fn, dy, w.mT if ctx.transposed else w, offsets)
+        if need_w:
+            a, b = (rows, dy) if ctx.transposed else (dy, rows)
+            dw = of_weight.to_shards(grouped_outer(gemm_fn, a, b, offsets, out_dtype=weight.dtype))
+        if need_b:
+            db = of_bias.to_shards(grouped_column_sums(gemm_fn, dy, offsets, out_dtype=ctx.bias_dtype))
+        return drows, dw, db, None, None, None, None
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    stored: tuple[ExpertWeight, ExpertWeight],
+    transposed: bool,
+    gemm_fn: GemmFn | None,
+) -> Tensor:
+    """stored: how the weight and the bias are."""
+    return GroupedLinear.apply(rows, weight, bias, offsets, stored, transposed, gemm_fn)
+
+
+# --- between the products -------------------------------------------------------------------------------------------
+
+
+class _InvariantOnCpu(TorchDispatchMode):
+    """Elementwise operators whose bits do not depend on an element's position (core/elementwise.py)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in POSITION_DEPENDENT:
+            return position_invariant(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _invariant_elements(x: Tensor) -> AbstractContextManager:
+    return _InvariantOnCpu() if x.device.type == "cpu" else nullcontext()
+
+
+class _Gate(torch.autograd.Function):
+    """fn(h) for a function of each row alone, made of elementwise operators. Backward computes it once more."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.fn = fn
+        with _invariant_elements(h):
+            return fn(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (h,) = ctx.saved_tensors
+        with _invariant_elements(h):
+            with torch.enable_grad():
+                h = h.detach().requires_grad_()
+                y = ctx.fn(h)
+            (dh,) = torch.autograd.grad(y, h, dy)
+        return dh, None
+
+
+def gate(h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """fn(h), h [R, 2 I] -> [R, I], each element with bits that do not depend on how many rows there are."""
+    return _Gate.apply(h, fn)

@@ -1,0 +1,392 @@
+"""Experts: the expert networks of a mixture of experts, computed by their owners over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.call_records import call_context
+from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
+from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..core.compiled import outside_of_graphs
+from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
+from ..core.fsdp import resharded_whole
+from ..core.identity import identify
+from ..core.layout import check_divides
+from ..core.mode import is_tp_invariant_mode_enabled
+from ..functional import stock
+from ..functional.experts import (
+    ExpertWeight,
+    check_tested_device,
+    combine,
+    dispatch,
+    expert_range,
+    gate,
+    grouped_linear,
+    token_rows,
+)
+from ..functional.gated import invariant_gated_halves
+from ..functional.linear import flatten_tokens
+from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
+from ..kernels.rowwise.gated_checks import ACTIVATIONS, halves
+from .linear import autocast_dtype
+from .parameters import ShardedModule, ShardSpec, full_initialisation
+
+Activation = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Experts(ShardedModule):
+    """y = the sum over a token's experts e of its weight for e times down[e] gate(up[e] x); one result at every degree.
+
+    Each expert is computed by one rank, which has its whole weights and gets its rows from all ranks:
+    functional/experts.py says how. Parameters have the names and layout of transformers' experts (E experts, H and I
+    features, P ranks):
+
+                             whole        stored by inner features           stored by expert
+        gate_up_proj         [E, 2I, H]   [E, 2I/P, H], [gate_r; up_r]       [E/P, 2I, H]
+        down_proj            [E, H, I]    [E, H, I/P]                        [E/P, H, I]
+        gate_up_proj_bias    [E, 2I]      [E, 2I/P]                          [E/P, 2I]
+        down_proj_bias       [E, H]       [E, H]                             [E/P, H]
+
+    Stored by inner features, the weights of an expert are sent to its owner in forward and in backward, and their
+    gradients back; stored by expert, they stay. Every gradient is complete when backward returns. Memory and traffic
+    differ, the bits of outputs and gradients do not. The bits of the gradient norm are the same at every degree, but
+    differ between the two ways: clip_grad_norm_ adds the squares slice by slice of the dim that is sharded.
+
+    Args:
+        num_experts: E. Experts are divided over ranks as evenly as possible; a rank may have none. Stored by expert the
+            degree must divide E, stored by inner features it must divide I.
+        hidden_size, intermediate_size: H and I.
+        bias: whether both products add one.
+        gated: y = act(gate) * up, with both halves in gate_up_proj; otherwise act(up), and the first parameter is
+            up_proj [E, I, H].
+        activation: "silu", "gelu", "gelu_tanh", "relu", or a function of elementwise operators; or "clamped_silu" with
+            gated (gpt-oss): g * sigmoid(1.702 * g) * (u + 1), where g is at most 7 and u within -7 and 7.
+        gate_fn: in place of activation: a function from the first product [R, 2I] to [R, I], of elementwise operators.
+        interleaved: gate and up alternate, [g0, u0, g1, u1, ..], instead of [gate; up].
+        transposed: weights are [E, H, 2I] and [E, I, H] (gpt-oss), and sharded along the same features.
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. With a DeviceMesh parameters are DTensors.
+        expert_parallel_group: stores parameters by expert over this group, which must have the ranks of tp_group. Give
+            it on one rank, too, for the gradient norm that other degrees have: a group of this rank alone.
+        sequence_parallel, sequence_dim: whether, and along which dim, the tokens of all arguments and of the result are
+            sharded over the ranks.
+        init_method: called with each full weight; else both weights and biases are uniform, as nn.Linear's are.
+        gemm_fn: as for Linear.
+        device, dtype: as for nn.Linear; "meta" works, followed by `to_empty()` and `reset_parameters()`.
+
+    Raises:
+        ValueError: sizes that the degree does not divide, an unknown option, or groups that do not fit.
+        TypeError: a group or a function of the wrong kind.
+        NotImplementedError: a device on which mixtures of experts have not been tested: any but a CPU so far.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        gated: bool = True,
+        activation: str | Activation = "silu",
+        gate_fn: Activation | None = None,
+        interleaved: bool = False,
+        transposed: bool = False,
+        tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        expert_parallel_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        init_method: Callable[[Tensor], Any] | None = None,
+        gemm_fn: GemmFn | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("num_experts", num_experts),
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+        ):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        known = {**_ACTIVATIONS, **(ACTIVATIONS if gated else {})}
+        if isinstance(activation, str) and activation not in known:
+            names = ", ".join(map(repr, known))
+            raise ValueError(f"activation={activation!r} is unknown: choose one of {names}, or give a function")
+        if interleaved and not gated:
+            raise ValueError("interleaved=True needs gated=True: there is only one kind of inner feature")
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self.gated, self.interleaved, self.transposed = gated, interleaved, transposed
+        self.group = resolve_group(tp_group)
+        check_tested_device(device, type(self).__name__, self.group.rank)
+        self.by_expert = expert_parallel_group is not None
+        if expert_parallel_group is not None:
+            check_same_ranks(self.group, resolve_group(expert_parallel_group))
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.init_method = init_method
+        self.activation, self.gate_fn = activation, gate_fn
+        self.gemm_fn = check_callable(gemm_fn)
+        self._agreed = AgreedCalls(self.group)
+
+        self.up_name = "gate_up_proj" if gated else "up_proj"
+        self.SHARDED_PARAMETERS = self._all_names() if bias else self._all_names()[:2]
+        parts = dict(parts_name="TP degree" if not self.by_expert else "expert-parallel degree")
+        if self.by_expert:
+            check_divides(num_experts, self.group.size, size_name="num_experts", **parts)
+        else:
+            check_divides(intermediate_size, self.group.size, size_name="intermediate_size", **parts)
+        for name in self.SHARDED_PARAMETERS:
+            shape, spec = self._full_shape(name), self.shard_spec(name)
+            if spec.dim is not None:
+                shape[spec.dim] //= self.group.size
+            setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def _full_shape(self, name: str) -> list[int]:
+        inner = self.intermediate_size * (2 if self.gated else 1)
+        out, k = self.hidden_size, self.intermediate_size
+        if name.startswith(self.up_name):
+            out, k = inner, self.hidden_size
+        if name.endswith("_bias"):
+            return [self.num_experts, out]
+        return [self.num_experts, k, out] if self.transposed else [self.num_experts, out, k]
+
+    def shard_spec(self, name: str) -> ShardSpec:
+        if self.by_expert:
+            return ShardSpec(self.group, 0, 1)
+        if name == "down_proj_bias":
+            return ShardSpec(self.group, None, 1)
+        is_up = name.startswith(self.up_name)
+        dim = 1 if name.endswith("_bias") or is_up != self.transposed else 2
+        return ShardSpec(self.group, dim, 2 if is_up and self.gated and not self.interleaved else 1)
+
+    def reset_parameters(self) -> None:
+        """Draws new values for all experts, by init_method or as nn.Linear does, and stores this rank's part.
+
+        The values depend on the seed and not on the degree or on how they are stored. Use the same seed on all ranks.
+        """
+        for name in self.SHARDED_PARAMETERS:
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                continue
+            with full_initialisation(parameter, tuple(self._full_shape(name)), self.shard_spec(name)) as full:
+                k = self.hidden_size if name.startswith(self.up_name) else self.intermediate_size
+                if self.init_method is not None and not name.endswith("_bias"):
+                    with torch.no_grad():
+                        self.init_method(full)
+                else:
+                    nn.init.uniform_(full, -1 / math.sqrt(k), 1 / math.sqrt(k))
+
+    @property
+    def gemm_fn(self) -> GemmFn | None:
+        return self._gemm_fn
+
+    @gemm_fn.setter
+    def gemm_fn(self, gemm_fn: GemmFn | None) -> None:
+        self._gemm_fn = check_callable(gemm_fn)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [.., H], top_k_index and top_k_weights [.., k] -> [.., H], of hidden_states' dtype.
+
+        top_k_index: int64 or int32, the experts of each token; top_k_weights: bfloat16, float16 or float32. Under
+        sequence parallelism all three are this rank's tokens; otherwise all tokens, the same on every rank.
+        torch.compile breaks the graph here, because the number of rows of a rank depends on the routing.
+
+        Raises:
+            ValueError: shapes that do not fit together; or the call is captured in a CUDA graph over several ranks.
+            TypeError: dtypes that are not supported.
+            IndexError: an expert that does not exist, on a CPU; on CUDA a device-side assertion fails.
+        """
+        return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    @outside_of_graphs("the routing decides how many rows a rank has")
+    def _forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        for name, tensor in (("hidden_states", x), ("top_k_index", index), ("top_k_weights", weights)):
+            if is_dtensor(tensor):
+                refuse_dtensor(tensor, f"{name} of {self._name}")
+        dtype = autocast_dtype(x.device)
+        x = x if dtype is None else x.to(dtype)
+        own = [getattr(self, name, None) for name in self._all_names()]  # a parametrized one is computed
+        try:
+            self._check_input(x, index, weights, own[0] if dtype is None else None)
+            invariant = is_tp_invariant_mode_enabled()
+            if invariant:
+                check_dtype(self.gemm_fn, x, f"hidden_states on rank {self.group.rank}")
+        except (TypeError, ValueError, IndexError, NotImplementedError) as error:
+            if self.group.size > 1:
+                share_error(error, self.group, x.device, self._agreed)
+            raise
+        if self.group.size > 1:
+            self._agree(x, index, weights, invariant)
+        up, down, up_bias, down_bias = (
+            p if p is None else as_local(p) if dtype is None else as_local(p).to(dtype) for p in own
+        )
+        assert up is not None and down is not None
+        sequence_dim = self.sequence_dim if self.sequence_parallel and self.group.size > 1 else None
+        call_context.layer = self._agreed
+        try:
+            if invariant:
+                y = self._invariant(x, index, weights, (up, up_bias), (down, down_bias), sequence_dim)
+            else:
+                stock.log_once(self.group)
+                first = expert_range(self.num_experts, self.group).start if self.by_expert else 0
+                y = stock.experts(
+                    x, index, weights, (up, up_bias, down, down_bias), self.group, first=first,
+                    by_features=not self.by_expert, gate=self._gate, transposed=self.transposed,
+                    sequence_dim=sequence_dim,
+                )  # fmt: skip
+        finally:
+            call_context.layer = None
+        return check_gradient(y, self._name, self.group, self._agreed)
+
+    def _invariant(
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        up: tuple[Tensor, Tensor | None],
+        down: tuple[Tensor, Tensor | None],
+        sequence_dim: int | None,
+    ) -> Tensor:
+        way = dispatch(index, self.num_experts, self.group, sequence_dim)
+        rows = token_rows(flatten_tokens(x), way)
+        inner = grouped_linear(rows, *up, way.offsets, self._stored(self.up_name), self.transposed, self.gemm_fn)
+        inner = self._gate_invariantly(inner)
+        outer = grouped_linear(inner, *down, way.offsets, self._stored("down_proj"), self.transposed, self.gemm_fn)
+        return combine(outer, flatten_tokens(weights), way).view(x.shape)
+
+    def _gate_invariantly(self, h: Tensor) -> Tensor:
+        if self.gate_fn is None and self.gated and self.activation in ACTIVATIONS:
+            return invariant_gated_halves(h, self.activation, self.interleaved)
+        return gate(h, self._gate)
+
+    def _gate(self, h: Tensor) -> Tensor:
+        if self.gate_fn is not None:
+            return self.gate_fn(h)
+        if self.activation == "clamped_silu":
+            return stock.clamped_silu(*halves(h, interleaved=self.interleaved))
+        activation = _ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        if not self.gated:
+            return activation(h)
+        gates, ups = halves(h, interleaved=self.interleaved)
+        return activation(gates) * ups
+
+    def _stored(self, name: str) -> tuple[ExpertWeight, ExpertWeight]:
+        weight, bias = self.shard_spec(name), self.shard_spec(f"{name}_bias")
+        assert isinstance(weight.stride, int) and isinstance(bias.stride, int)
+        return (
+            ExpertWeight(self.group, self.num_experts, weight.dim, weight.stride),
+            ExpertWeight(self.group, self.num_experts, bias.dim, bias.stride),
+        )
+
+    # --- what a call is checked for ---------------------------------------------------------------------------------
+
+    def _all_names(self) -> tuple[str, ...]:
+        return self.up_name, "down_proj", f"{self.up_name}_bias", "down_proj_bias"
+
+    def _check_input(self, x: Tensor, index: Tensor, weights: Tensor, up: Tensor | None) -> None:
+        """up: the first weight, None under autocast."""
+        rank = self.group.rank
+        check_tested_device(x.device, "hidden_states", rank)
+        if x.dim() < 2 or x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states has shape {tuple(x.shape)} on rank {rank}: it must be [.., {self.hidden_size}] with at "
+                "least one token dim"
+            )
+        if index.shape != weights.shape or index.shape[:-1] != x.shape[:-1] or not index.shape[-1]:
+            raise ValueError(
+                f"top_k_index has shape {tuple(index.shape)} and top_k_weights {tuple(weights.shape)} on rank {rank}: "
+                f"both must be {[*x.shape[:-1]]} of hidden_states, and the number of experts of a token"
+            )
+        if up is not None and x.dtype != up.dtype:
+            raise TypeError(
+                f"hidden_states is {x.dtype} and {self.up_name} is {up.dtype} on rank {rank}: convert one of them, or "
+                "use torch.autocast"
+            )
+        if weights.dtype not in BUNDLED_DTYPES:
+            raise TypeError(
+                f"top_k_weights is {weights.dtype} on rank {rank}: it must be one of "
+                + ", ".join(map(str, BUNDLED_DTYPES))
+            )
+        if self.sequence_parallel and not 0 <= self.sequence_dim < x.dim() - 1:
+            raise ValueError(
+                f"sequence_dim={self.sequence_dim} is not a token dim of hidden_states with shape {tuple(x.shape)} on "
+                f"rank {rank}: it must be from 0 to {x.dim() - 2}"
+            )
+        if any(resharded_whole(local_of(p)) is not None for p in self.parameters(recurse=False)):
+            raise ValueError(
+                f"{self._name} on rank {rank} is sharded by fully_shard, which is not supported for experts: leave it "
+                "out (fully_shard(.., ignored_params=set(experts.parameters())))"
+            )
+        if self.group.size > 1 and is_capturing():
+            raise ValueError(
+                f"{self._name} on rank {rank} is captured in a CUDA graph over {self.group.size} ranks: its "
+                "all-to-alls have sizes that follow from the routing, and a graph cannot. Leave it out of the capture"
+            )
+
+    def _agree(self, x: Tensor, index: Tensor, weights: Tensor, invariant: bool) -> None:
+        grad = torch.is_grad_enabled()
+        parameters = {name: self._parameters.get(name) for name in self.SHARDED_PARAMETERS}
+        facts = {
+            "the TP-invariant mode": invariant,
+            "the layer": self._name,
+            "whether it is stored by expert": self.by_expert,
+            "gated, interleaved, transposed": (self.gated, self.interleaved, self.transposed),
+            "the activation": _name_of(self.activation if self.gate_fn is None else self.gate_fn),
+            "the sequence_dim that is sharded": self.sequence_dim if self.sequence_parallel else None,
+            "gemm_fn": gemm_fn_name(self.gemm_fn, x.device),
+            "the shape of hidden_states": tuple(x.shape),
+            "the shape of top_k_index": tuple(index.shape),
+            "the dtype of hidden_states": str(x.dtype),
+            "the dtype of top_k_weights": str(weights.dtype),
+            "what needs a gradient": (
+                grad and x.requires_grad,
+                grad and weights.requires_grad,
+                *(grad and p is not None and p.requires_grad for p in parameters.values()),
+            ),
+        }
+        same = {} if self.sequence_parallel else {"top_k_index": index, "top_k_weights": weights}
+        check_agreement(
+            facts, self.group, x.device, self._agreed, parameters[self.up_name], self.shards_may_be_equal,
+            same=same, whole=self._whole_parameters(),
+        )  # fmt: skip
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self).__name__}({self.num_experts}, {self.hidden_size}, {self.intermediate_size})"
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}"
+        text += f", tp={self.group.rank}/{self.group.size}"
+        text += ", by expert" if self.by_expert else ""
+        return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+def _name_of(activation: str | Activation) -> str:
+    return activation if isinstance(activation, str) else identify(activation)
+
+
+def check_same_ranks(group: Group, experts: Group) -> None:
+    if ranks_of(group) != ranks_of(experts):
+        raise ValueError(
+            f"expert_parallel_group has the global ranks {ranks_of(experts)} and tp_group {ranks_of(group)}: experts "
+            "over data parallel ranks are not supported; give the group of the tensor-parallel ranks"
+        )
