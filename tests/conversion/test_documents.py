@@ -100,7 +100,7 @@ def test_programs_give_one_digest_at_every_degree(tmp_path, page, name, degrees)
         return {digest for _, digest in lines}
 
     on = digests(1, True)
-    assert len(on) == 1 and all(digests(degree, True) == on for degree in degrees)
+    assert len(on) == 1 and all(digests(degree, True) == on for degree in degrees[1:])
     off = [digests(degree, False) for degree in degrees]
     assert len(on.union(*off)) == 1 + len(degrees), "the control"
 

@@ -252,4 +252,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any
     if packing.q_rows is not None:
         places = q.shape[0] * q.shape[2]
         rows = rows.new_zeros(places, *rows.shape[1:]).index_copy(0, packing.q_rows, rows)
-    return rows.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    # not by unflatten, a method in Python: in the mode that reroutes attention, torch.compile would end a graph at it
+    return rows.view(q.shape[0], q.shape[2], *rows.shape[1:]).transpose(1, 2)
