@@ -288,6 +288,28 @@ def test_the_block_of_gpt_oss(gpt_oss, limit, fused):
         assert errors[0] <= max(2 * errors[1], 1e-6), (name, errors)
 
 
+def test_activations_are_known_by_their_values():
+    class SiLU(torch.nn.Module):
+        """Not torch's, in spite of its name."""
+
+        def forward(self, x):
+            return x * torch.sigmoid(2 * x)
+
+    class Swish(torch.nn.Module):
+        def forward(self, x):
+            return x * torch.sigmoid(x)
+
+    model = hf_models.build("mixtral")
+    name = next(n for n, m in model.named_modules() if hasattr(m, "down_proj") and hasattr(m, "act_fn"))
+    found = []
+    for act_fn in (SiLU(), Swish(), torch.nn.SiLU(inplace=True), torch.nn.ReLU()):
+        twin = copy.deepcopy(model)
+        twin.get_submodule(name).act_fn = act_fn
+        found.append(tpi.parallelize(twin, None).get_submodule(name).activation)
+    assert found[1:3] == ["silu", "silu"]
+    assert type(found[0]) is SiLU and type(found[3]) is torch.nn.ReLU
+
+
 def test_a_device_on_which_none_was_tested(monkeypatch):
     model = hf_models.build("mixtral")
     before = list(model.named_modules())

@@ -465,6 +465,17 @@ def test_inputs_that_do_not_fit():
             layer(x, index + 4, weights)
 
 
+def test_an_activation_in_place():
+    """It would change what backward needs, silently. The mode off, which keeps what autograd asks for, takes it."""
+    layer = tpi.Experts(4, 8, 8, activation=torch.nn.ELU(inplace=True))
+    x, index, weights = torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.rand(3, 2)
+    with tpi.set_tp_invariant_mode(True):
+        with pytest.raises(ValueError, match="changes its input in place, which backward needs as it was"):
+            layer(x, index, weights)
+        layer.activation = torch.nn.ELU()
+        layer(x, index, weights).sum().backward()
+
+
 def test_a_captured_layer_over_several_ranks(monkeypatch):
     monkeypatch.setattr(graph_checks, "on_gpu", lambda x: True)
     for size, problem in ((1, ""), (2, "experts in layers[0] has experts over 2 ranks: their all-to-alls have sizes")):

@@ -388,8 +388,15 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(h)
         ctx.fn = fn
+        version = None if h.is_inference() else h._version
         with _invariant_elements(h):
-            return fn(h)
+            y = fn(h)
+        if version is not None and h._version != version:
+            raise ValueError(
+                "the activation or gate_fn of experts changes its input in place, which backward needs as it was: give "
+                "one that does not (inplace=False)"
+            )
+        return y
 
     @staticmethod
     @once_differentiable
@@ -404,5 +411,9 @@ class _Gate(torch.autograd.Function):
 
 
 def gate(h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """fn(h), h [R, 2 I] -> [R, I], each element with bits that do not depend on how many rows there are."""
+    """fn(h), h [R, 2 I] -> [R, I], each element with bits that do not depend on how many rows there are.
+
+    Raises:
+        ValueError: fn changes h in place.
+    """
     return _Gate.apply(h, fn)
