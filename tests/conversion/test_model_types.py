@@ -11,7 +11,7 @@ ROWS = {line.split(" | ")[0].strip("| "): line for line in model_types.DOCUMENT.
 # One of each: gated queries and linear attention, a norm used twice, a config whose fields differ by layer, gated norms
 # with a mixture of experts (two), a config of several models, attention sinks, no plan.
 SAMPLE = [
-    "qwen3_5_text", "nanochat", "gemma4_text", "kimi_linear", "bailing_hybrid", "dots3_note_text", "flint", "gpt2",
+    "qwen3_5_text", "nanochat", "gemma4_text", "kimi_linear", "bailing_hybrid", "flint", "gpt2",
 ]  # fmt: skip
 
 

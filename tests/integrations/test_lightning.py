@@ -200,17 +200,17 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(at_one, tmp_path, rank
 
 
 def test_a_model_of_fully_shard(tmp_path):
-    """Ten steps at 2 x 2 and 4 x 1, the checkpoints, and runs that go on from them."""
-    options: dict[str, Any] = dict(accumulate_grad_batches=4, count=16)
+    """Six steps at 2 x 2 and 4 x 1, the checkpoints, and runs that go on from them."""
+    options: dict[str, Any] = dict(accumulate_grad_batches=4, count=16, steps=6)
     (one,) = run_on(1, tmp_path / "1", **options)
-    assert len(one["step losses"]) == 10 and one["step losses"][-1] < one["step losses"][0] - 1, "it trains"
+    assert len(one["step losses"]) == 6 and one["step losses"][-1] < one["step losses"][0] - 1, "it trains"
     for dp in (2, 4):
         for got in run_on(4, tmp_path / str(dp), kind="fully", dp=dp, **options):
             assert_bitwise_equal(of_all(got), of_all(one))
         assert_bitwise_equal(files_of(tmp_path / str(dp)), files_of(tmp_path / "1"))
     options["resume"] = str(tmp_path / "2" / "step=4.ckpt")
     (rest,) = run_on(1, tmp_path / "rest", **options)
-    assert len(rest["norms"]) == 6
+    assert len(rest["norms"]) == 2
     for got in run_on(2, tmp_path / "two", kind="fully", dp=2, **options):
         assert_bitwise_equal(of_all(got), of_all(rest))
 
