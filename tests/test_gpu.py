@@ -16,9 +16,9 @@ from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.functional import experts
-from tp_invariant.testing import assert_bitwise_equal, full_grads, run_ranks
+from tp_invariant.testing import assert_bitwise_equal, full_grads, gpu_ranks, run_ranks
 
-GPUS = torch.cuda.device_count()
+GPUS = gpu_ranks()
 pytestmark = pytest.mark.gpu
 DEGREES = [
     pytest.param(degree, marks=pytest.mark.skipif(degree > GPUS, reason=f"needs {degree} GPUs")) for degree in (2, 3, 4)
