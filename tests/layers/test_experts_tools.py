@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from meshes import mesh_or_group
 from torch import Tensor, nn
 
@@ -276,3 +277,54 @@ def refused_on_every_rank(tp_group):
 def test_every_rank_has_the_error():
     for rank, text in enumerate(run_ranks(refused_on_every_rank, 2)):
         assert text.startswith(f"hidden_states on rank {rank} has the device 'cpu'")
+
+
+# --- functions between the products ---------------------------------------------------------------------------------
+
+GATES: dict[str, experts_layer.Activation] = {
+    "glu": lambda h: F.glu(torch.cat([h[:, ::2], h[:, 1::2]], 1)),
+    "glu over columns": lambda h: F.glu(h.t(), 0).t(),
+    "sigmoid": lambda h: torch.sigmoid(h[:, ::2]) * h[:, 1::2],
+    "logsigmoid": lambda h: F.logsigmoid(h.unflatten(1, (2, -1))).unbind(1)[0],
+    "softplus": lambda h: torch.where(h > 0, F.softplus(h), h * 0.1)[:, ::2],
+}
+
+
+def gated(fn: experts_layer.Activation, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = h.detach().clone().requires_grad_()
+    y = fn(h)
+    y.backward(torch.full_like(y, 0.3))
+    assert h.grad is not None
+    return y.detach(), h.grad
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_gate_has_the_bits_of_each_row_alone(dtype):
+    h = (torch.randn(3001, 72, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    rows = [slice(0, 1), slice(0, 1501), slice(1400, 1600)]  # two threads of torch part in row 1500
+    with_torch = []
+    torch.set_num_threads(2)
+    try:
+        for name, fn in GATES.items():
+            whole = gated(lambda h, fn=fn: experts.gate(h, fn), h)
+            theirs = gated(fn, h)
+            torch.testing.assert_close(whole, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            for part in rows:
+                got = gated(lambda h, fn=fn: experts.gate(h, fn), h[part])
+                assert_bitwise_equal(got, tuple(t[part] for t in whole), name)
+                stock = gated(fn, h[part])
+                with_torch.append(all(torch.equal(a, b[part]) for a, b in zip(stock, theirs, strict=True)))
+    finally:
+        torch.set_num_threads(1)
+    assert not all(with_torch) or dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("fn", "operator"),
+    [(lambda h: h.softmax(-1)[:, ::2], "_softmax"), (lambda h: h[:, ::2] * h.sum(0)[::2], "sum")],
+    ids=("softmax", "sum"),
+)
+def test_a_gate_that_is_not_elementwise_is_refused(fn, operator):
+    layer = tpi.Experts(EXPERTS, HIDDEN, INNER, gate_fn=fn)
+    with pytest.raises(NotImplementedError, match=f"gate_fn of experts calls aten.{operator}.*not elementwise"):
+        layer(tokens(), torch.zeros(3, 7, 1, dtype=torch.int64), torch.ones(3, 7, 1))

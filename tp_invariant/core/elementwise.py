@@ -38,8 +38,8 @@ class PositionInvariantActivation(nn.Module):
 _NAMES = (
     "sigmoid silu gelu tanh softplus elu celu selu mish sigmoid_backward silu_backward gelu_backward tanh_backward "
     "softplus_backward elu_backward mish_backward exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
-    "cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma i0 special_i0e pow atan2 logaddexp logaddexp2 xlogy "
-    "add sub"
+    "cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma polygamma igamma igammac i0 special_i0e pow atan2 "
+    "logaddexp logaddexp2 xlogy softshrink softshrink_backward glu glu_backward add sub"
 )
 # Overloads whose CPU kernel gave an element different bits at different positions in a test, and related overloads.
 POSITION_DEPENDENT: frozenset[OpOverload] = frozenset(
@@ -58,6 +58,8 @@ def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) ->
     Also with out= and in place. An add or sub depends on the position only with a factor: with alpha = 1, the usual
     case, torch computes it.
     """
+    if func._schema.name in ("aten::glu", "aten::glu_backward"):
+        return _glu(func, *args, **kwargs)
     if any(isinstance(value, Tensor) and value.is_cuda for value in args):
         return func(*args, **kwargs)
     target = next((name for name in ("out", "grad_input") if name in kwargs), None)
@@ -99,3 +101,29 @@ def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) ->
         return out.copy_(result)
     like = next((t for t in tensors if t.shape == shape), result)
     return result if like.is_contiguous() else torch.empty_like(like, dtype=result.dtype).copy_(result)
+
+
+def _glu(func: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    """glu or its backward: an element of the result needs one of each half, so the halves are divided alike."""
+    backward = func._schema.name == "aten::glu_backward"
+    grad, x, dim = args if backward else (None, args[0], args[1] if len(args) > 1 else kwargs.get("dim", -1))
+    if x.device.type != "cpu" or x.layout != torch.strided or not x.dim() or x.shape[dim] % 2 or not x.numel():
+        return func(*args, **kwargs)
+    halves = x.chunk(2, dim)
+    flat = [F.pad(t.reshape(-1), (0, -t.numel() % VECTORS)) for t in halves]
+    blocks = [torch.stack(pair) for pair in zip(*(t.split(BLOCK) for t in flat), strict=True)]
+    op = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")).default
+    if grad is None:
+        parts = [op(block, 0)[0] for block in blocks]
+        result = torch.cat(parts)[: halves[0].numel()].view(halves[0].shape)
+    else:
+        grads = F.pad(grad.reshape(-1), (0, -grad.numel() % VECTORS)).split(BLOCK)
+        parts = [op(part[None], block, 0) for part, block in zip(grads, blocks, strict=True)]
+        both = torch.cat(parts, 1)[:, : grad.numel()]
+        result = torch.cat([part.view(grad.shape) for part in both], dim)
+    out = kwargs.get("out", kwargs.get("grad_input"))
+    if out is None:
+        return result
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
@@ -368,17 +368,38 @@ def grouped_linear(
 # --- between the products -------------------------------------------------------------------------------------------
 
 
-class _InvariantOnCpu(TorchDispatchMode):
-    """Elementwise operators whose bits do not depend on an element's position (core/elementwise.py)."""
+# Operators that compute nothing, and elementwise ones which torch has not tagged. Any other one is refused, because its
+# bits may depend on the number of rows (a sum's or a product's do).
+_MOVES = (
+    "_to_copy clone copy_ cat stack index gather flip roll repeat constant_pad_nd lift_fresh lift_fresh_copy detach_ "
+    "fill fill_ zero_ slice_backward select_backward slice_scatter select_scatter _unsafe_view _reshape_copy "
+    "empty_like zeros_like ones_like full_like new_empty new_empty_strided new_zeros new_ones new_full"
+)
+_UNTAGGED = (
+    "hardswish hardswish_ hardswish_backward hardsigmoid_backward hardtanh_backward leaky_relu_backward "
+    "hardshrink_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward masked_fill_ "
+    "masked_fill_backward"
+)
+_HARMLESS = frozenset(f"aten::{name}" for name in f"{_MOVES} {_UNTAGGED}".split())
+
+
+class _Elementwise(TorchDispatchMode):
+    """Elementwise operators alone, whose bits do not depend on an element's position (core/elementwise.py)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in POSITION_DEPENDENT:
             return position_invariant(func, args, kwargs or {})
+        if not (
+            torch.Tag.pointwise in func.tags
+            or func.is_view
+            or func._schema.name in _HARMLESS
+            or not any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs)))
+        ):
+            raise NotImplementedError(
+                f"the activation or gate_fn of experts calls {func}, which is not elementwise: its bits may depend on "
+                "how many rows a rank has. Allowed are elementwise operators, and those that move elements"
+            )
         return func(*args, **(kwargs or {}))
-
-
-def _invariant_elements(x: Tensor) -> AbstractContextManager:
-    return _InvariantOnCpu() if x.device.type == "cpu" else nullcontext()
 
 
 class _Gate(torch.autograd.Function):
@@ -389,7 +410,7 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(h)
         ctx.fn = fn
         version = None if h.is_inference() else h._version
-        with _invariant_elements(h):
+        with _Elementwise():
             y = fn(h)
         if version is not None and h._version != version:
             raise ValueError(
@@ -402,7 +423,7 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (h,) = ctx.saved_tensors
-        with _invariant_elements(h):
+        with _Elementwise():
             with torch.enable_grad():
                 h = h.detach().requires_grad_()
                 y = ctx.fn(h)
@@ -415,5 +436,6 @@ def gate(h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
     Raises:
         ValueError: fn changes h in place.
+        NotImplementedError: fn calls an operator that is not elementwise.
     """
     return _Gate.apply(h, fn)
