@@ -14,6 +14,8 @@ import fuzz_runner
 import pytest
 import torch
 
+from tp_invariant import testing
+
 FEW = 30
 FEW_PLANS = 12
 
@@ -41,7 +43,7 @@ def _run_models(request, capsys, device):
     count, number = _options(request.config, FEW)
     start = time.time()
     try:
-        gpus = torch.cuda.device_count() if device == "cuda" else 4
+        gpus = testing.gpu_ranks() if device == "cuda" else 4
         degrees = None if gpus >= 4 else tuple(range(2, gpus + 1))
         counts = fuzz_runner.fuzz(fuzz_programs.programs(degrees=degrees), count, number, device)
     except fuzz_runner.Found as error:
@@ -66,7 +68,7 @@ def test_composed_models(request, capsys, one_thread):
 
 @pytest.mark.gpu
 def test_composed_models_on_gpus(request, capsys):
-    if torch.cuda.device_count() < 2:
+    if testing.gpu_ranks() < 2:
         pytest.skip("needs two GPUs")
     _run_models(request, capsys, "cuda")
 

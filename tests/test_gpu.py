@@ -7,15 +7,14 @@ and larger.
 from __future__ import annotations
 
 import itertools
-from unittest import mock
 
+import hf_models
 import pytest
 import torch
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 
 import tp_invariant as tpi
-from tp_invariant.comm.collectives import gather_dim, resolve_group
-from tp_invariant.functional import experts
+from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
 from tp_invariant.testing import assert_bitwise_equal, full_grads, gpu_ranks, run_ranks
 
 GPUS = gpu_ranks()
@@ -76,8 +75,7 @@ def test_layernorm_linear(norm, dtype, degree):
 def mixture(tp_group, dtype, sequence_parallel, by_expert, device="cuda"):
     """Two micro-batches of a mixture of experts, the second with its tokens in reverse order; whole tensors."""
     group = resolve_group(tp_group)
-    allowed = mock.patch.object(experts, "TESTED_DEVICE_TYPES", {"cpu", "cuda"})
-    with allowed, tpi.set_tp_invariant_mode(True):
+    with tpi.set_tp_invariant_mode(True):
         torch.manual_seed(0)
         model = tpi.MixtureOfExperts(
             12, 264, 384, tpi.Routing(3), bias=True, activation="clamped_silu", interleaved=True, tp_group=tp_group,
@@ -112,6 +110,34 @@ def test_a_mixture_of_experts_has_the_values_of_a_cpu():
         torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
     for name, want in cpu[4].items():
         torch.testing.assert_close(cuda[4][name].cpu(), want, rtol=1e-4, atol=1e-3)
+
+
+def train_transformers_mixture(tp_group, family, by_expert=False, mode=True):
+    model = hf_models.build(family, torch.bfloat16).to("cuda")
+    stored = (Group(None, 0, 1) if tp_group is None else tp_group) if by_expert else None
+    model = tpi.parallelize(model, tp_group, expert_parallel_group=stored)
+    with tpi.set_tp_invariant_mode(mode):
+        return hf_models.train(model, tp_group, 3)
+
+
+@pytest.mark.parametrize("degree", DEGREES[::2])
+@pytest.mark.parametrize("family", sorted(hf_models.MIXTURES))
+def test_a_mixture_of_transformers(family, degree):
+    """Three steps of AdamW: logits, gradients, losses, norms and parameters."""
+    pytest.importorskip("transformers")
+    for by_expert in (False, True) if family in ("mixtral", "qwen3_moe") else (False,):
+        want = train_transformers_mixture(None, family, by_expert)
+        for got in run_ranks(train_transformers_mixture, degree, family, by_expert, device="cuda"):
+            assert_bitwise_equal(got, want)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_mixture_of_transformers_with_the_mode_off():
+    pytest.importorskip("transformers")
+    on, off = (train_transformers_mixture(None, "mixtral", mode=mode) for mode in (True, False))
+    for got in run_ranks(train_transformers_mixture, 2, "mixtral", False, False, device="cuda"):
+        assert not torch.equal(got["logits"], off["logits"])
+        torch.testing.assert_close(got["logits"], on["logits"], rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("degree", DEGREES[::2])

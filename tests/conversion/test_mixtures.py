@@ -15,7 +15,6 @@ from meshes import mesh_or_group
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import Group
-from tp_invariant.functional import experts
 from tp_invariant.layers.experts import Experts
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -308,18 +307,3 @@ def test_activations_are_known_by_their_values():
         found.append(tpi.parallelize(twin, None).get_submodule(name).activation)
     assert found[1:3] == ["silu", "silu"]
     assert type(found[0]) is SiLU and type(found[3]) is torch.nn.ReLU
-
-
-def test_a_device_on_which_none_was_tested(monkeypatch):
-    model = hf_models.build("mixtral")
-    before = list(model.named_modules())
-    monkeypatch.setattr(experts, "TESTED_DEVICE_TYPES", {"cuda"})
-    with pytest.raises(NotImplementedError, match="experts of MixtralForCausalLM on rank 0 has the device 'cpu'"):
-        tpi.parallelize(model, None)
-    assert list(model.named_modules()) == before
-    monkeypatch.undo()
-    tpi.parallelize(model, None)
-    monkeypatch.setattr(experts, "TESTED_DEVICE_TYPES", {"cuda"})
-    for mode in (True, False):  # moved there later
-        with tpi.set_tp_invariant_mode(mode), pytest.raises(NotImplementedError, match="tested on CPUs only"):
-            model(**hf_models.batch(0))

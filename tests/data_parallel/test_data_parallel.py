@@ -28,7 +28,7 @@ SHAPES = {"a": (9, 13), "b": (61,), "c": (16, 10), "d": (3,), "e": (2, 40)}
 LARGE = {"a": (512, 640), "b": (4099,), "c": (64, 33), "d": (3,), "e": (1024, 1024), "f": (300, 77)}
 SHAPES_ON = {"cpu": SHAPES, "cuda": LARGE}
 WORLDS = (2, 3, 4, 8)
-GPUS = torch.cuda.device_count()
+GPUS = testing.gpu_ranks()
 ON_GPUS = {
     world: pytest.param(
         "cuda", world, marks=[pytest.mark.gpu, pytest.mark.skipif(world > GPUS, reason=f"needs {world} GPUs")]

@@ -24,7 +24,7 @@ from tp_invariant.testing import assert_bitwise_equal
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 DEGREES = (2, 3, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GPUS = torch.cuda.device_count()
+GPUS = testing.gpu_ranks()
 
 
 @pytest.fixture(scope="session", autouse=True)

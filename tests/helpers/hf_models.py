@@ -120,7 +120,7 @@ def train(model: Any, tp_group: Any, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results: dict[str, Any] = {}
     for step in range(steps):
-        output = model(**batch(step))
+        output = model(**{name: value.to(model.device) for name, value in batch(step).items()})
         optimizer.zero_grad()
         output.loss.backward()
         if step == 0:

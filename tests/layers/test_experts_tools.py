@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import checkpoint, testing
-from tp_invariant.functional import experts, routing
+from tp_invariant.functional import experts
 from tp_invariant.layers import adapters
 from tp_invariant.layers import experts as experts_layer
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters
@@ -229,54 +229,6 @@ def captured(tp_group):
 def test_captured_over_several_ranks():
     for rank, text in enumerate(run_ranks(captured, 2)):
         assert f"Experts(4, 16, 24) on rank {rank} is captured in a CUDA graph over 2 ranks" in text
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: tpi.Experts(4, 8, 8, device="cuda"),
-        lambda: tpi.MixtureOfExperts(4, 8, 8, ROUTING, device="cuda"),
-    ],
-)
-def test_no_experts_are_made_on_a_device_without_tests(call):
-    """Before any memory is taken there, and so without a GPU."""
-    with pytest.raises(NotImplementedError, match=r"on rank 0 has the device 'cuda': .*Allowed is 'cpu': keep the"):
-        call()
-
-
-def test_none_are_called_on_a_device_without_tests(monkeypatch):
-    model, x = build(None), tokens()
-    monkeypatch.setattr(experts, "TESTED_DEVICE_TYPES", set())
-    index, weights = torch.zeros(3, 7, 2, dtype=torch.long), torch.ones(3, 7, 2)
-    for call in (
-        lambda: model(x),
-        lambda: model.experts(x, index, weights),
-        lambda: experts.dispatch(index, EXPERTS, model.experts.group, None),
-        lambda: routing.route(x, ROUTING),
-        lambda: routing.top_k(x, 2),
-        lambda: build(None),
-    ):
-        with pytest.raises(NotImplementedError, match="mixtures of experts have been tested on CPUs only"):
-            call()
-    assert tpi.Experts(4, 8, 8, device="meta").gate_up_proj.is_meta
-    monkeypatch.undo()
-    assert model(x).shape == x.shape
-
-
-def refused_on_every_rank(tp_group):
-    model = build(tp_group)
-    experts.TESTED_DEVICE_TYPES.clear()
-    try:
-        with pytest.raises(NotImplementedError) as caught:
-            model.experts(tokens(), torch.zeros(3, 7, 2, dtype=torch.long), torch.ones(3, 7, 2))
-    finally:
-        experts.TESTED_DEVICE_TYPES.add("cpu")
-    return str(caught.value)
-
-
-def test_every_rank_has_the_error():
-    for rank, text in enumerate(run_ranks(refused_on_every_rank, 2)):
-        assert text.startswith(f"hidden_states on rank {rank} has the device 'cpu'")
 
 
 # --- functions between the products ---------------------------------------------------------------------------------

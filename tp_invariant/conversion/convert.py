@@ -32,7 +32,6 @@ from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
 from ..functional.attention_choice import SafeSdpa, callers
-from ..functional.experts import check_tested_device
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
@@ -92,7 +91,6 @@ def parallelize(
             also the first module whose output or gradient differs from the unsharded model's, and by how much. Without
             verify, the first forward that needs gradients names each parameter whose gradient would be incomplete
             (gradient_flow.py).
-        NotImplementedError: before anything is changed: a mixture of experts on a device on which none has been tested.
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
@@ -116,7 +114,6 @@ def parallelize(
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
         "what parallelize cannot honour": survey.problems,
         "whether experts are stored by expert": by_expert,
-        "the devices of experts": sorted({p.device.type for p in survey.parameters_of_experts()}),
         "verify": verify,
         "example_inputs": digest_of_tensors(example_inputs),
         **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
@@ -129,8 +126,6 @@ def parallelize(
         share_error(error, group, torch.device("cpu"), set())
     else:
         check_same_model(model, group, facts)
-    for parameter in survey.parameters_of_experts():
-        check_tested_device(parameter.device, f"experts of {type(model).__name__}", group.rank)
     if survey.problems:
         raise error
     if verify:

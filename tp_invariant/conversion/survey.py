@@ -295,9 +295,6 @@ class Survey:
     def _in_mixture(self, name: str) -> bool:
         return name.startswith(tuple(f"{mixture}." for mixture in self.mixtures))
 
-    def parameters_of_experts(self) -> list[nn.Parameter]:
-        return [p for name in self.experts for p in self.modules[name].parameters()]
-
     def _experts(self, name: str, experts: nn.Module) -> None:
         if problem := problem_with_experts(experts, self.group, self.by_expert):
             return self._problem(name, problem)

@@ -38,29 +38,6 @@ from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
 from ..kernels.select import select
 from .vocab import check_ids
 
-# --- where they have been tested ------------------------------------------------------------------------------------
-
-# Device types on which mixtures of experts have been tested. A test or benchmark on another one adds it.
-TESTED_DEVICE_TYPES = {"cpu"}
-
-
-def check_tested_device(device: torch.device | str | None, what: str, rank: int | None = None) -> None:
-    """Whether mixtures of experts have been tested on this device; None is torch's default device.
-
-    Raises:
-        NotImplementedError: they have not. On the meta device nothing is computed, and it is allowed.
-    """
-    kind = torch.device(torch.get_default_device() if device is None else device).type
-    if kind not in TESTED_DEVICE_TYPES | {"meta"}:
-        where = "" if rank is None else f" on rank {rank}"
-        allowed = ", ".join(map(repr, sorted(TESTED_DEVICE_TYPES)))
-        raise NotImplementedError(
-            f"{what}{where} has the device {kind!r}: mixtures of experts have been tested on CPUs only, and not "
-            f"yet on this device. Allowed is {allowed}: keep the model there. To test them on this device, add "
-            f"{kind!r} to tp_invariant.functional.experts.TESTED_DEVICE_TYPES on every rank, and compare with one rank"
-        )
-
-
 # --- which rank computes which row ----------------------------------------------------------------------------------
 
 
@@ -151,7 +128,6 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     the host: on a GPU it waits once in a call until the routing is computed, which leaves the GPU without work for as
     long as the host then takes to launch the next kernels. Backward needs no further wait.
     """
-    check_tested_device(index.device, "top_k_index", group.rank)
     check_ids(index, experts, name="top_k_index", rank=group.rank)
     k, device, world = index.shape[-1], index.device, group.size
     sharded = sequence_dim is not None

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from ..core.compiled import outside_of_graphs
 from ..core.elementwise import in_whole_vectors
 from ..kernels.select import select
-from .experts import check_tested_device
 from .linear import flatten_tokens
 
 Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
@@ -98,7 +97,6 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     In place of torch.topk, in which equal scores have no order. NaN is the largest, as there.
     """
-    check_tested_device(scores.device, "scores")
     index = _index_of_largest(scores.detach(), k)
     return _Chosen.apply(scores, index), index
 
@@ -175,7 +173,6 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
     correction: [E], added to the scores to choose experts, not to weight them; it gets no gradient.
     """
-    check_tested_device(logits.device, "logits")
     if routing.scores == "softmax_of_chosen":
         scores = logits.float()
     else:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, resolve_group
-from ..functional.experts import check_tested_device
+from ..comm.collectives import Group
 from ..functional.routing import Routing, route
 from ..gemm.gemm_fn import GemmFn
 from .experts import Experts
@@ -75,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         expert_options: further arguments of Experts: bias, activation, expert_parallel_group, ..
 
     Raises:
-        ValueError, TypeError, NotImplementedError: see Routing, Experts and Linear.
+        ValueError, TypeError: see Routing, Experts and Linear.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class MixtureOfExperts(nn.Module):
         **expert_options: Any,
     ) -> None:
         super().__init__()
-        check_tested_device(device, type(self).__name__, resolve_group(tp_group).rank)
         shared: dict[str, Any] = dict(
             tp_group=tp_group, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, gemm_fn=gemm_fn,
             device=device, dtype=dtype,
