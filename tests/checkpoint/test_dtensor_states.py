@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.testing import run_ranks
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 class Model(nn.Module):

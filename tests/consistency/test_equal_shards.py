@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.testing import run_ranks
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 class Model(nn.Module):

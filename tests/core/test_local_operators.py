@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from unittest import mock
 
@@ -17,7 +18,8 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core import local_operators
 from tp_invariant.core.dtensors import is_dtensor
-from tp_invariant.testing import run_ranks
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 PLACEMENTS = ([Shard(0)], [Shard(1)], [Replicate()])
 SHAPES = ((16, 8), (5, 6), (7, 2))  # over two ranks the second and third are cut unevenly, too

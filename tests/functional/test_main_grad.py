@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import pytest
 import torch
 
 import tp_invariant as tpi
+from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.diagnostics.verify_case import error, wide
 from tp_invariant.gemm import bundled, gemm
 from tp_invariant.kernels.gemm import reference
-from tp_invariant.testing import assert_bitwise_equal, run_ranks
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 K, N, TOKENS, MICRO_BATCHES = 40, 48, (24, 7), 3
 DEGREES = (2, 4, 8)

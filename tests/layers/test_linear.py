@@ -14,9 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
+from tp_invariant import testing
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional import stock
-from tp_invariant.testing import RankError, assert_bitwise_equal, run_ranks
+from tp_invariant.testing import RankError, assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 MODES = ("column", "row")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -353,7 +356,7 @@ def test_autocast(mode):
             return x.grad, tpi.testing.full_grads(layer)
         return y, tpi.testing.full_grads(layer)
 
-    result = tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4))
+    result = tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4), device="cpu")
     grads = [value for name, value in result.items() if "weight" in name]
     assert grads and grads[0].dtype == torch.float32
 
@@ -390,8 +393,8 @@ def test_checkpoint_recomputation_gives_the_same_bits():
         y.square().sum().backward()
         return y.detach(), x.grad, tpi.testing.full_grads(layer)
 
-    with_it = tpi.testing.assert_tp_invariant(case, True, degrees=(1, 4))
-    assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(case, False, degrees=(1, 4)))
+    with_it = tpi.testing.assert_tp_invariant(case, True, degrees=(1, 4), device="cpu")
+    assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(case, False, degrees=(1, 4), device="cpu"))
 
 
 def selective(tp_group, recompute):
@@ -416,8 +419,8 @@ def selective(tp_group, recompute):
 
 def test_selective_checkpointing_gives_the_same_bits():
     """It keeps what operators return inside the layers, and refuses in backward what has changed since."""
-    with_it = tpi.testing.assert_tp_invariant(selective, True, degrees=(1, 4))
-    assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(selective, False, degrees=(1, 4)))
+    with_it = tpi.testing.assert_tp_invariant(selective, True, degrees=(1, 4), device="cpu")
+    assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(selective, False, degrees=(1, 4), device="cpu"))
 
 
 def test_backward_follows_its_forward():

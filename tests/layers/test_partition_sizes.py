@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -12,8 +13,11 @@ from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 from torch import Tensor, nn
 
 import tp_invariant as tpi
+from tp_invariant import testing
 from tp_invariant.core.layout import deinterleave, shard, unshard
-from tp_invariant.testing import RankError, assert_bitwise_equal, full_grads, full_parameters, run_ranks
+from tp_invariant.testing import RankError, assert_bitwise_equal, full_grads, full_parameters
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 DEGREES = (2, 3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
@@ -12,7 +14,8 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.gemm import bundled_gemm_fn
 from tp_invariant.optim.muon import newton_schulz
-from tp_invariant.testing import run_ranks
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from unittest import mock
 
 import pytest
@@ -16,7 +17,8 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.optim import step_checks
-from tp_invariant.testing import run_ranks
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 KINDS = ("group", "mesh")
 
