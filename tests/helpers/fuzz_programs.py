@@ -64,7 +64,7 @@ def accepts(layer, t, unit):
 
 def results(layer, t):
     """The types of what a layer makes of a value of type `t`."""
-    if layer["kind"] == "norm":
+    if layer["kind"] in ("norm", "experts"):
         return [t]
     group, dim = layer["group"], layer["sequence_dim"]
     y = dataclasses.replace(t, features=layer["out"])
@@ -269,6 +269,24 @@ class _Builder:
         }  # fmt: skip
         return self._parameters(layer, ["weight"])
 
+    def experts(self, t):
+        """A router's choice comes from outside: any, with a gradient for its weights."""
+        place, group = t.place, self.group() if t.place == WHOLE else t.place[1]
+        dims = self.sequence_dims(t)
+        sp = place[0] == "tokens" or (group == "none" and bool(dims) and self.rarely(3))
+        by_expert, gated = self.rarely(2), not self.rarely(2)
+        count = self.unit * self.pick(1, 2) if by_expert else self.pick(1, 3, 4, 5, 8)
+        layer = {
+            "kind": "experts", "experts": count, "chosen": min(count, self.pick(1, 2, 3)), "in": t.features,
+            "inner": self.size(), "group": group, "by_expert": by_expert, "gated": gated, "bias": self.rarely(1),
+            "interleaved": gated and self.rarely(2), "transposed": self.rarely(2),
+            "activation": self.pick("silu", "gelu_tanh", "relu"), "sp": sp,
+            "sequence_dim": place[2] if place[0] == "tokens" else self.pick(*dims) if sp else 0,
+        }  # fmt: skip
+        up = "gate_up_proj" if gated else "up_proj"
+        names = [up, "down_proj"] + [f"{up}_bias", "down_proj_bias"] * layer["bias"]
+        return self._parameters(layer, names)
+
     # operations
 
     def start(self):
@@ -298,9 +316,9 @@ class _Builder:
         if old and self.rarely(2):
             return self.call(self.pick(*old), x)
         moves = {
-            "whole": ["column", "row", "none", "norm", "normed", "scatter", "shift", "gain"],
+            "whole": ["column", "row", "none", "norm", "normed", "scatter", "shift", "gain", "experts"],
             "features": ["row", "row", "row", "norm of heads", "attention"],
-            "tokens": ["column", "none", "norm", "normed", "gather"],
+            "tokens": ["column", "none", "norm", "normed", "gather", "experts"],
         }[t.place[0]]
         moves = [*moves, "act", "act", "add", "multiply", "glu", "restride", "permute", "flatten", "attention"]
         if t.place[0] != "tokens":
@@ -332,6 +350,10 @@ class _Builder:
 
     def do_normed(self, x, t):
         self.call(self.linear(t, self.pick("column", None), normed=True), x)
+
+    def do_experts(self, x, t):
+        x = self.shifted(x, t)
+        self.call(self.experts(t), x)
 
     def do_norm(self, x, t):
         self.call(self.norm(t), x)

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
+from tp_invariant.comm.collectives import Group
 from tp_invariant.core.elementwise import in_whole_vectors
 
 LEARNING_RATE = 0.125
@@ -115,6 +116,12 @@ class Data:
 
     def ids(self, name, tokens, size, ignored=None):
         return self.full_ids(f"{name} {self.at}", tokens, size, ignored)
+
+    def full_choice(self, name, tokens, experts, chosen):
+        """(index, weights) [*tokens, chosen]: different experts for each token, of which some may have none."""
+        g = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name} {self.at}".encode()))
+        scores = torch.rand(*tokens, experts, generator=g) * torch.rand(experts, generator=g)
+        return scores.argsort(-1, descending=True)[..., :chosen], torch.rand(*tokens, chosen, generator=g)
 
 
 def restrided(x):
@@ -241,6 +248,17 @@ class Run(Data):
 
     # what stands between layers
 
+    def chosen(self, name, tokens, experts, chosen, over=None, dim=None):
+        index, weights = self.full_choice(name, tokens, experts, chosen)
+        weights = self.local(weights.to(self.dtype), over, dim).requires_grad_()
+        self.leaves.append((name, weights, None if dim is None else (over, dim, 1)))
+        return self.local(index, over, dim), weights
+
+    def stored_over(self, name):
+        """The group that stores experts, which one rank has, too: the norm has other bits without."""
+        group = self.groups[name]
+        return Group(None, 0, 1) if group is None else group
+
     def act(self, name, x):
         fn = ACTIVATIONS[name]
         # torch's own exp and tanh go by an element's place on a CPU; see the library's core/elementwise.py
@@ -262,8 +280,8 @@ class Run(Data):
         x = x.unflatten(-1, (-1, features))
         return (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x)).flatten(-2)
 
-    def checkpoint(self, layer, x):
-        return checkpoint(layer, x, use_reentrant=False)
+    def checkpoint(self, layer, *args):
+        return checkpoint(layer, *args, use_reentrant=False)
 
     def copied(self, layer):
         return copy.deepcopy(layer)
@@ -424,6 +442,32 @@ class Reference(Data):
 
     def embedding(self, ids, weight, padding_idx):
         return F.embedding(ids, weight, padding_idx)
+
+    def chosen(self, name, tokens, experts, chosen):
+        index, weights = self.full_choice(name, tokens, experts, chosen)
+        weights = weights.to(self.dtype).to(self.hold).requires_grad_()
+        self.leaves.append((name, weights))
+        return index, weights
+
+    def experts(
+        self, x, index, weights, up, down, up_bias=None, down_bias=None, *, gated, interleaved, transposed, activation
+    ):  # fmt: skip
+        y = torch.zeros(x.shape, dtype=self.compute)
+        for expert in range(len(up)):
+            w = [None if t is None else t[expert] for t in (up, up_bias, down, down_bias)]
+            if transposed:
+                w[0], w[2] = w[0].t(), w[2].t()
+            h = self.call(x, *w[:2])
+            if gated:
+                gate, up_half = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
+                h = ACTIVATIONS[activation](gate.to(self.compute)) * up_half.to(self.compute)
+            else:
+                h = ACTIVATIONS[activation](h.to(self.compute))
+            h = self.call(h.to(self.hold), *w[2:])
+            weight = (weights.to(self.compute) * (index == expert)).sum(-1, keepdim=True)
+            # a token of another expert: nothing, and no NaN of its product
+            y = y + torch.where(weight != 0, h.to(self.compute) * weight, 0.0)
+        return y.to(self.hold)
 
     def act(self, name, x):
         return ACTIVATIONS[name](x.to(self.compute)).to(self.hold)

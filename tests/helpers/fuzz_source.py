@@ -18,11 +18,28 @@ def _group(name):
     return f"r.group({name!r})"
 
 
+def expert_parameters(layer):
+    """(name, full shape, the dim that is sharded, its stride, fan) of each parameter."""
+    count, out, inner = layer["experts"], layer["in"], layer["inner"]
+    up, rows = ("gate_up_proj", 2 * inner) if layer["gated"] else ("up_proj", inner)
+    stride = 2 if layer["gated"] and not layer["interleaved"] else 1
+    up_shape, down_shape = ((count, rows, out), 1), ((count, out, inner), 2)
+    if layer["transposed"]:
+        up_shape, down_shape = ((count, out, rows), 2), ((count, inner, out), 1)
+    found = [(up, *up_shape, stride, out), ("down_proj", *down_shape, 1, inner)]
+    if layer["bias"]:
+        found += [(f"{up}_bias", (count, rows), 1, stride, 1), ("down_proj_bias", (count, out), None, 1, 1)]
+    if layer["by_expert"]:
+        found = [(name, shape, 0, 1, fan) for name, shape, _, _, fan in found]
+    return found
+
+
 def _layer_lines(number, layer, layers):
     """Builds layer `number` and gives its parameters their values."""
     name, kind, group = f"l{number}", layer["kind"], layer["group"]
     fixed = dict(dtype="r.dtype", device="r.device")
     specs = []  # key, shape, dim, fan, center
+    strides = {} if kind != "linear" else dict.fromkeys(("weight", "bias"), layer["stride"])
     if kind == "linear":
         shape = [layer["out"], layer["in"]]
         dims = {"column": (0, 0), "row": (1, None), None: (None, None)}[layer["mode"]]
@@ -77,6 +94,18 @@ def _layer_lines(number, layer, layers):
             f"{name} = tpi.ParallelNorm({layer['features']}, tp_group={_group(group)}, {text}, "
             f"dtype={fixed['dtype']}, device={fixed['device']})"
         ]
+    elif kind == "experts":
+        for key, shape, dim, stride, fan in expert_parameters(layer):
+            specs.append((key, shape, dim, fan, 0.0))
+            strides[key] = stride
+        options = {k: layer[k] for k in ("bias", "gated", "activation", "interleaved", "transposed")}
+        if layer["sp"]:
+            options |= dict(sequence_parallel=True, sequence_dim=layer["sequence_dim"])
+        stored = f"expert_parallel_group=r.stored_over({group!r}), " if layer["by_expert"] else ""
+        lines = [
+            f"{name} = tpi.Experts({layer['experts']}, {layer['in']}, {layer['inner']}, tp_group={_group(group)}, "
+            f"{stored}{_call('', **options)[1:-1]}, dtype={fixed['dtype']}, device={fixed['device']})"
+        ]
     else:
         rows = -(-layer["size"] // layer["multiple"]) * layer["multiple"]
         specs.append(("weight", (rows, layer["features"]), 0, 1, 0.0))
@@ -91,7 +120,7 @@ def _layer_lines(number, layer, layers):
     for key, shape, dim, fan, center in specs:
         options = {}
         if dim is not None and group != "none":
-            options |= dict(over=group, dim=dim, stride=layer.get("stride", 1) if kind == "linear" else 1)
+            options |= dict(over=group, dim=dim, stride=strides.get(key, 1))
         if fan != 1:
             options["fan"] = fan
         if center:
@@ -137,6 +166,10 @@ def _op_lines(op, new, t, made, program):
     if kind == "call":
         layer, name = program["layers"][op["layer"]], f"l{op['layer']}"
         lines = [f"{name}.prefetch_weight()"] if op["prefetch"] else []
+        if layer["kind"] == "experts":
+            place = dict(over=layer["group"], dim=layer["sequence_dim"]) if layer["sp"] else {}
+            chosen = _call("r.chosen", repr(f"choice of {v}"), t.tokens, layer["experts"], layer["chosen"], **place)
+            x = f"{x}, *{chosen}"
         call = f"r.checkpoint({name}, {x})" if op["checkpoint"] else f"{name}({x})"
         if layer["kind"] == "norm" and layer["heads"]:
             return [*lines, f"{v} = r.heads({name}, {x}, {layer['features']}, {layer['transposed']})"]
@@ -293,6 +326,9 @@ def _torch_layer_lines(number, layer, layers):
         parameter("weight", (layer["features"],), center=0.0 if layer["zero_centered"] else 1.0)
         if layer["bias"]:
             parameter("bias", (layer["features"],))
+    elif layer["kind"] == "experts":
+        for key, shape, _, _, fan in expert_parameters(layer):
+            parameter(key, shape, fan)
     else:
         rows = -(-layer["size"] // layer["multiple"]) * layer["multiple"]
         parameter("weight", (rows, layer["features"]), rows=layer["size"] if rows != layer["size"] else None)
@@ -310,6 +346,11 @@ def _torch_op_lines(op, new, t, made, program):
         return [f"{v} = o.embedding({ids}, l{op['layer']}_weight, {layer['padding_idx']})"]
     if kind == "call":
         layer, name = program["layers"][op["layer"]], f"l{op['layer']}"
+        if layer["kind"] == "experts":
+            chosen = _call("o.chosen", repr(f"choice of {v}"), t.tokens, layer["experts"], layer["chosen"])
+            parameters = [f"{name}_{key}" for key, *_ in expert_parameters(layer)]
+            options = {k: layer[k] for k in ("gated", "interleaved", "transposed", "activation")}
+            return [_call(f"{v} = o.experts", x, f"*{chosen}", *parameters, **options)]
         bias = f"{name}_bias" if layer["bias"] else "None"
         if layer["kind"] == "norm":
             rms = layer["normalization"] == "RMSNorm"
