@@ -125,7 +125,8 @@ def outputs(program):
 
 # --- drawing --------------------------------------------------------------------------------------------------------
 
-ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "leaky_relu", "abs", "sigmoid", "gelu_tanh", "hardtanh", "double")
+SMOOTH = ("gelu", "silu", "tanh", "sigmoid", "gelu_tanh", "double")
+ACTIVATIONS = (*SMOOTH, "relu", "leaky_relu", "abs", "hardtanh")
 
 
 class _Builder:
@@ -169,6 +170,11 @@ class _Builder:
         if "mixed groups" in self.without:
             return "world"
         return self.pick("world", "world", "world", "half", "none")
+
+    def activations(self):
+        """None with a kink behind experts in 16 bits: where they round zero to either side, the gradient is another."""
+        rounded = self.dtype != "float32" and any(layer["kind"] == "experts" for layer in self.layers)
+        return SMOOTH if rounded else ACTIVATIONS
 
     def sequence_dims(self, t):
         """The dims of the tokens that every degree divides."""
@@ -281,7 +287,7 @@ class _Builder:
             "kind": "experts", "experts": count, "chosen": min(count, self.pick(1, 2, 3)), "in": t.features,
             "inner": self.size(), "group": group, "by_expert": by_expert, "gated": gated, "bias": self.rarely(1),
             "interleaved": gated and self.rarely(2), "transposed": self.rarely(2),
-            "activation": self.pick("silu", "gelu_tanh", "relu"), "sp": sp,
+            "activation": self.pick("silu", "gelu_tanh", *["relu"] * (self.dtype == "float32")), "sp": sp,
             "sequence_dim": place[2] if place[0] == "tokens" else self.pick(*dims) if sp else 0,
         }  # fmt: skip
         up = "gate_up_proj" if gated else "up_proj"
@@ -379,7 +385,7 @@ class _Builder:
         self.add(op="gain", x=x)
 
     def do_act(self, x, t):
-        self.add(op="act", x=x, name=self.pick(*ACTIVATIONS))
+        self.add(op="act", x=x, name=self.pick(*self.activations()))
 
     def do_add(self, x, t, op="add"):
         others = [i for i, other in enumerate(self.types) if other == t and i != x]
@@ -391,7 +397,7 @@ class _Builder:
 
     def do_glu(self, x, t):
         if (t.place == WHOLE and t.features % (2 * self.unit) == 0) or (t.place[0] == "features" and t.place[2] == 2):
-            self.add(op="glu", x=x, name=self.pick(*ACTIVATIONS))
+            self.add(op="glu", x=x, name=self.pick(*self.activations()))
 
     def do_restride(self, x, t):
         self.add(op="restride", x=x)
