@@ -362,6 +362,7 @@ def test_with_the_mode_off_the_bits_depend_on_the_degree(tmp_path):
 
 
 def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy
 
     from tp_invariant.integrations.lightning import TensorParallelStrategy
@@ -381,6 +382,7 @@ def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
     refused("optimizer", TypeError, optimizer="Adafactor")
     refused("group", ValueError, group=None)
     refused("batches", ValueError, seed=tp_group.rank())
+    refused("averages", ValueError, callbacks=[StochasticWeightAveraging(1e-3)])
     with mock.patch.dict(os.environ, WORLD_SIZE="4"), pytest.raises(ValueError) as caught:
         TensorParallelStrategy(tp_group)
     said["part of the job"] = str(caught.value)
@@ -398,6 +400,7 @@ def test_what_is_refused(tmp_path):
     assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
     assert said["group"].startswith("the model is sharded over the ranks [0, 1], and the strategy's tp_group has [0]")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
+    assert said["averages"].startswith("StochasticWeightAveraging on rank 0 would write this rank's parts")
     assert said["part of the job"].startswith("the job has 4 ranks, tp_group has 2, and dp_group 1: give dp_group")
     assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
     assert "tp_invariant.integrations.lightning.TensorParallelStrategy" in said["their own"]
@@ -437,6 +440,7 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
     refused(change=take_an_iterator)
     refused(change=lambda module: change_rate(module, rank))
     refused(val_check_interval="00:01:00:00")
+    refused(change=leave_out)
     module = module_of(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"]))
     strategy = TensorParallelStrategy(None, dp_group=mesh["dp"])
     with pytest.raises(ValueError) as caught:
@@ -464,6 +468,10 @@ def log_a_metric(module: Any) -> None:
 
 def take_an_iterator(module: Any) -> None:
     module.training_step = types.MethodType(lambda self, dataloader_iter: None, module)
+
+
+def leave_out(module: Any) -> None:
+    module.training_step = lambda batch, batch_idx: None
 
 
 def change_rate(module: Any, rank: int) -> None:
@@ -494,4 +502,5 @@ def test_what_is_refused_of_data_parallel_ranks(tmp_path):
     assert said[7].startswith("training_step(dataloader_iter) on rank 0 with 2 data parallel ranks")
     assert said[8].startswith("the 2 ranks differ in betas of group 0 of optimizer 0: (0.9, 1.0) on rank 0; (0.9, 0.5)")
     assert said[9].startswith("Trainer(val_check_interval=) of 3600.0 seconds on rank 0 of 2 is not supported")
-    assert said[10].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")
+    assert said[10].startswith("training_step returned None for micro-batch ")
+    assert said[11].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")

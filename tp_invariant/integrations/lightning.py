@@ -74,8 +74,8 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             hyperparameters differ; fewer micro-batches than data parallel ranks, or, of fully_shard, no multiple of
             them; data parallel ranks with different parameters or buffers, different values of a metric that a callback
             or schedule monitors, manual optimization, a training_step that takes dataloader_iter or logs a Metric of
-            torchmetrics; validation by a clock; an optimizer whose bits depend on where a parameter is cut (or a
-            TypeError).
+            torchmetrics; a training_step that returns None; validation by a clock; callbacks that average weights, of
+            which this rank has parts; an optimizer whose bits depend on where a parameter is cut (or a TypeError).
     """
 
     strategy_name = "tp_invariant"
@@ -166,6 +166,14 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                 f"{self.global_rank} of {self._ranks.size} is not supported, as each rank has a clock of its own: give "
                 "a number of batches"
             )
+        cut = self.group.size > 1 or self._ranks.fully_sharded
+        averaging = {"StochasticWeightAveraging", "WeightAveraging"}
+        for callback in trainer.callbacks if cut else ():
+            if averaging & {kind.__name__ for kind in type(callback).__mro__}:
+                raise ValueError(
+                    f"{type(callback).__name__} on rank {self.global_rank} would write this rank's parts of the "
+                    "averaged weights into checkpoints: average the checkpoints of the whole model instead"
+                )
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _not_distributed  # each rank's has seen all that one process' has
@@ -208,6 +216,11 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             place = self._seed, self._steps, number
             with self._log_kept(number, [*args, *options.values()][0]), seeded(place, self.root_device):
                 output = super().training_step(*args, **options)
+            if output is None and step.micro_batches > 1:
+                raise ValueError(
+                    f"training_step returned None for micro-batch {number} of a step on rank {self.global_rank}: a "
+                    f"step has {step.micro_batches} of them at every degree; return a loss for each, perhaps times 0"
+                )
         if self.ends_step:
             self._log_in_order()
         return output

@@ -10,7 +10,8 @@ What differs from transformers' own, which takes every rank for a data parallel 
     the model      is not wrapped; gradients are summed over dp_group by a MicroBatchTree
     a step         has per_device_train_batch_size x gradient_accumulation_steps examples at every degree: data parallel
                    ranks share its micro-batches, so gradient_accumulation_steps counts those of all ranks together
-    batches        are read by every rank, which compares them with the others', and computes those of its share
+    batches        are read by every rank, which compares them with the others', as it does its optimizer's rates, betas
+                   and the like, and computes those of its share
     the loss       is over the tokens of the whole step
     random numbers in a micro-batch's forward (dropout) depend on the seed, the step and the micro-batch alone
     clipping       is tp_invariant.clip_grad_norm_
