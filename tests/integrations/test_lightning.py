@@ -400,14 +400,14 @@ def test_what_is_refused(tmp_path):
     assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
     assert said["group"].startswith("the model is sharded over the ranks [0, 1], and the strategy's tp_group has [0]")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
-    assert said["averages"].startswith("StochasticWeightAveraging on rank 0 would write this rank's parts")
+    assert said["averages"].startswith("StochasticWeightAveraging on rank 0, with 2 tensor parallel and 1 data")
     assert said["part of the job"].startswith("the job has 4 ranks, tp_group has 2, and dp_group 1: give dp_group")
     assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
     assert "tp_invariant.integrations.lightning.TensorParallelStrategy" in said["their own"]
 
 
 def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
-    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 
     from tp_invariant.integrations.lightning import TensorParallelStrategy
 
@@ -441,6 +441,7 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
     refused(change=lambda module: change_rate(module, rank))
     refused(val_check_interval="00:01:00:00")
     refused(change=leave_out)
+    refused(callbacks=[LearningRateFinder()])
     module = module_of(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"]))
     strategy = TensorParallelStrategy(None, dp_group=mesh["dp"])
     with pytest.raises(ValueError) as caught:
@@ -503,4 +504,5 @@ def test_what_is_refused_of_data_parallel_ranks(tmp_path):
     assert said[8].startswith("the 2 ranks differ in betas of group 0 of optimizer 0: (0.9, 1.0) on rank 0; (0.9, 0.5)")
     assert said[9].startswith("Trainer(val_check_interval=) of 3600.0 seconds on rank 0 of 2 is not supported")
     assert said[10].startswith("training_step returned None for micro-batch ")
-    assert said[11].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")
+    assert said[11].startswith("LearningRateFinder on rank 0, with 1 tensor parallel and 2 data parallel ranks")
+    assert said[12].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")

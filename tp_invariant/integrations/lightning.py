@@ -75,7 +75,8 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             them; data parallel ranks with different parameters or buffers, different values of a metric that a callback
             or schedule monitors, manual optimization, a training_step that takes dataloader_iter or logs a Metric of
             torchmetrics; a training_step that returns None; validation by a clock; callbacks that average weights, of
-            which this rank has parts; an optimizer whose bits depend on where a parameter is cut (or a TypeError).
+            which this rank has parts, or that search for a rate or a batch size; an optimizer whose bits depend on
+            where a parameter is cut (or a TypeError).
     """
 
     strategy_name = "tp_invariant"
@@ -166,14 +167,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                 f"{self.global_rank} of {self._ranks.size} is not supported, as each rank has a clock of its own: give "
                 "a number of batches"
             )
-        cut = self.group.size > 1 or self._ranks.fully_sharded
-        averaging = {"StochasticWeightAveraging", "WeightAveraging"}
-        for callback in trainer.callbacks if cut else ():
-            if averaging & {kind.__name__ for kind in type(callback).__mro__}:
-                raise ValueError(
-                    f"{type(callback).__name__} on rank {self.global_rank} would write this rank's parts of the "
-                    "averaged weights into checkpoints: average the checkpoints of the whole model instead"
-                )
+        self._check_callbacks(trainer.callbacks, self._ranks)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _not_distributed  # each rank's has seen all that one process' has
@@ -182,6 +176,25 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             trainer.callbacks = [_CompareMonitored(self, self._ranks), *others]
         plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)  # type: ignore[method-assign]
         super().setup(trainer)
+
+    def _check_callbacks(self, callbacks: list[Any], ranks: Ranks) -> None:
+        """Raises: ValueError: callbacks that take a rank for the whole run."""
+        cut = self.group.size > 1 or ranks.fully_sharded
+        averages = "it would write this rank's parts of averaged weights: average checkpoints of the whole model"
+        own = "it goes by what this rank finds: run it on one, and give the other ranks its result"
+        refused = {
+            "StochasticWeightAveraging": averages if cut else "",
+            "WeightAveraging": averages if cut else "",
+            "LearningRateFinder": own if self.dp.size > 1 else "",
+            "BatchSizeFinder": own if ranks.size > 1 else "",
+        }
+        for callback in callbacks:
+            for kind in type(callback).__mro__:
+                if reason := refused.get(kind.__name__):
+                    raise ValueError(
+                        f"{kind.__name__} on rank {self.global_rank}, with {self.group.size} tensor parallel and "
+                        f"{self.dp.size} data parallel ranks, is not supported: {reason}"
+                    )
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
