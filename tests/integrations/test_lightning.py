@@ -482,6 +482,27 @@ def change_rate(module: Any, rank: int) -> None:
     module.on_train_batch_end = on_train_batch_end
 
 
+def who_logs(tp_group: Any, folder: Any) -> list[int]:
+    """What Lightning takes for this rank's number, in a Trainer's first run, its second, and after it."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from tp_invariant.integrations.lightning import TensorParallelStrategy
+
+    seen, module = [], module_of(torch.nn.Linear(4, 4))
+    module.training_step = lambda batch, batch_idx: module.model(batch).square().mean()
+    module.validation_step = lambda batch, batch_idx: None
+    module.on_fit_start = module.on_validation_start = lambda: seen.append(rank_zero_only.rank)
+    loader = DataLoader(torch.arange(32.0).view(8, 4), 4)
+    strategy = TensorParallelStrategy(None, dp_group=init_device_mesh("cpu", (2,)))
+    trainer = fit(module, folder, strategy=strategy, data=loader, steps=1, accumulate_grad_batches=2)
+    trainer.validate(module, loader, verbose=False)
+    return [*seen, rank_zero_only.rank]
+
+
+def test_rank_0_alone_logs_in_a_second_run_too(tmp_path):
+    assert run_ranks(who_logs, 2, tmp_path) == [[0, 0, 0], [1, 1, 0]]
+
+
 class Endless(torch.utils.data.IterableDataset):
     """Of five batches of two, where a step has three."""
 

@@ -115,6 +115,11 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         """Lightning calls this when its Trainer is made: from now on rank 0 alone logs."""
         _rank_zero_only.rank = self.global_rank
 
+    def setup_environment(self) -> None:
+        """And this when the Trainer begins: a second time it does so after a teardown."""
+        self.set_world_ranks()
+        super().setup_environment()
+
     @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
