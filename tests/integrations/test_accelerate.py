@@ -188,8 +188,8 @@ def by_items(tp_group: Any, dtype: torch.dtype, dp: int, dropout: float) -> Any:
                         seen.append(accelerator.step_loss.clone())
                     optimizer.step()
                     optimizer.zero_grad()
-            whole = [batch["items"] for batch in accelerator.prepare_data_loader(DataLoader(rows(dtype)), shared=False)]
             assert accelerator.gather(torch.tensor(tp_group.rank())).tolist() == ([0, 1] if dp == 2 else 0)
+            whole = [batch["items"] for batch in accelerator.prepare_data_loader(DataLoader(rows(dtype)), shared=False)]
             assert len(whole) == 12
         return seen, {name: p.detach() for name, p in model.named_parameters()}
     finally:
@@ -227,6 +227,61 @@ def test_sums_are_divided_by_the_items_of_a_step_and_dropout_is_the_micro_batchs
             torch.testing.assert_close([x.double() for x in one[0]], exact[0], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close({n: p.double() for n, p in one[1].items()}, exact[1], rtol=1e-4, atol=1e-5)
     assert testing.digest(one) != testing.digest(without)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Rows that it draws."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(8) + index
+
+
+def masked(batch: list[torch.Tensor]) -> torch.Tensor:
+    x = torch.stack(batch)
+    return x * (torch.rand_like(x) < 0.7)
+
+
+def with_drawn_batches(tp_group: Any, dp: int, kind: str = "group", workers: int = 0) -> Any:
+    """Losses of two epochs, the first of which is gone on with after its first step; and what ranks gather."""
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    dp_group = groups_of(tp_group, kind, dp)[1]
+    try:
+        model = Weighted()
+        if kind == "fully":
+            fully_shard(model, mesh=dp_group)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=dp_group)
+        torch.manual_seed(5)
+        loader = DataLoader(Noisy(), batch_size=1, shuffle=True, collate_fn=masked, num_workers=workers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        seen, rows, gathered = [], [], []
+        for batches in (loader, accelerator.skip_first_batches(loader, 4 // dp)):
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    loss = model(batch).mean()
+                    accelerator.backward(loss)
+                    rows.append(batch)
+                    gathered.append(accelerator.gather_for_metrics(loss.detach()[None]))
+                    if accelerator.sync_gradients:
+                        seen.append(accelerator.step_loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return seen, rows, torch.cat(gathered).sort().values
+    finally:
+        reset()
+
+
+def test_what_a_dataset_and_a_collator_draw_is_the_batchs_own():
+    ((losses, rows, gathered),) = run_ranks(with_drawn_batches, 1, 1)
+    assert len(losses) == 5 and len({testing.digest(row) for row in rows}) == 20, "each is drawn anew"
+    assert len(gathered) == 20
+    for ranks, dp, kind, workers in ((1, 1, "group", 1), (2, 2, "group", 1), (2, 2, "fully", 0)):
+        for got in run_ranks(with_drawn_batches, ranks, dp, kind, workers):
+            assert_bitwise_equal((got[0], got[2]), (losses, gathered))
 
 
 def stopped(tp_group: Any, kind: str, dp: int, folder: str, resume: bool) -> Any:
@@ -395,6 +450,20 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
                 accelerator.backward(model(torch.ones(2, 4)).sum())
                 optimizer.step()
 
+    def scheduled_by_its_own_loss() -> None:
+        accelerator = made(2)
+        model = accelerator.prepare(torch.nn.Linear(4, 4))
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+        optimizer.param_groups[0]["lr"] = 0.5**rank
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+
+    def gather_what_all_have() -> None:
+        accelerator = made()
+        whole = accelerator.prepare_data_loader(DataLoader(torch.arange(4.0)), shared=False)
+        total = sum(accelerator.reduce(x) for x in whole)
+        assert total.item() == 6.0
+        accelerator.reduce(total)
+
     def skip() -> None:
         accelerator, loader = begin(made())
         accelerator.skip_first_batches(loader, 1)
@@ -425,6 +494,8 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
     refused("order", lambda: begin(made(), order=rank))
     refused("outside", twice, RuntimeError)
     refused("not zeroed", not_zeroed, RuntimeError)
+    refused("schedule", scheduled_by_its_own_loss)
+    refused("whole", gather_what_all_have, RuntimeError)
     refused("skip", skip)
     refused("save", save_inside)
     refused("some", some_fully_sharded)
@@ -442,6 +513,8 @@ def test_what_is_refused_of_data_parallel_ranks():
     assert said["order"].startswith("the 2 ranks differ in the batches of a step")
     assert said["outside"].startswith("backward was called 1 times on rank 0 when the optimizer's step is due")
     assert said["not zeroed"].startswith("a step begins on rank 0 of dp_group, and parameters of an optimizer have")
+    assert said["schedule"].startswith("the 2 ranks differ in lr of group 0 of optimizer 0: 1.0 on rank 0; 0.5 on rank")
+    assert said["whole"].startswith("gather or reduce was called on rank 0 of dp_group after a loop over a loader")
     assert said["skip"].startswith("num_batches=1 on rank 0 of dp_group: with data parallel ranks skip whole steps")
     assert said["save"].startswith("save_state('folder') was called inside of a step")
     assert said["some"].startswith("fully_shard has sharded some of the prepared models and not others, on rank 0")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,7 @@ def trained(
     mode: bool = True,
     dp: int = 1,
     dropout: float = 0.0,
+    change: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -124,6 +127,8 @@ def trained(
         if kind == "fully":
             shard_fully(model, dp_group)
         module = module_of(model, dropout=dropout)
+        if change is not None:
+            change(module)
         saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
         options = (
             dict(
@@ -215,6 +220,66 @@ def test_a_model_of_fully_shard(tmp_path):
         assert_bitwise_equal(of_all(got), of_all(rest))
 
 
+def watched(tp_group: Any, folder: Any, **options: Any) -> dict[str, Any]:
+    """A run in which callbacks and a schedule act on what training_step logs, validation and Lightning's own broadcasts
+    come between a step's micro-batches, and a Metric counts the batches of validation."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from torchmetrics import SumMetric
+
+    saving = [
+        ModelCheckpoint(folder, "{step}-{loss:.6f}", monitor="loss", every_n_train_steps=1),
+        ModelCheckpoint(folder, "{epoch}-{mean_epoch:.6f}", monitor="mean_epoch", save_on_train_epoch_end=True),
+        ModelCheckpoint(folder, "timed-{step}", train_time_interval=datetime.timedelta(hours=1)),
+    ]
+    stopping = EarlyStopping("most", patience=2, check_on_train_epoch_end=True)
+    rates = []
+
+    def change(module: Any) -> None:
+        module.counted = SumMetric()
+        train, validate = module.training_step, module.validation_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            loss = train(batch, batch_idx)
+            module.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True)
+            module.log_dict({"most": loss}, on_step=False, on_epoch=True, reduce_fx="max")
+            return loss
+
+        def validation_step(batch: Any, batch_idx: int) -> None:
+            validate(batch, batch_idx)
+            module.counted.update(1.0)
+            module.log("counted", module.counted, on_epoch=True)
+
+        def configure_optimizers() -> Any:
+            made = torch.optim.AdamW(module.parameters(), lr=1e-2)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0, threshold=0.0)
+            schedule = {"scheduler": plateau, "interval": "step", "monitor": "loss"}
+            return {"optimizer": made, "lr_scheduler": schedule}
+
+        def on_train_batch_end(*args: Any) -> None:
+            rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
+
+        module.training_step, module.validation_step = training_step, validation_step
+        module.configure_optimizers, module.on_train_batch_end = configure_optimizers, on_train_batch_end
+
+    given: dict[str, Any] = dict(
+        steps=4, count=8, accumulate_grad_batches=2, val_check_interval=1, max_time="01:00:00:00"
+    )
+    given |= dict(limit_val_batches=2, callbacks=[stopping, *saving])
+    run = trained(tp_group, folder, change=change, **given, **options)
+    files = [Path(each.best_model_path).name for each in saving]
+    return {**of_all(run), "metrics": run["metrics"], "rates": rates, "files": files}
+
+
+def test_monitors_see_the_metrics_of_one_process(tmp_path):
+    (one,) = run_on(1, tmp_path / "1", watched)
+    assert one["metrics"]["counted"] == 2.0 and len({*one["rates"]}) > 1
+    assert {"loss", "mean_step", "mean_epoch", "most"} < {*one["metrics"]} and len(one["norms"]) > 2
+    assert one["metrics"]["mean_epoch"] == pytest.approx(sum(one["step losses"][-2:]) / 2, rel=1e-6)
+    for ranks, kind in ((4, "group"), (2, "fully")):
+        for got in run_on(ranks, tmp_path / kind, watched, kind=kind, dp=2):
+            assert_bitwise_equal(got, one)
+
+
 def test_dropout_at_every_data_parallel_degree(tmp_path):
     options = dict(dropout=0.4, steps=3)
     (one,), two = (run_on(n, tmp_path / str(n), dp=n, **options) for n in (1, 2))
@@ -297,6 +362,7 @@ def test_with_the_mode_off_the_bits_depend_on_the_degree(tmp_path):
 
 
 def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy
 
     from tp_invariant.integrations.lightning import TensorParallelStrategy
@@ -316,6 +382,7 @@ def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
     refused("optimizer", TypeError, optimizer="Adafactor")
     refused("group", ValueError, group=None)
     refused("batches", ValueError, seed=tp_group.rank())
+    refused("averages", ValueError, callbacks=[StochasticWeightAveraging(1e-3)])
     with mock.patch.dict(os.environ, WORLD_SIZE="4"), pytest.raises(ValueError) as caught:
         TensorParallelStrategy(tp_group)
     said["part of the job"] = str(caught.value)
@@ -333,24 +400,31 @@ def test_what_is_refused(tmp_path):
     assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
     assert said["group"].startswith("the model is sharded over the ranks [0, 1], and the strategy's tp_group has [0]")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
+    assert said["averages"].startswith("StochasticWeightAveraging on rank 0, with 2 tensor parallel and 1 data")
     assert said["part of the job"].startswith("the job has 4 ranks, tp_group has 2, and dp_group 1: give dp_group")
     assert said["their own"].startswith("DistributedDataParallel over the ranks [0, 1")
     assert "tp_invariant.integrations.lightning.TensorParallelStrategy" in said["their own"]
 
 
 def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
+    from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+
     from tp_invariant.integrations.lightning import TensorParallelStrategy
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     rank, said, plain = tp_group.rank(), [], DataLoader(torch.arange(32.0).view(8, 4), 2)
 
-    def refused(seed: int = 0, manual: bool = False, norm: bool = False, loader: Any = None, **options: Any) -> None:
+    def refused(
+        seed: int = 0, manual: bool = False, norm: bool = False, loader: Any = None, change: Any = None, **options: Any
+    ) -> None:
         torch.manual_seed(seed)
         module = module_of(torch.nn.Linear(4, 4))
         norms = torch.nn.BatchNorm1d(4) if norm else torch.nn.Identity()
         module.norms_of = norms
         module.automatic_optimization = not manual
         module.training_step = lambda batch, batch_idx: norms(module.model(batch)).square().mean()
+        if change is not None:
+            change(module)
         strategy = TensorParallelStrategy(mesh["tp"].get_group(), dp_group=mesh["dp"])
         with pytest.raises(ValueError) as caught:
             fit(module, folder, strategy=strategy, data=plain if loader is None else loader, **options)
@@ -361,11 +435,72 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
     refused(seed=rank)
     refused(norm=True)
     refused(loader=DataLoader(Endless(), 2))
+    refused(change=log_of_its_own, callbacks=[EarlyStopping("own", check_on_train_epoch_end=True)])
+    refused(change=log_a_metric)
+    refused(change=take_an_iterator)
+    refused(change=lambda module: change_rate(module, rank))
+    refused(val_check_interval="00:01:00:00")
+    refused(change=leave_out)
+    refused(callbacks=[LearningRateFinder()])
     module = module_of(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"]))
     strategy = TensorParallelStrategy(None, dp_group=mesh["dp"])
     with pytest.raises(ValueError) as caught:
         fit(module, folder, strategy=strategy, accumulate_grad_batches=4, count=18)
     return [*said, str(caught.value)]
+
+
+def log_of_its_own(module: Any) -> None:
+    rank = torch.distributed.get_rank()
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: module.log("own", float(rank))
+
+
+def log_a_metric(module: Any) -> None:
+    from torchmetrics import SumMetric
+
+    module.metric, step = SumMetric(), module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        module.metric.update(1.0)
+        module.log("metric", module.metric)
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+
+
+def take_an_iterator(module: Any) -> None:
+    module.training_step = types.MethodType(lambda self, dataloader_iter: None, module)
+
+
+def leave_out(module: Any) -> None:
+    module.training_step = lambda batch, batch_idx: None
+
+
+def change_rate(module: Any, rank: int) -> None:
+    def on_train_batch_end(*args: Any) -> None:
+        module.trainer.optimizers[0].param_groups[0]["betas"] = (0.9, 0.5**rank)
+
+    module.on_train_batch_end = on_train_batch_end
+
+
+def who_logs(tp_group: Any, folder: Any) -> list[int]:
+    """What Lightning takes for this rank's number, in a Trainer's first run, its second, and after it."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from tp_invariant.integrations.lightning import TensorParallelStrategy
+
+    seen, module = [], module_of(torch.nn.Linear(4, 4))
+    module.training_step = lambda batch, batch_idx: module.model(batch).square().mean()
+    module.validation_step = lambda batch, batch_idx: None
+    module.on_fit_start = module.on_validation_start = lambda: seen.append(rank_zero_only.rank)
+    loader = DataLoader(torch.arange(32.0).view(8, 4), 4)
+    strategy = TensorParallelStrategy(None, dp_group=init_device_mesh("cpu", (2,)))
+    trainer = fit(module, folder, strategy=strategy, data=loader, steps=1, accumulate_grad_batches=2)
+    trainer.validate(module, loader, verbose=False)
+    return [*seen, rank_zero_only.rank]
+
+
+def test_rank_0_alone_logs_in_a_second_run_too(tmp_path):
+    assert run_ranks(who_logs, 2, tmp_path) == [[0, 0, 0], [1, 1, 0]]
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -382,4 +517,13 @@ def test_what_is_refused_of_data_parallel_ranks(tmp_path):
     assert "different values of model.weight when training begins" in said[2]
     assert "different values of norms_of.running_mean after a step's forwards" in said[3]
     assert said[4].startswith("the loader ended after 2 of a step's 3 micro-batches on rank 0")
-    assert said[5].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")
+    assert said[5].startswith(
+        "the 2 ranks differ in the metric 'own', which is monitored: 0.0 on rank 0; 1.0 on rank 1"
+    )
+    assert said[6].startswith("training_step logs 'metric', a Metric of torchmetrics, on rank 0")
+    assert said[7].startswith("training_step(dataloader_iter) on rank 0 with 2 data parallel ranks")
+    assert said[8].startswith("the 2 ranks differ in betas of group 0 of optimizer 0: (0.9, 1.0) on rank 0; (0.9, 0.5)")
+    assert said[9].startswith("Trainer(val_check_interval=) of 3600.0 seconds on rank 0 of 2 is not supported")
+    assert said[10].startswith("training_step returned None for micro-batch ")
+    assert said[11].startswith("LearningRateFinder on rank 0, with 1 tensor parallel and 2 data parallel ranks")
+    assert said[12].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")

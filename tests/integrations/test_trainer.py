@@ -49,6 +49,22 @@ class Examples(Dataset):
         return dict(input_ids=self.ids[index], attention_mask=visible.long(), labels=labels)
 
 
+class Between(transformers.TrainerCallback):
+    """A collective over the data parallel ranks between micro-batches, as a callback of a user's may have."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        mesh = getattr(next(model.parameters()), "device_mesh", None)
+        if mesh is not None:
+            torch.distributed.all_reduce(torch.zeros(1), group=mesh.get_group(0))
+
+
+def masked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A collator that draws."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    ids = batch["input_ids"]
+    return {**batch, "input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.2, 3)}
+
+
 class Record(transformers.TrainerCallback):
     """What is logged, without times."""
 
@@ -82,7 +98,11 @@ def ours(tp_group: Any, folder: Any, kind: str = "group", dp: int = 1, family: s
 
     mesh, dp_group = groups_of(tp_group, dp)
     tp = mesh if kind == "mesh" else mesh.get_group()
-    others = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "optimizers") if name in options}
+    others = {
+        name: options.pop(name)
+        for name in ("eval_dataset", "callbacks", "optimizers", "data_collator")
+        if name in options
+    }
     model = tpi.parallelize(hf_models.build(family, options.pop("dtype", torch.float32), num_hidden_layers=1), tp)
     if options.pop("lora", False):
         from tp_invariant.integrations.peft import register
@@ -111,6 +131,8 @@ def trained(tp_group: Any, folder: Any, mode: bool = True, resume: Any = None, *
     """A run's log, its parameters in the end, and what rank 0 has kept of its state."""
     record = Record()
     callbacks = [record]
+    if options.get("fully_sharded"):
+        callbacks.append(Between())
     if log := options.pop("digest_log", None):
         from tp_invariant.integrations.trainer import DigestLogCallback
 
@@ -292,7 +314,7 @@ def test_a_model_of_fully_shard(tmp_path):
 
 def test_a_model_of_fully_shard_with_adapters_and_autocast(tmp_path):
     pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
-    options = dict(FULLY, max_steps=2, lora=True, bf16=True, save_strategy="steps", save_steps=2)
+    options = dict(FULLY, max_steps=2, lora=True, bf16=True, save_strategy="steps", save_steps=2, data_collator=masked)
     (one,) = run_on(1, tmp_path / "1", **options)
     for run in run_on(2, tmp_path / "2", **options, kind="mesh", dp=2, fully_sharded=True):
         assert run["logs"] == one["logs"]
@@ -603,8 +625,15 @@ def test_the_example(tmp_path):
     assert json.loads((tmp_path / "2" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
 
 
+class Decays(transformers.TrainerCallback):
+    """Differently on each rank."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.5 ** torch.distributed.get_rank()
+
+
 def differing(tp_group: Any, folder: Any) -> list[str]:
-    """Ranks with other options; then with other examples."""
+    """Ranks with other options; then with other examples, and hyperparameters."""
     from tp_invariant.integrations.ranks import Ranks
 
     rank = tp_group.rank()
@@ -616,6 +645,7 @@ def differing(tp_group: Any, folder: Any) -> list[str]:
     return [
         refused(tp_group, folder, ValueError, seed=rank),
         refused(tp_group, folder, ValueError, train=True, train_dataset=Examples(seed=rank)),
+        refused(tp_group, folder, ValueError, train=True, callbacks=[Decays()]),
     ]
 
 
@@ -624,6 +654,7 @@ def test_ranks_that_differ_are_refused(tmp_path):
     assert said[0] == said[1]
     assert said[0][0].startswith("the 2 ranks differ in TrainingArguments.seed: 0 on rank 0; 1 on rank 1")
     assert said[0][1].startswith("the 2 ranks differ in the batches of a step")
+    assert said[0][2].startswith("the 2 ranks differ in weight_decay of group 0 of optimizer 0: 1.0 on rank 0; 0.5 on")
 
 
 def the_fused_form(tp_group: Any, folder: Any) -> list[Any]:

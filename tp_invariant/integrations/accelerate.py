@@ -21,7 +21,9 @@ model in DistributedDataParallel over all ranks, which is refused. What differs 
                    of its tensor parallel ranks; prepare_data_loader(loader, shared=False) gives every rank all
     the loss       is the mean over the step's micro-batches; backward(loss, num_items=n) takes sums over n tokens each,
                    and divides by those of the whole step. `step_loss` is the last step's, of all ranks
-    random numbers in a forward in training (dropout) depend on the first seed, the step and the micro-batch alone
+    random numbers in a forward in training (dropout) depend on the first seed, the step and the micro-batch alone;
+                   those of a dataset and a collate_fn, on the first seed, the epoch and the batch. What the loop
+                   itself draws is of the rank: draw it in one of these
     clipping       is tp_invariant.clip_grad_norm_
     save_state     writes a checkpoint of this library's, from which any degree goes on
 """
@@ -31,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import accelerate
@@ -41,6 +43,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset, IterableDataset
 
 from ..checkpoint import load, save
 from ..comm.collectives import Group, resolve_group
@@ -56,8 +59,9 @@ class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator over tensor parallel ranks, and over data parallel ones. See this file's head.
 
     A step is that of one process: `num_processes` is 1, and `is_main_process` is accelerate's: rank 0 alone logs.
-    `gather` and `reduce` are over the data parallel ranks; in a loop over a loader that is not shared they return what
-    they get. Seed what shuffles alike on every rank: ranks compare the first batch of each model, and the order of a
+    `gather` and `reduce` are over the data parallel ranks, in their order, and take each value once, whatever the
+    tensor parallel degree; in a loop over a loader that is not shared they return what they get, and after it they are
+    refused. Seed what shuffles alike on every rank: ranks compare the first batch of each model, and the order of a
     shared loader's examples.
 
     Args:
@@ -71,8 +75,8 @@ class Accelerator(accelerate.Accelerator):
             sync_with_dataloader=False. At `prepare`: groups or a fully_shard that do not fit the job
             (`Ranks`), or fully_shard of some of the models that are trained; a shared loader of unknown length, or
             whose last step's batches are no multiple of the data parallel ranks; what `check_optimizer` of
-            optimizers.py refuses. When training begins: data parallel ranks with different
-            parameters or buffers.
+            optimizers.py refuses. When training begins: data parallel ranks with different parameters or buffers. At
+            the end of a step's backward: ranks whose optimizers have different rates, betas and the like.
     """
 
     ranks: Ranks | None = None  # of the model; the Trainer sets it, and has a loop of its own
@@ -81,6 +85,7 @@ class Accelerator(accelerate.Accelerator):
     step_loss: Tensor | None = None  # of the last step
     _dp = resolve_group(None)
     _own_loop = False
+    _read_last: _Loader | None = None  # which has given the last batch
 
     def __init__(
         self, *args: Any, dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None, **options: Any
@@ -199,7 +204,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, shared: bool = True, **options: Any) -> Any:
         """A loader whose workers have the same seeds on every rank.
 
-        shared: data parallel ranks get their parts of each step; False, for evaluation: every rank gets all batches.
+        shared: data parallel ranks get their parts of each step, and the dataset and collate_fn draw random numbers of
+            each batch's own; False, for evaluation: every rank gets all batches, and draws as torch does.
         """
         seed = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seed, functools.partial) and "rank" in seed.keywords:  # transformers' own
@@ -207,11 +213,13 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         if not self._own_loop or isinstance(prepared, _Loader):
             return prepared
-        shared = shared and self._dp.size > 1
-        if shared:
-            # a DataLoader does not let its batch_sampler be set by its name
-            vars(prepared.base_dataloader)["batch_sampler"] = _Share(self, prepared)
-        counting = _Loader.of(prepared, shared)
+        counting = _Loader.of(prepared, self, shared and self._dp.size > 1)
+        inner = prepared.base_dataloader
+        numbered = inner.batch_sampler is not None and not isinstance(inner.dataset, IterableDataset)
+        if counting.shared or (shared and numbered and not self.use_stateful_dataloader):
+            # a DataLoader does not let these be set by their names
+            examples = _Examples(inner.dataset, inner.collate_fn)
+            vars(inner).update(batch_sampler=_Share(self, counting), dataset=examples, collate_fn=_unchanged)
         self._dataloaders[self._dataloaders.index(prepared)] = counting
         return counting
 
@@ -227,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
                 f"num_batches={num_batches} on rank {self._dp.rank} of dp_group: with data parallel ranks skip whole "
                 f"steps, each of which has {self.micro_batches_of_rank} of this rank's batches"
             )
-        return _Loader.of(super().skip_first_batches(dataloader, num_batches), shared)
+        return _Loader.of(super().skip_first_batches(dataloader, num_batches), self, shared)
 
     def free_memory(self, *objects: Any) -> Any:
         self._step, self._trained = None, []
@@ -308,6 +316,7 @@ class Accelerator(accelerate.Accelerator):
             )
         step.add(loss, num_items)
         if self.sync_gradients:
+            self.ranks.check_hyperparameters(self._optimizers, loss.device)
             self.step_loss = step.finish()
             self._local = 0
             self._steps += 1
@@ -323,8 +332,21 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _replicas_differ(self) -> bool:
-        """Whether data parallel ranks compute different batches here."""
-        return self._dp.size > 1 and getattr(self.gradient_state.active_dataloader, "shared", True)
+        """Whether data parallel ranks compute different batches here.
+
+        Raises:
+            RuntimeError: after a loop over a loader that is not shared, whose results would be taken several times.
+        """
+        if self._dp.size == 1 or not getattr(self.gradient_state.active_dataloader, "shared", True):
+            return False
+        if self._read_last is not None and not self._read_last.shared:
+            raise RuntimeError(
+                f"gather or reduce was called on rank {self._dp.rank} of dp_group after a loop over a loader with "
+                "shared=False: every rank has had all of its batches, so what was computed of them is whole; take it "
+                "as it is, or call this inside of the loop. Of what ranks have computed of a shared loader's batches, "
+                "call it before"
+            )
+        return True
 
     def gather(self, tensor: Any) -> Any:
         """The data parallel ranks' tensors, one after the other."""
@@ -448,13 +470,14 @@ class Accelerator(accelerate.Accelerator):
 class _Loader(DataLoaderShard):
     """accelerate's, which besides says how many batches it has left with the one that it has just given."""
 
+    accelerator: Accelerator
     shared: bool
     left: int | None
 
     @classmethod
-    def of(cls, prepared: DataLoaderShard, shared: bool) -> _Loader:
+    def of(cls, prepared: DataLoaderShard, accelerator: Accelerator, shared: bool) -> _Loader:
         loader = cls.__new__(cls)
-        loader.__dict__.update(vars(prepared), shared=shared, left=None)
+        loader.__dict__.update(vars(prepared), accelerator=accelerator, shared=shared, left=None)
         return loader
 
     def __iter__(self) -> Iterator[Any]:
@@ -465,20 +488,58 @@ class _Loader(DataLoaderShard):
         for batch in super().__iter__():
             if self.left is not None:
                 self.left -= 1
+            self.accelerator._read_last = self
             yield batch
+
+
+class _Batch(list):
+    """The indices of a batch's examples."""
+
+    place: tuple[int, ...]  # what its random numbers depend on, besides the seed
+
+
+class _Examples(Dataset):
+    """A loader's dataset, for the batches of a _Share: each is read and collated with random numbers of its own."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __getitems__(self, batch: _Batch) -> Any:
+        with seeded(("examples", *batch.place), torch.device("cpu")):
+            if hasattr(self.dataset, "__getitems__"):
+                return self.collate(self.dataset.__getitems__(list(batch)))
+            return self.collate([self.dataset[index] for index in batch])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as pickle looks for, before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 class _Share:
     """Of a loader's batches those of this data parallel rank: consecutive ones of each step, or every n-th one of a
-    model of fully_shard.
+    model of fully_shard. Each is a _Batch.
 
     Raises:
         ValueError: a loader without a batch_sampler of known length; one whose steps cannot be shared evenly; when it
             is read: the ranks' loaders have different orders.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: Any) -> None:
-        self.accelerator, self.batch_sampler = accelerator, loader.batch_sampler
+    def __init__(self, accelerator: Accelerator, loader: _Loader) -> None:
+        self.accelerator, self.loader, self.batch_sampler = accelerator, loader, loader.batch_sampler
+        self.number = len(accelerator._dataloaders)
+        if accelerator._dp.size == 1:
+            return
         try:
             batches = len(self.batch_sampler)
         except TypeError:
@@ -504,12 +565,17 @@ class _Share:
         return batches[rank * own : (rank + 1) * own]
 
     def __iter__(self) -> Iterator[Any]:
-        batches, first = iter(self.batch_sampler), True
+        ranks, compared = self.accelerator.ranks, self.accelerator._dp.size == 1
+        epoch = self.accelerator._seed, self.number, self.loader.iteration
+        batches = enumerate(self.batch_sampler)
         while step := list(itertools.islice(batches, self.accelerator.gradient_accumulation_steps)):
-            if first and self.accelerator.ranks is not None:
-                self.accelerator.ranks.check_batches(step)
-            first = False
-            yield from self._share(step)
+            if not compared and ranks is not None:
+                ranks.check_batches([indices for _, indices in step])
+            compared = True
+            for number, indices in self._share(step):
+                batch = _Batch(indices)
+                batch.place = *epoch, number
+                yield batch
 
     def __len__(self) -> int:
         return len(self.batch_sampler) // self.accelerator._dp.size

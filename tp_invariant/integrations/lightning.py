@@ -10,7 +10,8 @@
     batches        are read by every rank: loaders get no DistributedSampler, their workers the same seeds
     a step         has accumulate_grad_batches micro-batches at every degree, which data parallel ranks share: each
                    calls training_step for those of its share, and a MicroBatchTree sums the gradients
-    logging        in training_step is of this rank's micro-batches; `strategy.step_loss` is the last step's, of all
+    logging        in training_step is done at the end of each step, of all its micro-batches in their order, on every
+                   rank, so that metrics are those of one process; `strategy.step_loss` is the last step's loss
     random numbers in training_step (dropout) depend on the first seed, the step and the micro-batch alone
     evaluation     is of the whole set on every data parallel rank
     clipping       is tp_invariant.clip_grad_norm_
@@ -23,18 +24,25 @@ checkpoints hold no states of random generators, and with which batches a run go
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero
-from torch import nn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from ..checkpoint.full_optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
@@ -62,10 +70,13 @@ class TensorParallelStrategy(SingleDeviceStrategy):
     Raises:
         ValueError: groups with less ranks than the job has by WORLD_SIZE, which torchrun sets. When training begins: a
             precision other than 32-true, bf16-mixed and bf16-true; a model that is sharded over another group, or
-            groups or a fully_shard that do not fit the job (`Ranks`); ranks whose batches differ; fewer micro-batches
-            than data parallel ranks, or, of fully_shard, no multiple of them; data parallel ranks with different
-            parameters or buffers, or manual optimization; an optimizer whose bits depend on where a parameter is cut
-            (or a TypeError).
+            groups or a fully_shard that do not fit the job (`Ranks`); ranks whose batches or optimizers'
+            hyperparameters differ; fewer micro-batches than data parallel ranks, or, of fully_shard, no multiple of
+            them; data parallel ranks with different parameters or buffers, different values of a metric that a callback
+            or schedule monitors, manual optimization, a training_step that takes dataloader_iter or logs a Metric of
+            torchmetrics; a training_step that returns None; validation by a clock; callbacks that average weights, of
+            which this rank has parts, or that search for a rate or a batch size; an optimizer whose bits depend on
+            where a parameter is cut (or a TypeError).
     """
 
     strategy_name = "tp_invariant"
@@ -97,11 +108,17 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         self._seen = 0  # of the current step's micro-batches
         self._steps = 0  # before the current one
         self._seed = 0
+        self._logged: list[tuple[int, dict[str, Any]]] = []  # arguments of log, with their micro-batch
         self._rank_before = getattr(_rank_zero_only, "rank", 0)
 
     def set_world_ranks(self) -> None:
         """Lightning calls this when its Trainer is made: from now on rank 0 alone logs."""
         _rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """And this when the Trainer begins: a second time it does so after a teardown."""
+        self.set_world_ranks()
+        super().setup_environment()
 
     @property
     def is_global_zero(self) -> bool:
@@ -124,7 +141,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
     # --- before training --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        module = self._module()
+        module: Any = self._module()
         self._ranks = Ranks(module, self.dp if self.dp.size > 1 else None)
         self._step = None
         self._seed = self._ranks.gather(torch.initial_seed())[0]
@@ -144,8 +161,45 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                 f"automatic_optimization=False on rank {self.global_rank} with {self.dp.size} data parallel ranks is "
                 "not supported: write the loop with tp_invariant.data_parallel.MicroBatchTree"
             )
+        if self.dp.size > 1 and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"training_step(dataloader_iter) on rank {self.global_rank} with {self.dp.size} data parallel ranks is "
+                "not supported, as every rank reads every batch: let it take the batch"
+            )
+        if self._ranks.size > 1 and trainer._val_check_time_interval is not None:
+            raise ValueError(
+                f"Trainer(val_check_interval=) of {trainer._val_check_time_interval} seconds on rank "
+                f"{self.global_rank} of {self._ranks.size} is not supported, as each rank has a clock of its own: give "
+                "a number of batches"
+            )
+        self._check_callbacks(trainer.callbacks, self._ranks)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = _not_distributed  # each rank's has seen all that one process' has
+        if self.dp.size > 1:
+            others = [each for each in trainer.callbacks if not isinstance(each, _CompareMonitored)]
+            trainer.callbacks = [_CompareMonitored(self, self._ranks), *others]
         plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)  # type: ignore[method-assign]
         super().setup(trainer)
+
+    def _check_callbacks(self, callbacks: list[Any], ranks: Ranks) -> None:
+        """Raises: ValueError: callbacks that take a rank for the whole run."""
+        cut = self.group.size > 1 or ranks.fully_sharded
+        averages = "it would write this rank's parts of averaged weights: average checkpoints of the whole model"
+        own = "it goes by what this rank finds: run it on one, and give the other ranks its result"
+        refused = {
+            "StochasticWeightAveraging": averages if cut else "",
+            "WeightAveraging": averages if cut else "",
+            "LearningRateFinder": own if self.dp.size > 1 else "",
+            "BatchSizeFinder": own if ranks.size > 1 else "",
+        }
+        for callback in callbacks:
+            for kind in type(callback).__mro__:
+                if reason := refused.get(kind.__name__):
+                    raise ValueError(
+                        f"{kind.__name__} on rank {self.global_rank}, with {self.group.size} tensor parallel and "
+                        f"{self.dp.size} data parallel ranks, is not supported: {reason}"
+                    )
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -167,16 +221,70 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         if not module.automatic_optimization:
             if self._step is None:
                 self._step = Step(ranks, [module])
-                ranks.check_batches([args, options])
+                ranks.check_step([args, options], self.optimizers)
             return super().training_step(*args, **options)
         step, index = self._current(ranks)
         if index == 0:
-            ranks.check_batches([args, options])
+            ranks.check_step([args, options], self.optimizers)
+            self._logged = []
         self._seen = index + 1
-        if index not in step.share:
-            return None
-        with seeded((self._seed, self._steps, index), self.root_device):
-            return super().training_step(*args, **options)
+        due, output = step.due(index, (args, options)), None
+        if due is not None:
+            number, (args, options) = due
+            place = self._seed, self._steps, number
+            with self._log_kept(number, [*args, *options.values()][0]), seeded(place, self.root_device):
+                output = super().training_step(*args, **options)
+            if output is None and step.micro_batches > 1:
+                raise ValueError(
+                    f"training_step returned None for micro-batch {number} of a step on rank {self.global_rank}: a "
+                    f"step has {step.micro_batches} of them at every degree; return a loss for each, perhaps times 0"
+                )
+        if self.ends_step:
+            self._log_in_order()
+        return output
+
+    @contextlib.contextmanager
+    def _log_kept(self, number: int, batch: Any) -> Iterator[None]:
+        """Inside, the module's `log` keeps its arguments for `_log_in_order`, at every degree."""
+        module: Any = self._module()
+        signature = inspect.signature(module.log)
+
+        def keep(*args: Any, **options: Any) -> None:
+            given = signature.bind(*args, **options).arguments
+            value = given["value"]
+            if isinstance(value, Metric) and self.dp.size > 1:
+                raise ValueError(
+                    f"training_step logs {given['name']!r}, a Metric of torchmetrics, on rank {self.global_rank}: with "
+                    f"{self.dp.size} data parallel ranks it has seen this rank's micro-batches alone. Log a tensor, or "
+                    "the Metric in validation_step, which sees the same on every rank"
+                )
+            if isinstance(value, Tensor):
+                given["value"] = value.detach()
+            given.pop("sync_dist_group", None)
+            if given.get("on_epoch") and given.get("reduce_fx", "mean") in ("mean", torch.mean):
+                given["batch_size"] = given.get("batch_size") or extract_batch_size(batch)
+            self._logged.append((number, given))
+
+        module.log = keep
+        try:
+            yield
+        finally:
+            del module.log
+
+    def _log_in_order(self) -> None:
+        """Logs what the step's micro-batches have logged on any data parallel rank, as one process. A collective."""
+        module: Any = self._module()
+        own = self._logged
+        if self.dp.size > 1:
+            own = [(number, {k: _moved(v, "cpu") for k, v in given.items()}) for number, given in own]
+        everyone = itertools.chain.from_iterable(gather_objects(own, self.dp))
+        for _, given in sorted(everyone, key=lambda numbered: numbered[0]):
+            module.log(**{k: _moved(v, self.root_device) for k, v in given.items()})
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        return self._step is not None and self._seen == self._step.micro_batches
 
     def _current(self, ranks: Ranks) -> tuple[Step, int]:
         """The current step, which its first micro-batch starts, and the micro-batch's index in it."""
@@ -252,6 +360,51 @@ class TensorParallelStrategy(SingleDeviceStrategy):
     def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
+
+
+class _CompareMonitored(Callback):
+    """Before other callbacks and schedules act on a metric, compares it between ranks.
+
+    Raises:
+        ValueError: on every rank: they have different values of it.
+    """
+
+    def __init__(self, strategy: TensorParallelStrategy, ranks: Ranks) -> None:
+        self.strategy, self.ranks = strategy, ranks
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self.strategy.ends_step:
+            self._compare(trainer)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self._compare(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._compare(trainer)
+
+    def _compare(self, trainer: Any) -> None:
+        monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
+        monitored |= {config.monitor for config in self.strategy.lr_scheduler_configs if config.reduce_on_plateau}
+        if monitored <= {None}:
+            return
+        metrics = trainer.callback_metrics
+        self.ranks.check_alike(
+            {
+                f"the metric {name!r}, which is monitored": repr(metrics[name].tolist())
+                for name in sorted(metrics)
+                if name in monitored
+            },
+            "Log it in training_step or validation_step, or log `trainer.strategy.step_loss`, which is the same on "
+            "every rank: a hook like on_train_batch_end gets this rank's micro-batches alone",
+        )
+
+
+def _not_distributed() -> bool:
+    return False
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _clip_by_norm(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from ..checkpoint.full_state import layers_group, model_group, run_on_all_ranks
-from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
+from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
 from ..comm.wire import gather_objects
 from ..consistency.differences import differences, format_values, mark
 from ..core.bits import leaves, tensor_hash
@@ -106,8 +108,9 @@ class Ranks:
 
         replicas_differ: data parallel ranks may; the tensor parallel ranks of each may not.
         """
-        found = self.gather(facts)
-        size = self.tp.size if replicas_differ else self.size
+        self._refuse_differences(self.gather(facts), advice, self.tp.size if replicas_differ else self.size)
+
+    def _refuse_differences(self, found: Sequence[Mapping[str, Hashable]], advice: str, size: int) -> None:
         for first in range(0, self.size, size):
             for name, values in differences(found[first : first + size]).items():
                 numbered = {value: [first + index for index in ranks] for value, ranks in values.items()}
@@ -131,10 +134,49 @@ class Ranks:
 
     def check_batches(self, batches: Any, *, replicas_differ: bool = False) -> None:
         """Raises: ValueError: on every rank: ranks have read different batches, by a hash of everything in them."""
-        everything = leaves([dict(batch) if isinstance(batch, Mapping) else batch for batch in batches])
-        own = mark([(name, _value(x)) for name, x in everything])
-        advice = "Every rank must read the same examples in the same order: seed what shuffles or augments them alike"
-        self.check_alike({"the batches of a step, by their hash": own}, advice, replicas_differ=replicas_differ)
+        self.check_alike(_marked(batches), _READ_ALIKE, replicas_differ=replicas_differ)
+
+    def check_step(self, batches: Any, optimizers: Iterable[Any]) -> None:
+        """`check_batches`, and in the same collective the optimizers' hyperparameters.
+
+        Raises: ValueError: on every rank: ranks differ in either.
+        """
+        read, schedules = zip(*self.gather((_marked(batches), _hyperparameters(optimizers))), strict=True)
+        self._refuse_differences(read, _READ_ALIKE, self.size)
+        self._refuse_differences(schedules, _SCHEDULE_ALIKE, self.size)
+
+    def check_hyperparameters(self, optimizers: Iterable[Any], device: torch.device) -> None:
+        """Raises: ValueError: on every rank: optimizers' hyperparameters differ. A collective of eight bytes a rank."""
+        if self.size == 1:
+            return
+        own = _hyperparameters(optimizers)
+        marks = gather_major(torch.tensor(mark(own), device=device), self.tp)
+        if len(set(gather_major(marks, self.dp).flatten().tolist())) > 1:
+            self.check_alike(own, _SCHEDULE_ALIKE)
+
+
+_READ_ALIKE = "Every rank must read the same examples in the same order: seed what shuffles or augments them alike"
+_SCHEDULE_ALIKE = (
+    "Set it alike on every rank: a schedule that follows the loss must get the whole step's, `step_loss`, and not that "
+    "of this rank's micro-batches"
+)
+
+
+def _marked(batches: Any) -> dict[str, Hashable]:
+    everything = leaves([dict(batch) if isinstance(batch, Mapping) else batch for batch in batches])
+    return {"the batches of a step, by their hash": mark([(name, _value(x)) for name, x in everything])}
+
+
+def _hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, Hashable]:
+    """The numbers that the groups of optimizers have: rates, betas, and what a schedule keeps there."""
+    found: dict[str, Hashable] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                if name not in ("params", "param_names") and isinstance(value, (int, float, tuple, list)):
+                    found[f"{name} of group {index} of optimizer {number}"] = repr(value)
+    return found
 
 
 def _value(x: Any) -> Any:

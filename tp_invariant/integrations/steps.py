@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -27,6 +27,8 @@ from ..checkpoint.full_state import reshard
 from ..comm.collectives import gather_uneven
 from ..data_parallel import MicroBatchTree, fix_reduction_order
 from .ranks import Ranks
+
+T = TypeVar("T")
 
 
 class Step:
@@ -47,6 +49,7 @@ class Step:
         self._trees: dict[Hashable, MicroBatchTree] = {}
         self._losses: list[Tensor] = []
         self._counts: list[Tensor] = []
+        self._waiting: tuple[int, Any] | None = None
         self._compared = False  # the buffers of data parallel ranks, after a step
         self._reshard()
         if ranks.fully_sharded:
@@ -64,6 +67,7 @@ class Step:
         self.ranks.check_shared(micro_batches, "a step has")
         self._reshard()
         self.micro_batches = micro_batches
+        self._waiting = None
         self._losses.clear()
         self._counts.clear()
         # one micro-batch of one rank is no sum
@@ -85,6 +89,22 @@ class Step:
     def share(self) -> range:
         """Which of the step's micro-batches this rank computes, in this order."""
         return range(self.micro_batches) if self._tree is None else self._tree.share
+
+    def due(self, index: int, micro_batch: T) -> tuple[int, T] | None:
+        """What this rank computes now that every rank has read micro-batch `index`: a number and its micro-batch.
+
+        The one of `index`, if it is in the share. Of a model of fully_shard, whose forwards are collectives of all data
+        parallel ranks, each computes its own when the last of them has read its own: so these come in one order with
+        collectives of other code between micro-batches, an evaluation's or a callback's.
+        """
+        if index in self.share:
+            self._waiting = index, micro_batch
+        if self.ranks.fully_sharded and (index + 1) % self.ranks.dp.size:
+            return None
+        due, self._waiting = self._waiting, None
+        if due is not None:
+            self._reshard()
+        return due
 
     @property
     def added(self) -> int:
@@ -133,14 +153,14 @@ class Step:
 
 
 @contextlib.contextmanager
-def seeded(place: tuple[int, ...], device: torch.device) -> Iterator[None]:
+def seeded(place: tuple[Hashable, ...], device: torch.device) -> Iterator[None]:
     """Random numbers that depend on the seed, the step and the micro-batch alone, not on which rank draws them, nor on
-    what it has drawn before; the generators' states are restored afterwards."""
+    what it has drawn before; the generators' states are restored afterwards. On a CPU, those of GPUs are left alone."""
     before = generator_states(device)
     seed = int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:4], "little")
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
     try:
         yield
     finally:

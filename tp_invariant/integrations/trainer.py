@@ -10,7 +10,8 @@ What differs from transformers' own, which takes every rank for a data parallel 
     the model      is not wrapped; gradients are summed over dp_group by a MicroBatchTree
     a step         has per_device_train_batch_size x gradient_accumulation_steps examples at every degree: data parallel
                    ranks share its micro-batches, so gradient_accumulation_steps counts those of all ranks together
-    batches        are read by every rank, which compares them with the others', and computes those of its share
+    batches        are read by every rank, which compares them with the others', as it does its optimizer's rates, betas
+                   and the like, and computes those of its share
     the loss       is over the tokens of the whole step
     random numbers in a micro-batch's forward (dropout) depend on the seed, the step and the micro-batch alone
     clipping       is tp_invariant.clip_grad_norm_
@@ -240,10 +241,11 @@ class Trainer(transformers.Trainer):
         """The next step's micro-batches, of all data parallel ranks.
 
         Raises:
-            ValueError: on every rank: ranks have read different ones; a dataset without a length ended inside a step.
+            ValueError: on every rank: ranks have read different ones, or their optimizers' hyperparameters
+                differ; a dataset without a length ended inside a step.
         """
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.ranks.check_batches(samples)
+        self.ranks.check_step(samples, [self.optimizer])
         if 0 < len(samples) < num_batches:
             raise ValueError(
                 f"the dataset ended after {len(samples)} of a step's {num_batches} micro-batches on rank "
@@ -260,7 +262,9 @@ class Trainer(transformers.Trainer):
         step = self._step
         assert step is not None
         index, self._next = self._next, self._next + 1
-        if index in step.share:
+        due = step.due(index, inputs)
+        if due is not None:
+            index, inputs = due
             with seeded((self.args.seed, self.state.global_step, index), self.args.device):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             step.add(loss)
