@@ -1,6 +1,7 @@
 """What every test needs before anything imports torch or triton."""
 
 import atexit
+import contextlib
 import gc
 import importlib.util
 import inspect
@@ -16,6 +17,12 @@ from unittest import mock
 # that ranks or other tests could use: a case of test_attention_choice.py took 7 s of CPU time, and takes 0.6 without.
 # It reads this when it is loaded, which `import torch` does.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Ranks that share cores wake each other all the time, and by default a thread that wakes takes the core from one that
+# runs. If that one holds the lock of a connection of gloo's, gloo's thread asks for the lock in a loop: a quarter of
+# the CPU time of tests of layers. This thread and all that come from it leave each other their time slices.
+with contextlib.suppress(AttributeError, OSError):  # not on every system, and a sandbox may forbid it
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # torch.compile: one cache for a run of the tests and all its ranks, empty at its start, so that what is tested is
 # today's; and compiled in the process itself, as starting a pool of workers takes longer than these programs do.

@@ -24,6 +24,7 @@ run_ranks = functools.partial(testing.run_ranks, device="cpu")
 MODES = ("column", "row")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OWNER_MAPS = ("replicate", "rows", "cols", "auto")
+FIXED = OWNER_MAPS[:3]  # "auto" takes one of these before any product: test_matrix has it at every degree
 DEGREES = (2, 3, 4, 8)
 
 
@@ -44,9 +45,9 @@ def sizes(mode: str, degree: int, stride: int) -> tuple[int, int]:
 def test_matrix(mode, degree):
     """Stride x owner map x whole and SP inputs, 2-D and 3-D (sequence first and second), each at every degree.
 
-    Bias and dtype are dealt out: over the degrees each of these has both and all three. On eight ranks, which take as
-    long as all others together, each pair: strides order features and inputs order tokens, so that these two meet the
-    owner map, but not each other.
+    Bias and dtype are dealt out: over the degrees each of these has both and all three. On four and eight ranks, which
+    take longest, each pair: strides order features and inputs order tokens, so that these two meet the owner map, but
+    not each other.
     """
     cases = []
     for stride, (i, owner_map) in itertools.product((1, 2, 3), enumerate(OWNER_MAPS)):
@@ -60,7 +61,7 @@ def test_matrix(mode, degree):
             base.with_(sequence_parallel=True, tokens=(2, degree), sequence_dim=1),
         ]
         for j, case in enumerate(layouts):
-            if degree == 8 and (stride + 2 * i + j) % 3:
+            if degree >= 4 and (stride + 2 * i + j) % 3:
                 continue
             deal = DEGREES.index(degree) + stride + i + j
             cases.append(case.with_(bias=deal % 2 == 0, dtype=DTYPES[deal % 3]))
@@ -71,7 +72,7 @@ def test_matrix(mode, degree):
 @pytest.mark.parametrize("mode", MODES)
 def test_other_degrees(mode, degree):
     cases = []
-    for stride, owner_map, sp in itertools.product((1, 2), OWNER_MAPS, (False, True)):
+    for stride, owner_map, sp in itertools.product((1, 2), FIXED, (False, True)):
         k, n = sizes(mode, degree, stride)
         cases.append(Case(mode, k, n, (degree, 2), stride=stride, owner_map=owner_map, sequence_parallel=sp))
     assert_cases_invariant(cases, degree)
@@ -84,11 +85,11 @@ def test_token_counts(mode):
     tokens = [(1,), (1, 1), (3,), (9,), (0,), (2, 0), (2, 2, 2, 3), (65,)]
     cases = [
         Case(mode, k, n, shape, owner_map=owner_map, dtype=DTYPES[(i + j + (mode == "row")) % 2])
-        for (i, shape), (j, owner_map) in itertools.product(enumerate(tokens), enumerate(OWNER_MAPS))
+        for (i, shape), (j, owner_map) in itertools.product(enumerate(tokens), enumerate(FIXED))
     ]
     cases += [
         Case(mode, k, n, shape, owner_map=owner_map, sequence_parallel=True, sequence_dim=dim)
-        for (shape, dim), owner_map in itertools.product([((8,), 0), ((0, 3), 0), ((2, 2, 8), 2)], OWNER_MAPS)
+        for (shape, dim), owner_map in itertools.product([((8,), 0), ((0, 3), 0), ((2, 2, 8), 2)], FIXED)
     ]
     assert_cases_invariant(cases, 8)
 
@@ -101,7 +102,7 @@ def test_feature_counts(mode, features):
     k, n = (other, sharded) if mode == "column" else (sharded, other)
     cases = [
         Case(mode, k, n, (8, 2), owner_map=owner_map, sequence_parallel=sp)
-        for owner_map, sp in itertools.product(OWNER_MAPS, (False, True))
+        for owner_map, sp in itertools.product(FIXED, (False, True))
     ]
     assert_cases_invariant(cases, 8)
 
