@@ -4,9 +4,10 @@ torch.distributed.checkpoint takes what a rank has of a DTensor for one contiguo
 `set_model_state_dict(.., broadcast_from_rank0=True)`. With partition_stride S it is S boxes: [gate_r; up_r] is a part
 of the gate and a part of up. torch raises an error for some of these calls and reads other rows than the rank's,
 silently, in the others; and nobody can be asked to convert every state dict on the way, since trainers make and pass
-them themselves. So `mend_torch` replaces the four places in torch that decide it, for such DTensors alone. A DTensor
-asks its local tensor first for the boxes that it offers, so for the first three a local tensor that answers is enough.
-Names, shapes and values stay: what is written can be read without this library, and the other way round.
+them themselves. So `mend_torch` replaces the four places in torch that decide it, for such DTensors alone, and what
+torch 2.11 lacks. A DTensor asks its local tensor first for the boxes that it offers, so for the first three a local
+tensor that answers is enough. Names, shapes and values stay: what is written can be read without this library, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -46,7 +47,35 @@ def mend_torch() -> None:
         distribute(local_state_dict, keys, *args, **kwargs)
 
     _state_dict_utils._distribute_tensors = distribute_tensors
+    _take_strides_as_they_are()
     _mended = True
+
+
+def _take_strides_as_they_are() -> None:
+    """torch 2.11 takes any strided placement for the order in which several cut a dim, and refuses one that is not.
+
+    Later versions go on with the placements as they are, which is what is put in place here: for `full_tensor()`, full
+    state dicts and every other redistribution. They also let `torch.load(weights_only=True)` read such placements.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if hasattr(_redistribute, "_StridedShardNotDecodableError"):
+        return
+    planner: Any = _redistribute.DTensorRedistributePlanner
+    by_order = planner.generate_graph_based_transform_infos
+
+    @functools.wraps(by_order)
+    def transform_infos(self: Any, source: Any, target: Any, shape: Any) -> Any:
+        try:
+            return by_order(self, source, target, shape)
+        except ValueError as error:
+            if "use_strided_shard_as_shard_order" not in str(error):
+                raise
+            return self.generate_greedy_transform_infos(source, target)
+
+    planner.generate_graph_based_transform_infos = transform_infos
+    torch.serialization.add_safe_globals([_StridedShard])
 
 
 def _asked_in_boxes(method: Any) -> Any:
