@@ -55,9 +55,16 @@ def _in_place_of(name, make):
             setattr(module, name, old)
 
 
+@contextlib.contextmanager
 def gathered_in_rank_order():
     """Pieces of partition_stride > 1 stay in rank order."""
-    return _in_place_of("deinterleave", lambda old: lambda tensor, *, dim, world, stride: tensor)
+    from tp_invariant.layers import grad_partial_sums
+
+    try:
+        with _in_place_of("deinterleave", lambda old: lambda tensor, *, dim, world, stride: tensor):
+            yield
+    finally:
+        grad_partial_sums._gather_plan.cache_clear()  # it holds orders that are made with the defect
 
 
 @contextlib.contextmanager
