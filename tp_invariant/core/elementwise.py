@@ -39,8 +39,9 @@ _NAMES = (
     "sigmoid silu gelu tanh softplus elu celu selu mish sigmoid_backward silu_backward gelu_backward tanh_backward "
     "softplus_backward elu_backward mish_backward exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
     "cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma polygamma igamma igammac i0 special_i0e pow atan2 "
-    "logaddexp logaddexp2 xlogy softshrink softshrink_backward glu glu_backward add sub"
+    "logaddexp logaddexp2 xlogy softshrink softshrink_backward glu glu_backward ldexp hypot add sub rsub"
 )
+_WITH_ALPHA = ("aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::rsub")
 # Overloads whose CPU kernel gave an element different bits at different positions in a test, and related overloads.
 POSITION_DEPENDENT: frozenset[OpOverload] = frozenset(
     op
@@ -55,8 +56,8 @@ POSITION_DEPENDENT: frozenset[OpOverload] = frozenset(
 def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """func(*args, **kwargs) of POSITION_DEPENDENT, below autograd; on a CPU in blocks of full vectors.
 
-    Also with out= and in place. An add or sub depends on the position only with a factor: with alpha = 1, the usual
-    case, torch computes it.
+    Also with out= and in place. An add, sub or rsub depends on the position only with a factor: with alpha = 1, the
+    usual case, torch computes it.
     """
     if func._schema.name in ("aten::glu", "aten::glu_backward"):
         return _glu(func, *args, **kwargs)
@@ -66,7 +67,7 @@ def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) ->
     operands = [*args, *(value for name, value in kwargs.items() if name != target)]
     tensors = [value for value in operands if isinstance(value, Tensor)]
     if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors) or (
-        func._schema.name.startswith(("aten::add", "aten::sub")) and kwargs.get("alpha", 1) == 1
+        func._schema.name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1
     ):
         return func(*args, **kwargs)
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
@@ -105,25 +106,34 @@ def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) ->
 
 def _glu(func: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
     """glu or its backward: an element of the result needs one of each half, so the halves are divided alike."""
-    backward = func._schema.name == "aten::glu_backward"
-    grad, x, dim = args if backward else (None, args[0], args[1] if len(args) > 1 else kwargs.get("dim", -1))
-    if x.device.type != "cpu" or x.layout != torch.strided or not x.dim() or x.shape[dim] % 2 or not x.numel():
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    x, dim, grad = named["self"], named.get("dim", -1), named.get("grad_output")
+    shape = list(x.shape)
+    fits = -x.dim() <= dim < x.dim() and shape[dim] % 2 == 0 and x.numel() > 0
+    if fits:
+        shape[dim] //= 2
+    if (
+        not fits
+        or x.device.type != "cpu"
+        or x.layout != torch.strided
+        or (grad is not None and list(grad.shape) != shape)
+    ):
         return func(*args, **kwargs)
     halves = x.chunk(2, dim)
     flat = [F.pad(t.reshape(-1), (0, -t.numel() % VECTORS)) for t in halves]
     blocks = [torch.stack(pair) for pair in zip(*(t.split(BLOCK) for t in flat), strict=True)]
     op = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")).default
     if grad is None:
-        parts = [op(block, 0)[0] for block in blocks]
-        result = torch.cat(parts)[: halves[0].numel()].view(halves[0].shape)
+        result = torch.cat([op(block, 0)[0] for block in blocks])[: halves[0].numel()].view(shape)
     else:
         grads = F.pad(grad.reshape(-1), (0, -grad.numel() % VECTORS)).split(BLOCK)
-        parts = [op(part[None], block, 0) for part, block in zip(grads, blocks, strict=True)]
-        both = torch.cat(parts, 1)[:, : grad.numel()]
-        result = torch.cat([part.view(grad.shape) for part in both], dim)
+        both = torch.cat([op(part[None], block, 0) for part, block in zip(grads, blocks, strict=True)], 1)
+        result = torch.cat([part.view(shape) for part in both[:, : grad.numel()]], dim)
     out = kwargs.get("out", kwargs.get("grad_input"))
     if out is None:
         return result
+    if not torch.can_cast(result.dtype, out.dtype):
+        return func(*args, **kwargs)  # torch's error
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)

@@ -345,7 +345,7 @@ def grouped_linear(
 
 
 # Operators that compute nothing, and elementwise ones which torch has not tagged. Any other one is refused, because its
-# bits may depend on the number of rows (a sum's or a product's do).
+# bits may depend on the number of rows (a sum's or a product's do), or because it draws random numbers.
 _MOVES = (
     "_to_copy clone copy_ cat stack index gather flip roll repeat constant_pad_nd lift_fresh lift_fresh_copy detach_ "
     "fill fill_ zero_ slice_backward select_backward slice_scatter select_scatter _unsafe_view _reshape_copy "
@@ -362,20 +362,47 @@ _HARMLESS = frozenset(f"aten::{name}" for name in f"{_MOVES} {_UNTAGGED}".split(
 class _Elementwise(TorchDispatchMode):
     """Elementwise operators alone, whose bits do not depend on an element's position (core/elementwise.py)."""
 
+    def __init__(self, recorded: bool) -> None:
+        """recorded: whether autograd records what is done inside. If not, nothing may require a gradient."""
+        super().__init__()
+        self.recorded = recorded
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        for tensor in tensors:
+            if tensor.requires_grad and not self.recorded:
+                raise ValueError(
+                    f"the activation or gate_fn of experts takes a tensor of shape {tuple(tensor.shape)} that requires "
+                    "a gradient (a parameter), which would get none: give a function of its input alone, or freeze it"
+                )
         if func in POSITION_DEPENDENT:
-            return position_invariant(func, args, kwargs or {})
-        if not (
-            torch.Tag.pointwise in func.tags
-            or func.is_view
-            or func._schema.name in _HARMLESS
-            or not any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs)))
-        ):
+            return position_invariant(func, args, kwargs)
+        elementwise = torch.Tag.pointwise in func.tags or func._schema.name in _HARMLESS or not tensors
+        if torch.Tag.nondeterministic_seeded in func.tags or not (elementwise or func.is_view):
             raise NotImplementedError(
                 f"the activation or gate_fn of experts calls {func}, which is not elementwise: its bits may depend on "
                 "how many rows a rank has. Allowed are elementwise operators, and those that move elements"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def check_gate(fn: Callable[[Tensor], Tensor], h: Tensor) -> None:
+    """Tries fn on three rows like those of h, which are the same on every rank.
+
+    Raises:
+        ValueError: a row's result is not that of the row alone, as fn moves elements between rows, or goes by how many
+            there are; or fn takes a tensor that requires a gradient.
+        NotImplementedError: fn calls an operator that is not elementwise.
+    """
+    rows = torch.linspace(-3, 3, 3 * h.shape[-1]).view(3, -1).to(h.device, h.dtype)
+    with torch.no_grad(), _Elementwise(recorded=False):
+        whole, alone = fn(rows.clone()), fn(rows[1:2].clone())
+    if whole.shape[:1] != (3,) or not torch.equal(whole[1:2], alone):
+        raise ValueError(
+            f"the activation or gate_fn of experts returns {tuple(whole.shape)} for an input of {tuple(rows.shape)}, "
+            "and its second row is not what it returns for that row alone: give a function of each row by itself"
+        )
 
 
 class _Gate(torch.autograd.Function):
@@ -386,8 +413,9 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(h)
         ctx.fn = fn
         version = None if h.is_inference() else h._version
-        with _Elementwise():
-            y = fn(h)
+        own = h.detach()  # which requires no gradient, as h does here
+        with _Elementwise(recorded=False):
+            y = fn(own)
         if version is not None and h._version != version:
             raise ValueError(
                 "the activation or gate_fn of experts changes its input in place, which backward needs as it was: give "
@@ -399,7 +427,7 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (h,) = ctx.saved_tensors
-        with _Elementwise():
+        with _Elementwise(recorded=True):
             with torch.enable_grad():
                 h = h.detach().requires_grad_()
                 y = ctx.fn(h)
@@ -411,7 +439,7 @@ def gate(h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """fn(h), h [R, 2 I] -> [R, I], each element with bits that do not depend on how many rows there are.
 
     Raises:
-        ValueError: fn changes h in place.
+        ValueError: fn changes h in place, or takes another tensor that requires a gradient.
         NotImplementedError: fn calls an operator that is not elementwise.
     """
     return _Gate.apply(h, fn)

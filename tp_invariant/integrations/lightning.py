@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero
@@ -108,7 +109,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         self._seen = 0  # of the current step's micro-batches
         self._steps = 0  # before the current one
         self._seed = 0
-        self._logged: list[tuple[int, dict[str, Any]]] = []  # arguments of log, with their micro-batch
+        self._logged: list[tuple[int, tuple, dict[str, Any]]] = []  # micro-batch, and what log was called with
         self._rank_before = getattr(_rank_zero_only, "rank", 0)
 
     def set_world_ranks(self) -> None:
@@ -239,47 +240,69 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                     f"training_step returned None for micro-batch {number} of a step on rank {self.global_rank}: a "
                     f"step has {step.micro_batches} of them at every degree; return a loss for each, perhaps times 0"
                 )
-        if self.ends_step:
+        if self.ends_step and self.dp.size > 1:
             self._log_in_order()
         return output
 
     @contextlib.contextmanager
     def _log_kept(self, number: int, batch: Any) -> Iterator[None]:
-        """Inside, the module's `log` keeps its arguments for `_log_in_order`, at every degree."""
+        """Inside, the module's `log` keeps its arguments for `_log_in_order`, if data parallel ranks share a step."""
         module: Any = self._module()
-        signature = inspect.signature(module.log)
+        if self.dp.size == 1:
+            yield
+            return
+        signature = inspect.signature(LightningModule.log)
 
         def keep(*args: Any, **options: Any) -> None:
-            given = signature.bind(*args, **options).arguments
-            value = given["value"]
-            if isinstance(value, Metric) and self.dp.size > 1:
+            given = signature.bind(module, *args, **options).arguments
+            value, reduction = given["value"], given.get("reduce_fx", "mean")
+            if isinstance(value, Metric):
                 raise ValueError(
                     f"training_step logs {given['name']!r}, a Metric of torchmetrics, on rank {self.global_rank}: with "
                     f"{self.dp.size} data parallel ranks it has seen this rank's micro-batches alone. Log a tensor, or "
                     "the Metric in validation_step, which sees the same on every rank"
                 )
-            if isinstance(value, Tensor):
-                given["value"] = value.detach()
-            given.pop("sync_dist_group", None)
-            if given.get("on_epoch") and given.get("reduce_fx", "mean") in ("mean", torch.mean):
-                given["batch_size"] = given.get("batch_size") or extract_batch_size(batch)
-            self._logged.append((number, given))
+            # the module may go on with the tensor
+            copy = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            args, options = (args[0], copy, *args[2:]) if len(args) > 1 else args, dict(options)
+            if len(args) < 2:
+                options["value"] = copy
+            options.pop("sync_dist_group", None)
+            if given.get("on_epoch") and (reduction is torch.mean or str(reduction).lower() in ("mean", "avg")):
+                options["batch_size"] = given.get("batch_size") or extract_batch_size(batch)
+            self._logged.append((number, args, options))
 
+        own = vars(module).get("log")
         module.log = keep
         try:
             yield
         finally:
             del module.log
+            if own is not None:
+                module.log = own
 
     def _log_in_order(self) -> None:
-        """Logs what the step's micro-batches have logged on any data parallel rank, as one process. A collective."""
+        """Logs what the step's micro-batches have logged on any data parallel rank, as one process. A collective.
+
+        Raises:
+            ValueError: ranks whose metrics so far differ, since another hook than training_step has logged what a
+                rank's own micro-batches gave.
+        """
         module: Any = self._module()
-        own = self._logged
-        if self.dp.size > 1:
-            own = [(number, {k: _moved(v, "cpu") for k, v in given.items()}) for number, given in own]
-        everyone = itertools.chain.from_iterable(gather_objects(own, self.dp))
-        for _, given in sorted(everyone, key=lambda numbered: numbered[0]):
-            module.log(**{k: _moved(v, self.root_device) for k, v in given.items()})
+        metrics = {name: repr(value.tolist()) for name, value in module.trainer.callback_metrics.items()}
+        found = gather_objects((self._logged, metrics), self.dp)
+        for name in sorted({name for _, metrics in found for name in metrics}):
+            values = [metrics.get(name, "none") for _, metrics in found]
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"the metric {name!r} is {', '.join(values)} on the data parallel ranks 0 to {self.dp.size - 1}: "
+                    "a hook of a micro-batch (on_after_backward, say) runs on one of them. Log it in training_step, "
+                    "which is gathered, or log what is the same on all"
+                )
+        logged = itertools.chain.from_iterable(logged for logged, _ in found)
+        for _, args, options in sorted(logged, key=lambda numbered: numbered[0]):
+            args = tuple(_moved(value, self.root_device) for value in args)
+            module.log(*args, **{name: _moved(value, self.root_device) for name, value in options.items()})
 
     @property
     def ends_step(self) -> bool:

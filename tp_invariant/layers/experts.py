@@ -24,6 +24,7 @@ from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.experts import (
     ExpertWeight,
+    check_gate,
     combine,
     dispatch,
     expert_range,
@@ -138,6 +139,7 @@ class Experts(ShardedModule):
         self.activation, self.gate_fn = activation, gate_fn
         self.gemm_fn = check_callable(gemm_fn)
         self._agreed = AgreedCalls(self.group)
+        self._checked_gate: tuple | None = None  # what check_gate has found right
 
         self.up_name = "gate_up_proj" if gated else "up_proj"
         self.SHARDED_PARAMETERS = self._all_names() if bias else self._all_names()[:2]
@@ -211,7 +213,8 @@ class Experts(ShardedModule):
             ValueError: shapes that do not fit together; or the call is captured in a CUDA graph over several ranks.
             TypeError: dtypes that are not supported.
             IndexError: an expert that does not exist, on a CPU; on CUDA a device-side assertion fails.
-            NotImplementedError: an activation or gate_fn calls an operator that is not elementwise.
+            NotImplementedError: an activation or gate_fn calls an operator that is not elementwise. In the other things
+                that it may not do (functional/experts.py: check_gate), a ValueError.
         """
         return self._forward(hidden_states, top_k_index, top_k_weights)
 
@@ -274,6 +277,10 @@ class Experts(ShardedModule):
     def _gate_invariantly(self, h: Tensor) -> Tensor:
         if self.gate_fn is None and self.gated and self.activation in ACTIVATIONS:
             return invariant_gated_halves(h, self.activation, self.interleaved)
+        kind = self.activation, self.gate_fn, self.interleaved, h.shape[-1], h.dtype, h.device
+        if kind != self._checked_gate:
+            check_gate(self._gate, h)
+            self._checked_gate = kind
         return gate(h, self._gate)
 
     def _gate(self, h: Tensor) -> Tensor:
