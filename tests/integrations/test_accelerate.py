@@ -230,18 +230,27 @@ def test_sums_are_divided_by_the_items_of_a_step_and_dropout_is_the_micro_batchs
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Rows that it draws."""
+    """Rows that it draws, by a generator of its own, too."""
+
+    def __init__(self) -> None:
+        self.generator, self.level = torch.Generator().manual_seed(3), 1.0
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(8) + index
+        return self.level * (torch.rand(8) + torch.rand(8, generator=self.generator) + index)
 
 
-def masked(batch: list[torch.Tensor]) -> torch.Tensor:
-    x = torch.stack(batch)
-    return x * (torch.rand_like(x) < 0.7)
+class Masked:
+    """A collate_fn that draws, and counts its batches."""
+
+    batches = 0
+
+    def __call__(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.batches += 1
+        x = torch.stack(batch)
+        return x * (torch.rand_like(x) < 0.7) + self.batches
 
 
 def with_drawn_batches(tp_group: Any, dp: int, kind: str = "group", workers: int = 0) -> Any:
@@ -255,11 +264,12 @@ def with_drawn_batches(tp_group: Any, dp: int, kind: str = "group", workers: int
             fully_shard(model, mesh=dp_group)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=dp_group)
         torch.manual_seed(5)
-        loader = DataLoader(Noisy(), batch_size=1, shuffle=True, collate_fn=masked, num_workers=workers)
+        loader = DataLoader(Noisy(), batch_size=1, shuffle=True, collate_fn=Masked(), num_workers=workers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         seen, rows, gathered = [], [], []
         for batches in (loader, accelerator.skip_first_batches(loader, 4 // dp)):
+            loader.dataset.level += 1.0
             for batch in batches:
                 with accelerator.accumulate(model):
                     loss = model(batch).mean()
@@ -275,12 +285,12 @@ def with_drawn_batches(tp_group: Any, dp: int, kind: str = "group", workers: int
         reset()
 
 
-def test_what_a_dataset_and_a_collator_draw_is_the_batchs_own():
-    ((losses, rows, gathered),) = run_ranks(with_drawn_batches, 1, 1)
-    assert len(losses) == 5 and len({testing.digest(row) for row in rows}) == 20, "each is drawn anew"
-    assert len(gathered) == 20
-    for ranks, dp, kind, workers in ((1, 1, "group", 1), (2, 2, "group", 1), (2, 2, "fully", 0)):
-        for got in run_ranks(with_drawn_batches, ranks, dp, kind, workers):
+def test_what_a_dataset_and_a_collator_draw_is_that_of_one_process():
+    for workers, kind in ((0, "fully"), (1, "group")):
+        ((losses, rows, gathered),) = run_ranks(with_drawn_batches, 1, 1, "group", workers)
+        assert len(losses) == 5 and len({testing.digest(row) for row in rows}) == 20, "each is drawn anew"
+        assert len(gathered) == 20
+        for got in run_ranks(with_drawn_batches, 2, 2, kind, workers):
             assert_bitwise_equal((got[0], got[2]), (losses, gathered))
 
 

@@ -81,6 +81,7 @@ def fit(
     seed: int = 7,
     workers: int = 0,
     data: Any = None,
+    validation: Any = None,
     count: int = 20,
     **options: Any,
 ) -> Any:
@@ -100,7 +101,7 @@ def fit(
         if data is None:
             trainer.fit(module, loader, DataLoader(examples(6), 2), ckpt_path=resume, weights_only=False)
         else:
-            trainer.fit(module, data)
+            trainer.fit(module, data, validation)
     return trainer
 
 
@@ -242,7 +243,13 @@ def watched(tp_group: Any, folder: Any, **options: Any) -> dict[str, Any]:
             loss = train(batch, batch_idx)
             module.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True)
             module.log_dict({"most": loss}, on_step=False, on_epoch=True, reduce_fx="max")
+            third = loss.detach() / 3
+            module.log("third", third, on_step=False, on_epoch=True, reduce_fx="avg")
+            third.zero_()
             return loss
+
+        def log(name: str, *args: Any, **kwargs: Any) -> None:
+            type(module).log(module, name.replace("third", "a third"), *args, **kwargs)
 
         def validation_step(batch: Any, batch_idx: int) -> None:
             validate(batch, batch_idx)
@@ -258,7 +265,7 @@ def watched(tp_group: Any, folder: Any, **options: Any) -> dict[str, Any]:
         def on_train_batch_end(*args: Any) -> None:
             rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
 
-        module.training_step, module.validation_step = training_step, validation_step
+        module.training_step, module.validation_step, module.log = training_step, validation_step, log
         module.configure_optimizers, module.on_train_batch_end = configure_optimizers, on_train_batch_end
 
     given: dict[str, Any] = dict(
@@ -275,6 +282,7 @@ def test_monitors_see_the_metrics_of_one_process(tmp_path):
     assert one["metrics"]["counted"] == 2.0 and len({*one["rates"]}) > 1
     assert {"loss", "mean_step", "mean_epoch", "most"} < {*one["metrics"]} and len(one["norms"]) > 2
     assert one["metrics"]["mean_epoch"] == pytest.approx(sum(one["step losses"][-2:]) / 2, rel=1e-6)
+    assert one["metrics"]["a third"] == pytest.approx(one["metrics"]["mean_epoch"] / 3, rel=1e-6)
     for ranks, kind in ((4, "group"), (2, "fully")):
         for got in run_on(ranks, tmp_path / kind, watched, kind=kind, dp=2):
             assert_bitwise_equal(got, one)
@@ -435,13 +443,14 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
     refused(seed=rank)
     refused(norm=True)
     refused(loader=DataLoader(Endless(), 2))
-    refused(change=log_of_its_own, callbacks=[EarlyStopping("own", check_on_train_epoch_end=True)])
+    refused(change=log_of_its_own, validation=plain, callbacks=[EarlyStopping("own")])
     refused(change=log_a_metric)
     refused(change=take_an_iterator)
     refused(change=lambda module: change_rate(module, rank))
     refused(val_check_interval="00:01:00:00")
     refused(change=leave_out)
     refused(callbacks=[LearningRateFinder()])
+    refused(change=log_a_gradient)
     module = module_of(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"]))
     strategy = TensorParallelStrategy(None, dp_group=mesh["dp"])
     with pytest.raises(ValueError) as caught:
@@ -451,7 +460,11 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
 
 def log_of_its_own(module: Any) -> None:
     rank = torch.distributed.get_rank()
-    module.on_train_batch_end = lambda outputs, batch, batch_idx: module.log("own", float(rank))
+    module.validation_step = lambda batch, batch_idx: module.log("own", float(rank))
+
+
+def log_a_gradient(module: Any) -> None:
+    module.on_after_backward = lambda: module.log("gradient", module.model.weight.grad.norm())
 
 
 def log_a_metric(module: Any) -> None:
@@ -526,4 +539,5 @@ def test_what_is_refused_of_data_parallel_ranks(tmp_path):
     assert said[9].startswith("Trainer(val_check_interval=) of 3600.0 seconds on rank 0 of 2 is not supported")
     assert said[10].startswith("training_step returned None for micro-batch ")
     assert said[11].startswith("LearningRateFinder on rank 0, with 1 tensor parallel and 2 data parallel ranks")
-    assert said[12].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")
+    assert said[12].startswith("the metric 'gradient' is ") and "on the data parallel ranks 0 to 1: a hook" in said[12]
+    assert said[13].startswith("an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 from unittest import mock
 
@@ -238,8 +239,13 @@ GATES: dict[str, experts_layer.Activation] = {
     "glu over columns": lambda h: F.glu(h.t(), 0).t(),
     "sigmoid": lambda h: torch.sigmoid(h[:, ::2]) * h[:, 1::2],
     "logsigmoid": lambda h: F.logsigmoid(h.unflatten(1, (2, -1))).unbind(1)[0],
+    "ldexp": lambda h: torch.ldexp(h[:, ::2], h[:, 1::2]),
+    "rsub": lambda h: torch.rsub(h[:, ::2], 1.7, alpha=0.3) * h[:, 1::2],
     "softplus": lambda h: torch.where(h > 0, F.softplus(h), h * 0.1)[:, ::2],
 }
+
+
+TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.bfloat16: dict(rtol=2e-2, atol=0.2)}
 
 
 def gated(fn: experts_layer.Activation, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,7 +266,7 @@ def test_a_gate_has_the_bits_of_each_row_alone(dtype):
         for name, fn in GATES.items():
             whole = gated(lambda h, fn=fn: experts.gate(h, fn), h)
             theirs = gated(fn, h)
-            torch.testing.assert_close(whole, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            torch.testing.assert_close(whole, theirs, **TOLERANCE[dtype])
             for part in rows:
                 got = gated(lambda h, fn=fn: experts.gate(h, fn), h[part])
                 assert_bitwise_equal(got, tuple(t[part] for t in whole), name)
@@ -271,12 +277,38 @@ def test_a_gate_has_the_bits_of_each_row_alone(dtype):
     assert not all(with_torch) or dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("fn", "operator"),
-    [(lambda h: h.softmax(-1)[:, ::2], "_softmax"), (lambda h: h[:, ::2] * h.sum(0)[::2], "sum")],
-    ids=("softmax", "sum"),
-)
-def test_a_gate_that_is_not_elementwise_is_refused(fn, operator):
-    layer = tpi.Experts(EXPERTS, HIDDEN, INNER, gate_fn=fn)
-    with pytest.raises(NotImplementedError, match=f"gate_fn of experts calls aten.{operator}.*not elementwise"):
+LEARNED = torch.ones(1, requires_grad=True)
+REFUSED_GATES: dict[str, tuple[experts_layer.Activation, str]] = {
+    "softmax": (lambda h: h.softmax(-1)[:, ::2], "gate_fn of experts calls aten._softmax.*not elementwise"),
+    "sum": (lambda h: h[:, ::2] * h.sum(0)[::2], "gate_fn of experts calls aten.sum.*not elementwise"),
+    "random": (
+        lambda h: h[:, ::2] * torch.rand(h[:, ::2].shape),
+        "gate_fn of experts calls aten.rand.*not elementwise",
+    ),
+    "roll": (lambda h: h[:, ::2].roll(1, 0), "second row is not what it returns for that row alone"),
+    "number of rows": (lambda h: h[:, ::2] / len(h), "second row is not what it returns for that row alone"),
+    "parameter": (lambda h: h[:, ::2] * LEARNED, "takes a tensor of shape .1,. that requires a gradient"),
+}
+
+
+def gate_refused(tp_group: Any, name: str) -> str:
+    layer = tpi.Experts(EXPERTS, HIDDEN, INNER, gate_fn=REFUSED_GATES[name][0], tp_group=tp_group)
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
         layer(tokens(), torch.zeros(3, 7, 1, dtype=torch.int64), torch.ones(3, 7, 1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED_GATES)
+def test_what_is_refused_between_the_products(name):
+    """On every rank, those without a row among them."""
+    for text in run_ranks(gate_refused, 2, name):
+        assert re.search(REFUSED_GATES[name][1], text), text
+
+
+def test_a_learned_activation_is_refused():
+    layer = tpi.Experts(EXPERTS, HIDDEN, INNER, activation=nn.PReLU())
+    arguments = tokens(), torch.zeros(3, 7, 1, dtype=torch.int64), torch.ones(3, 7, 1)
+    with pytest.raises(ValueError, match=r"a tensor of shape .1,. that requires a gradient"):
+        layer(*arguments)
+    layer.activation.requires_grad_(False)
+    assert layer(*arguments).shape == (3, 7, HIDDEN)

@@ -22,8 +22,8 @@ model in DistributedDataParallel over all ranks, which is refused. What differs 
     the loss       is the mean over the step's micro-batches; backward(loss, num_items=n) takes sums over n tokens each,
                    and divides by those of the whole step. `step_loss` is the last step's, of all ranks
     random numbers in a forward in training (dropout) depend on the first seed, the step and the micro-batch alone;
-                   those of a dataset and a collate_fn, on the first seed, the epoch and the batch. What the loop
-                   itself draws is of the rank: draw it in one of these
+                   those of a dataset and a collate_fn are drawn as on one process, as every rank reads all batches.
+                   What the loop itself draws is of the rank: draw it in one of these
     clipping       is tp_invariant.clip_grad_norm_
     save_state     writes a checkpoint of this library's, from which any degree goes on
 """
@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate
@@ -43,7 +43,6 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Dataset, IterableDataset
 
 from ..checkpoint import load, save
 from ..comm.collectives import Group, resolve_group
@@ -204,8 +203,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, shared: bool = True, **options: Any) -> Any:
         """A loader whose workers have the same seeds on every rank.
 
-        shared: data parallel ranks get their parts of each step, and the dataset and collate_fn draw random numbers of
-            each batch's own; False, for evaluation: every rank gets all batches, and draws as torch does.
+        shared: data parallel ranks get their parts of each step, of which every rank reads all; False, for
+            evaluation: every rank gets all batches.
         """
         seed = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seed, functools.partial) and "rank" in seed.keywords:  # transformers' own
@@ -214,12 +213,9 @@ class Accelerator(accelerate.Accelerator):
         if not self._own_loop or isinstance(prepared, _Loader):
             return prepared
         counting = _Loader.of(prepared, self, shared and self._dp.size > 1)
-        inner = prepared.base_dataloader
-        numbered = inner.batch_sampler is not None and not isinstance(inner.dataset, IterableDataset)
-        if counting.shared or (shared and numbered and not self.use_stateful_dataloader):
-            # a DataLoader does not let these be set by their names
-            examples = _Examples(inner.dataset, inner.collate_fn)
-            vars(inner).update(batch_sampler=_Share(self, counting), dataset=examples, collate_fn=_unchanged)
+        if counting.shared:
+            # a DataLoader does not let it be set by its name
+            vars(prepared.base_dataloader)["batch_sampler"] = _Compared(self, counting)
         self._dataloaders[self._dataloaders.index(prepared)] = counting
         return counting
 
@@ -235,7 +231,8 @@ class Accelerator(accelerate.Accelerator):
                 f"num_batches={num_batches} on rank {self._dp.rank} of dp_group: with data parallel ranks skip whole "
                 f"steps, each of which has {self.micro_batches_of_rank} of this rank's batches"
             )
-        return _Loader.of(super().skip_first_batches(dataloader, num_batches), self, shared)
+        skipped = super().skip_first_batches(dataloader, num_batches * (self._dp.size if shared else 1))
+        return _Loader.of(skipped, self, shared)
 
     def free_memory(self, *objects: Any) -> Any:
         self._step, self._trained = None, []
@@ -468,7 +465,11 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Loader(DataLoaderShard):
-    """accelerate's, which besides says how many batches it has left with the one that it has just given."""
+    """accelerate's, which gives the batches of this data parallel rank, and says how many it has left with that one.
+
+    Every rank reads all batches, so that a dataset or a collate_fn that draws random numbers, or counts, does it as on
+    one process. Of a step's a rank takes consecutive ones; of a model of fully_shard, every n-th.
+    """
 
     accelerator: Accelerator
     shared: bool
@@ -480,66 +481,63 @@ class _Loader(DataLoaderShard):
         loader.__dict__.update(vars(prepared), accelerator=accelerator, shared=shared, left=None)
         return loader
 
+    def __len__(self) -> int:
+        return super().__len__() // (self.accelerator._dp.size if self.shared else 1)
+
     def __iter__(self) -> Iterator[Any]:
         try:
             self.left = len(self) + 1
         except TypeError:  # an iterable dataset
             self.left = None
-        for batch in super().__iter__():
+        for batch in self._own() if self.shared else super().__iter__():
             if self.left is not None:
                 self.left -= 1
             self.accelerator._read_last = self
             yield batch
 
+    def _own(self) -> Iterator[Any]:
+        batches, left = super().__iter__(), super().__len__()
+        while left > 0:
+            size = min(left, self.accelerator.gradient_accumulation_steps)
+            mine = self.share(size)
+            own = [batch for number, batch in enumerate(itertools.islice(batches, size)) if number in mine]
+            left -= size
+            for batch in own[:-1]:
+                self.end_of_dataloader = False  # accelerate has read the step's last batch, and would end here
+                yield batch
+            self.end_of_dataloader = left <= 0
+            yield own[-1]
+        next(batches, None)  # accelerate's end of an epoch
 
-class _Batch(list):
-    """The indices of a batch's examples."""
+    def share(self, size: int) -> range:
+        """Which of a step's `size` micro-batches are this rank's.
 
-    place: tuple[int, ...]  # what its random numbers depend on, besides the seed
-
-
-class _Examples(Dataset):
-    """A loader's dataset, for the batches of a _Share: each is read and collated with random numbers of its own."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
-
-    def __getitems__(self, batch: _Batch) -> Any:
-        with seeded(("examples", *batch.place), torch.device("cpu")):
-            if hasattr(self.dataset, "__getitems__"):
-                return self.collate(self.dataset.__getitems__(list(batch)))
-            return self.collate([self.dataset[index] for index in batch])
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # as pickle looks for, before there is a dataset
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
+        Raises:
+            ValueError: they cannot be shared evenly.
+        """
+        ranks, rank = self.accelerator._dp.size, self.accelerator._dp.rank
+        if size % ranks:
+            raise ValueError(
+                f"an epoch's last step has {size} batches on rank {rank} of dp_group, which cannot be shared "
+                f"between its {ranks} ranks: give the loader examples for a multiple of them, or drop_last and the "
+                "like; one for evaluation goes to prepare_data_loader(loader, shared=False)"
+            )
+        if self.accelerator.ranks is not None and self.accelerator.ranks.fully_sharded:
+            return range(rank, size, ranks)  # as MicroBatchTree shares them
+        own = size // ranks
+        return range(rank * own, (rank + 1) * own)
 
 
-class _Share:
-    """Of a loader's batches those of this data parallel rank: consecutive ones of each step, or every n-th one of a
-    model of fully_shard. Each is a _Batch.
+class _Compared:
+    """A loader's batch_sampler, whose first step is compared between the data parallel ranks.
 
     Raises:
-        ValueError: a loader without a batch_sampler of known length; one whose steps cannot be shared evenly; when it
-            is read: the ranks' loaders have different orders.
+        ValueError: a loader without one of known length; one whose steps cannot be shared evenly; when it is read: the
+            ranks' loaders have different orders.
     """
 
     def __init__(self, accelerator: Accelerator, loader: _Loader) -> None:
-        self.accelerator, self.loader, self.batch_sampler = accelerator, loader, loader.batch_sampler
-        self.number = len(accelerator._dataloaders)
-        if accelerator._dp.size == 1:
-            return
+        self.accelerator, self.batch_sampler = accelerator, loader.batch_sampler
         try:
             batches = len(self.batch_sampler)
         except TypeError:
@@ -549,36 +547,17 @@ class _Share:
                 "one of a dataset with a length and a batch_size; or share its examples yourself, the same number of "
                 "batches on every rank, and call prepare_data_loader(loader, shared=False)"
             ) from None
-        self._share(range(batches % accelerator.gradient_accumulation_steps))
-
-    def _share(self, batches: Any) -> Any:
-        ranks, rank = self.accelerator._dp.size, self.accelerator._dp.rank
-        if len(batches) % ranks:
-            raise ValueError(
-                f"an epoch's last step has {len(batches)} batches on rank {rank} of dp_group, which cannot be shared "
-                f"between its {ranks} ranks: give the loader examples for a multiple of them, or drop_last and the "
-                "like; one for evaluation goes to prepare_data_loader(loader, shared=False)"
-            )
-        if self.accelerator.ranks is not None and self.accelerator.ranks.fully_sharded:
-            return batches[rank::ranks]  # as MicroBatchTree shares them
-        own = len(batches) // ranks
-        return batches[rank * own : (rank + 1) * own]
+        loader.share(batches % accelerator.gradient_accumulation_steps)
 
     def __iter__(self) -> Iterator[Any]:
-        ranks, compared = self.accelerator.ranks, self.accelerator._dp.size == 1
-        epoch = self.accelerator._seed, self.number, self.loader.iteration
-        batches = enumerate(self.batch_sampler)
-        while step := list(itertools.islice(batches, self.accelerator.gradient_accumulation_steps)):
-            if not compared and ranks is not None:
-                ranks.check_batches([indices for _, indices in step])
-            compared = True
-            for number, indices in self._share(step):
-                batch = _Batch(indices)
-                batch.place = *epoch, number
-                yield batch
+        batches = iter(self.batch_sampler)
+        step = list(itertools.islice(batches, self.accelerator.gradient_accumulation_steps))
+        if step and self.accelerator.ranks is not None:
+            self.accelerator.ranks.check_batches(step)
+        yield from itertools.chain(step, batches)
 
     def __len__(self) -> int:
-        return len(self.batch_sampler) // self.accelerator._dp.size
+        return len(self.batch_sampler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batch_sampler, name)  # its sampler, whose epoch accelerate sets

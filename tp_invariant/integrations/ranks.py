@@ -173,10 +173,19 @@ def _hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, Hashable]:
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                if name not in ("params", "param_names") and isinstance(value, (int, float, tuple, list)):
-                    found[f"{name} of group {index} of optimizer {number}"] = repr(value)
+                if name not in ("params", "param_names"):
+                    found[f"{name} of group {index} of optimizer {number}"] = repr(_plain(value))
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A number or numbers as Python's own, whatever holds them; of an object of unknown kind its type."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    value = value.tolist() if isinstance(value, (Tensor, numpy.ndarray, numpy.generic)) else value
+    return (
+        value if value is None or isinstance(value, (str, int, float, complex, bytes, list)) else type(value).__name__
+    )
 
 
 def _value(x: Any) -> Any:
