@@ -288,6 +288,25 @@ def test_monitors_see_the_metrics_of_one_process(tmp_path):
             assert_bitwise_equal(got, one)
 
 
+def stop_at_the_fourth(module: Any) -> None:
+    train = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            module.trainer.should_stop = True
+        return train(batch, batch_idx)
+
+    module.training_step = training_step
+
+
+def test_one_rank_stops_all(tmp_path):
+    options: dict[str, Any] = dict(change=stop_at_the_fourth, accumulate_grad_batches=2)
+    (one,) = run_on(1, tmp_path / "1", **options)
+    assert len(one["norms"]) == 2
+    for got in run_on(2, tmp_path / "2", dp=2, **options):
+        assert_bitwise_equal(of_all(got), of_all(one))
+
+
 def test_dropout_at_every_data_parallel_degree(tmp_path):
     options = dict(dropout=0.4, steps=3)
     (one,), two = (run_on(n, tmp_path / str(n), dp=n, **options) for n in (1, 2))

@@ -109,6 +109,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         self._seen = 0  # of the current step's micro-batches
         self._steps = 0  # before the current one
         self._seed = 0
+        self._stops = False  # whether trainer.should_stop was set inside of the step
         self._logged: list[tuple[int, tuple, dict[str, Any]]] = []  # micro-batch, and what log was called with
         self._rank_before = getattr(_rank_zero_only, "rank", 0)
 
@@ -240,8 +241,11 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                     f"training_step returned None for micro-batch {number} of a step on rank {self.global_rank}: a "
                     f"step has {step.micro_batches} of them at every degree; return a loss for each, perhaps times 0"
                 )
-        if self.ends_step and self.dp.size > 1:
-            self._log_in_order()
+        if self.dp.size > 1:
+            trainer: Any = module.trainer
+            self._stops, trainer.should_stop = self._stops or trainer.should_stop, False
+            if self.ends_step:
+                self._log_in_order()
         return output
 
     @contextlib.contextmanager
@@ -290,16 +294,18 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         """
         module: Any = self._module()
         metrics = {name: repr(value.tolist()) for name, value in module.trainer.callback_metrics.items()}
-        found = gather_objects((self._logged, metrics), self.dp)
-        for name in sorted({name for _, metrics in found for name in metrics}):
-            values = [metrics.get(name, "none") for _, metrics in found]
+        found = gather_objects((self._logged, metrics, self._stops), self.dp)
+        # set by the module for a micro-batch of one rank: all go on to the step's end
+        self._stops, module.trainer.should_stop = False, any(stops for *_, stops in found)
+        for name in sorted({name for _, metrics, _ in found for name in metrics}):
+            values = [metrics.get(name, "none") for _, metrics, _ in found]
             if len(set(values)) > 1:
                 raise ValueError(
                     f"the metric {name!r} is {', '.join(values)} on the data parallel ranks 0 to {self.dp.size - 1}: "
                     "a hook of a micro-batch (on_after_backward, say) runs on one of them. Log it in training_step, "
                     "which is gathered, or log what is the same on all"
                 )
-        logged = itertools.chain.from_iterable(logged for logged, _ in found)
+        logged = itertools.chain.from_iterable(logged for logged, *_ in found)
         for _, args, options in sorted(logged, key=lambda numbered: numbered[0]):
             args = tuple(_moved(value, self.root_device) for value in args)
             module.log(*args, **{name: _moved(value, self.root_device) for name, value in options.items()})
