@@ -82,7 +82,11 @@ def errors_of(program, results):
     exact = refer(reference, **run_options(program), exact=True)
     rounded = refer(reference, **run_options(program), exact=False)
     errors = {}
+    # squares in fp32, as in torch's own norm: beyond these it is 0 or inf, and clipping goes by it
+    norm_fits = 1e-18 < exact["norm step 0"] < 1e18
     for name, want in exact.items():
+        if name.startswith(("norm ", "clipped ")) and not norm_fits:
+            continue
         got, other = results[name], rounded[name]
         if want is None or got is None:
             # a main_grad that nothing was added to is zero where autograd has no gradient at all
