@@ -470,7 +470,7 @@ class Reference(Data):
         return y.to(self.hold)
 
     def act(self, name, x):
-        return ACTIVATIONS[name](x.to(self.compute)).to(self.hold)
+        return ACTIVATIONS[name](x)  # torch rounds once; its backward reads what tanh and sigmoid returned, rounded
 
     def attention(self, q, k, v, head_dim, causal, window=None, softcap=None):
         q, k, v = (t.to(self.compute).unflatten(-1, (-1, head_dim)).transpose(-2, -3) for t in (q, k, v))
