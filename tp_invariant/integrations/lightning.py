@@ -10,8 +10,9 @@
     batches        are read by every rank: loaders get no DistributedSampler, their workers the same seeds
     a step         has accumulate_grad_batches micro-batches at every degree, which data parallel ranks share: each
                    calls training_step for those of its share, and a MicroBatchTree sums the gradients
-    logging        in training_step is done at the end of each step, of all its micro-batches in their order, on every
-                   rank, so that metrics are those of one process; `strategy.step_loss` is the last step's loss
+    logging        in training_step is Lightning's own; where data parallel ranks share a step it is done when the step
+                   ends, of all its micro-batches in their order, on every rank, so that metrics are those of one
+                   process. `strategy.step_loss` is the last step's loss
     random numbers in training_step (dropout) depend on the first seed, the step and the micro-batch alone
     evaluation     is of the whole set on every data parallel rank
     clipping       is tp_invariant.clip_grad_norm_
@@ -73,11 +74,11 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             precision other than 32-true, bf16-mixed and bf16-true; a model that is sharded over another group, or
             groups or a fully_shard that do not fit the job (`Ranks`); ranks whose batches or optimizers'
             hyperparameters differ; fewer micro-batches than data parallel ranks, or, of fully_shard, no multiple of
-            them; data parallel ranks with different parameters or buffers, different values of a metric that a callback
-            or schedule monitors, manual optimization, a training_step that takes dataloader_iter or logs a Metric of
-            torchmetrics; a training_step that returns None; validation by a clock; callbacks that average weights, of
-            which this rank has parts, or that search for a rate or a batch size; an optimizer whose bits depend on
-            where a parameter is cut (or a TypeError).
+            them; data parallel ranks with different parameters or buffers, or different values of a metric that another
+            hook than training_step has logged, manual optimization, a training_step that takes dataloader_iter or logs
+            a Metric of torchmetrics; a training_step that returns None; validation by a clock; callbacks that average
+            weights, of which this rank has parts, or that search for a rate or a batch size; an optimizer whose bits
+            depend on where a parameter is cut (or a TypeError).
     """
 
     strategy_name = "tp_invariant"
@@ -266,8 +267,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                     f"{self.dp.size} data parallel ranks it has seen this rank's micro-batches alone. Log a tensor, or "
                     "the Metric in validation_step, which sees the same on every rank"
                 )
-            # the module may go on with the tensor
-            copy = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            copy = value.detach().clone() if isinstance(value, Tensor) else value  # the module may go on with it
             args, options = (args[0], copy, *args[2:]) if len(args) > 1 else args, dict(options)
             if len(args) < 2:
                 options["value"] = copy
@@ -294,7 +294,11 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         """
         module: Any = self._module()
         metrics = {name: repr(value.tolist()) for name, value in module.trainer.callback_metrics.items()}
-        found = gather_objects((self._logged, metrics, self._stops), self.dp)
+        own = [
+            (number, tuple(_moved(value, "cpu") for value in args), {k: _moved(v, "cpu") for k, v in options.items()})
+            for number, args, options in self._logged
+        ]
+        found = gather_objects((own, metrics, self._stops), self.dp)
         # set by the module for a micro-batch of one rank: all go on to the step's end
         self._stops, module.trainer.should_stop = False, any(stops for *_, stops in found)
         for name in sorted({name for _, metrics, _ in found for name in metrics}):
