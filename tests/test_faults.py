@@ -1,12 +1,12 @@
 """A rank dies in the middle of a step: the others fail at once with its name, and a restart reaches the same bits."""
 
-import json
+import multiprocessing
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import fault_worker
@@ -19,37 +19,49 @@ from tp_invariant.diagnostics.diff import compare, read_log
 TIMEOUT = 480  # of the group; gloo's ranks must fail long before
 
 
+ranks = multiprocessing.get_context("forkserver")  # its server imports once what each rank needs: a second or more
+ranks.set_forkserver_preload([fault_worker.__name__, "torch._dynamo"])  # the second by torch's optimizers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """The server starts here, as it takes over the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+
+
 def run(world, *runs, blocking_wait=True, **options):
     """[(exit status, stderr, seconds until its end)] of each rank of processes that do `runs`, one after another."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     options = {"device": "cpu", "timeout": TIMEOUT, **options, "folder": str(options["folder"]), "runs": runs}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {}
     if options["device"] == "cuda":  # whether waiting is on the host, where it can be explained; see comm/liveness.py
         environment["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking_wait))
         environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # the watchdog waits for four times that: a minute
-    # into files: a full pipe would hold up a rank
     outputs = [Path(options["folder"], f"stderr_{rank}") for rank in range(world)]
     start, ends = time.monotonic(), [0.0] * world
     processes = []
     try:
         for rank, output in enumerate(outputs):
-            command = [sys.executable, fault_worker.__file__, str(rank), str(world), str(port), json.dumps(options)]
-            with output.open("w") as file:
-                processes.append(subprocess.Popen(command, env=environment, stderr=file))
+            args = (str(output), environment, rank, world, port, options)
+            processes.append(ranks.Process(target=fault_worker.in_a_process, args=args))
+            processes[-1].start()
         while not all(ends):
             for rank, process in enumerate(processes):
-                if not ends[rank] and process.poll() is not None:
+                if not ends[rank] and process.exitcode is not None:
                     ends[rank] = time.monotonic() - start
             assert time.monotonic() - start < 500, "a rank hangs"
             time.sleep(0.02)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     return [
-        (process.returncode, out.read_text(), end) for process, out, end in zip(processes, outputs, ends, strict=True)
+        (process.exitcode, out.read_text(), end) for process, out, end in zip(processes, outputs, ends, strict=True)
     ]
 
 
@@ -129,59 +141,30 @@ def test_a_rank_dies_on_nccl(tmp_path, blocking_wait, check):
     restart_after_a_death(tmp_path, world=2, who=1, within=60, check=check, **common)
 
 
-# Rank 1 does not come to the first call of a group, while it lives; then, in another group, it ends before the call.
-# The groups' time-out, which passes, is short; what takes longer on a busy machine is done before it counts.
-BEFORE_THE_FIRST = """
-import sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-import tp_invariant as tpi
-from tp_invariant.consistency.environment import environment_facts
-
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-patience = timedelta(seconds=300)
-store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=patience)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=patience)
-groups = {what: dist.new_group([0, 1, 2]) for what in ("stays away", "ends")}
-tpi.Linear(12, 12)(torch.ones(4, 12))
-environment_facts(torch.device("cpu"))
-for what, group in groups.items():
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10), group)
-    dist.barrier()
-    if rank == 1 and what == "ends":
-        sys.exit(3)
-    if rank != 1:
-        layer = tpi.Linear(12, 12, parallel_mode="row", tp_group=group)
-        try:
-            layer(torch.ones(4, 4))
-            print(what, "nothing was raised")
-        except RuntimeError as error:
-            print(what, error)
-    store.set(f"{what} {rank}", "")
-    store.wait([f"{what} 0", f"{what} 2"], patience)  # rank 0 has the store
-"""
-
-
-def test_a_rank_that_never_makes_the_first_call_is_named():
+def test_a_rank_that_never_makes_the_first_call_is_named(tmp_path):
     """Whether it is alive or has ended. All other tests of ranks are the control."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    commands = [[sys.executable, "-c", BEFORE_THE_FIRST, str(rank), str(port)] for rank in range(3)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TP_INVARIANT_MODE": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
+    processes = [
+        ranks.Process(target=fault_worker.before_the_first_call, args=(str(tmp_path), rank, port)) for rank in range(3)
+    ]
     try:
-        said, texts = zip(*[process.communicate(timeout=500) for process in processes], strict=True)
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(500)
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 3, 0], texts
+    assert [process.exitcode for process in processes] == [0, 3, 0]
     for rank in (0, 2):
-        lines = said[rank].splitlines()
-        assert len(lines) == 2, said[rank]
-        for line, what in zip(lines, ("stays away", "ends"), strict=True):
-            assert line.startswith(
-                f"{what} rank {rank} of tp_group has waited for rank 1 (global rank 1), which has not come to the "
-                "group's first call: it has ended before, or makes no such call"
-            ), line
+        for what in ("stays away", "ends"):
+            assert (
+                Path(tmp_path, f"{what} {rank}")
+                .read_text()
+                .startswith(
+                    f"rank {rank} of tp_group has waited for rank 1 (global rank 1), which has not come to the "
+                    "group's first call: it has ended before, or makes no such call"
+                )
+            )

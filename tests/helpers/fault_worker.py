@@ -1,11 +1,8 @@
 """One rank of the runs of test_faults.py: trains a tiny model with checkpoints and a digest log, and may be killed.
 
-    python fault_worker.py RANK WORLD PORT OPTIONS       OPTIONS: JSON; see `main`
-
-Alone, on gloo or NCCL: no torchrun, which ends the other ranks by itself when one dies.
+A process of its own, on gloo or NCCL: no torchrun, which ends the other ranks by itself when one dies.
 """
 
-import json
 import os
 import signal
 import sys
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tp_invariant as tpi
+from tp_invariant.consistency.environment import environment_facts
 
 
 def build(tp_group, device):
@@ -60,9 +58,7 @@ def gathered_mean_square(y, tp_group):
     return tpi.regions.gather_sequence(y, tp_group).square().mean()
 
 
-def main():
-    rank, world, port = map(int, sys.argv[1:4])
-    options = json.loads(sys.argv[4])
+def main(rank, world, port, options):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device(options["device"], rank) if options["device"] == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -76,5 +72,36 @@ def main():
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def in_a_process(output, environment, *args):
+    """A rank's process: what it prints goes into a file, since a full pipe would hold it up."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(environment)
+    main(*args)
+
+
+def before_the_first_call(outcomes, rank, port):
+    """Rank 1 does not come to the first call of a group, while it lives; then, in another group, it ends before it.
+
+    The groups' time-out, which passes, is short; what takes longer on a busy machine is done before it counts.
+    """
+    patience = timedelta(seconds=300)
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=patience)
+    groups = {what: dist.new_group([0, 1, 2]) for what in ("stays away", "ends")}
+    tpi.Linear(12, 12)(torch.ones(4, 12))
+    environment_facts(torch.device("cpu"))
+    for what, group in groups.items():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6), group)
+        dist.barrier()
+        if rank == 1 and what == "ends":
+            sys.exit(3)
+        if rank != 1:
+            layer = tpi.Linear(12, 12, parallel_mode="row", tp_group=group)
+            try:
+                with tpi.set_tp_invariant_mode(True):
+                    layer(torch.ones(4, 4))
+            except RuntimeError as error:
+                Path(outcomes, f"{what} {rank}").write_text(str(error))
+        store.set(f"{what} {rank}", "")
+        store.wait([f"{what} 0", f"{what} 2"], patience)  # rank 0 has the store
