@@ -1,5 +1,6 @@
 """A rank dies in the middle of a step: the others fail at once with its name, and a restart reaches the same bits."""
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -141,14 +142,9 @@ def test_a_rank_dies_on_nccl(tmp_path, blocking_wait, check):
     restart_after_a_death(tmp_path, world=2, who=1, within=60, check=check, **common)
 
 
-def test_a_rank_that_never_makes_the_first_call_is_named(tmp_path):
-    """Whether it is alive or has ended. All other tests of ranks are the control."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [
-        ranks.Process(target=fault_worker.before_the_first_call, args=(str(tmp_path), rank, port)) for rank in range(3)
-    ]
+def ended(target, arguments):
+    """The exit statuses of processes that call target with these arguments."""
+    processes = [ranks.Process(target=target, args=args) for args in arguments]
     try:
         for process in processes:
             process.start()
@@ -157,14 +153,32 @@ def test_a_rank_that_never_makes_the_first_call_is_named(tmp_path):
     finally:
         for process in processes:
             process.kill()
-    assert [process.exitcode for process in processes] == [0, 3, 0]
-    for rank in (0, 2):
-        for what in ("stays away", "ends"):
-            assert (
-                Path(tmp_path, f"{what} {rank}")
-                .read_text()
-                .startswith(
-                    f"rank {rank} of tp_group has waited for rank 1 (global rank 1), which has not come to the "
-                    "group's first call: it has ended before, or makes no such call"
-                )
-            )
+    return [process.exitcode for process in processes]
+
+
+def test_a_rank_that_never_makes_the_first_call_is_named(tmp_path):
+    """Whether it is alive or has ended. All other tests of ranks are the control."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    assert ended(fault_worker.before_the_first_call, [(str(tmp_path), rank, port) for rank in range(3)]) == [0, 3, 0]
+    for rank, what in itertools.product((0, 2), ("stays away", "ends")):
+        text = Path(tmp_path, f"{what} {rank}").read_text()
+        assert text.startswith(
+            f"rank {rank} of tp_group has waited for rank 1 (global rank 1), which has not come to the "
+            "group's first call: it has ended before, or makes no such call"
+        ), text
+
+
+def test_a_hook_on_one_rank_alone_and_a_dead_rank_are_named(tmp_path):
+    arguments = [(str(tmp_path), rank) for rank in range(3)]
+    assert ended(fault_worker.a_hook_alone_and_a_death, arguments) == [0, 0, -9]
+    alone = Path(tmp_path, "alone").read_text()
+    assert alone.startswith(
+        "fixed_order_hook on rank 0 of dp_group could not compare its first calls with the other ranks: use it on "
+        "every rank of dp_group, in the same order among the group's collectives, or on none ("
+    )
+    assert "imed out" in alone
+    for rank in range(2):
+        text = Path(tmp_path, f"died {rank}").read_text()
+        assert re.match(r"DeadRankError: rank 1 \(global rank 2, process \d+ on [^)]+\) has ended: ", text), text

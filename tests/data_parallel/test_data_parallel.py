@@ -3,8 +3,6 @@
 import functools
 import inspect
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -502,58 +500,6 @@ def test_ranks_that_call_differently():
         )
     assert "op=MAX is not supported" in errors["other op"]
     assert_bitwise_equal([total, other_total], [torch.full((6,), 3 / 10)] * 2)
-
-
-# First rank 0 alone calls a hook. Then rank 2 ends; rank 0 finds out in its MicroBatchTree, rank 1 in its hook. None
-# has a tensor-parallel layer.
-DEATH = """
-import os, signal, sys
-from datetime import timedelta
-from types import SimpleNamespace
-import torch
-import torch.distributed as dist
-from tp_invariant.data_parallel import MicroBatchTree, fixed_order_hook
-
-rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
-torch.set_num_threads(1)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-trees, hooks, lonely = (dist.new_group(ranks) for ranks in ([0, 2], [1, 2], [0, 1]))
-bucket = SimpleNamespace(buffer=lambda: torch.ones(6), index=lambda: 0, parameters=list)
-if rank == 0:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), lonely)
-    try:
-        fixed_order_hook(lonely, bucket)
-    except RuntimeError as error:
-        print(error)
-p = torch.nn.Parameter(torch.zeros(3))
-if rank != 1:
-    tree = MicroBatchTree([p], trees, micro_batches=2)
-    tree.add()
-if rank != 0:
-    fixed_order_hook(hooks, bucket)
-if rank == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-tree.reduce() if rank == 0 else fixed_order_hook(hooks, bucket)
-"""
-
-
-def test_a_hook_on_one_rank_alone_and_a_dead_rank_are_named(tmp_path):
-    commands = [[sys.executable, "-c", DEATH, str(rank), str(tmp_path / "store")] for rank in range(3)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen(command, **pipes) for command in commands]
-    try:
-        said, texts = zip(*[process.communicate(timeout=500) for process in processes], strict=True)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [1, 1, -9], texts
-    assert said[0].startswith(
-        "fixed_order_hook on rank 0 of dp_group could not compare its first calls with the other ranks: use it on "
-        "every rank of dp_group, in the same order among the group's collectives, or on none ("
-    )
-    assert "imed out" in said[0]
-    for text in texts[:2]:
-        assert re.search(r"DeadRankError: rank 1 \(global rank 2, process \d+ on [^)]+\) has ended: ", text), text
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import tp_invariant as tpi
 from tp_invariant.consistency.environment import environment_facts
+from tp_invariant.data_parallel import MicroBatchTree, fixed_order_hook
 
 
 def build(tp_group, device):
@@ -105,3 +107,31 @@ def before_the_first_call(outcomes, rank, port):
                 Path(outcomes, f"{what} {rank}").write_text(str(error))
         store.set(f"{what} {rank}", "")
         store.wait([f"{what} 0", f"{what} 2"], patience)  # rank 0 has the store
+
+
+def a_hook_alone_and_a_death(folder, rank):
+    """Rank 0 alone calls a hook. Then rank 2 ends; rank 0 finds out in its MicroBatchTree, rank 1 in its hook.
+
+    None has a tensor-parallel layer.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
+    trees, hooks, lonely = (dist.new_group(ranks) for ranks in ([0, 2], [1, 2], [0, 1]))
+    bucket = SimpleNamespace(buffer=lambda: torch.ones(6), index=lambda: 0, parameters=list)
+    if rank == 0:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), lonely)
+        try:
+            fixed_order_hook(lonely, bucket)
+        except RuntimeError as error:
+            Path(folder, "alone").write_text(str(error))
+    if rank != 1:
+        tree = MicroBatchTree([torch.nn.Parameter(torch.zeros(3))], trees, micro_batches=2)
+        tree.add()
+    if rank != 0:
+        fixed_order_hook(hooks, bucket)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        tree.reduce() if rank == 0 else fixed_order_hook(hooks, bucket)
+    except RuntimeError as error:
+        Path(folder, f"died {rank}").write_text(f"{type(error).__name__}: {error}")
