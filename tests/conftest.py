@@ -93,8 +93,13 @@ def _look_up_once(interpreter) -> None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 
+    from tp_invariant.kernels.rowwise import norm
+
     _dots_in_the_order_of_k(interpreter)
     _look_up_once(interpreter)
+    # An operation takes the interpreter as long for one element as for a thousand: a choice of speed alone. With a
+    # GPU's 64 columns and 32 rows at once, this one short kernel took two thirds of the time of the tests of norms.
+    norm.FOLD_COLUMNS, norm.FOLD_AT_ONCE = 1024, 4
 
 
 MOST_RANKS = 8  # that a test on CPUs asks for
