@@ -138,6 +138,17 @@ def pytest_configure(config):
     config.option.loadscopereorder = False
 
 
+def pytest_exception_interact(call):
+    """After a test that failed on ranks, the next one starts others.
+
+    run_ranks keeps them if all raised an error, as tests of errors want, but one that was not expected may have left a
+    message on its way, and the next test would wait until its time is up.
+    """
+    if isinstance(call.excinfo.value, rank_pool.RankError):
+        for device in list(rank_pool._pools):
+            rank_pool.discard_pool(device)
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random composed models (tests/test_fuzz.py)")
     group.addoption("--fuzz", type=int, default=None, metavar="N", help="as many models, instead of the fixed few")

@@ -298,7 +298,7 @@ def test_gradients_and_heads_of_attention_are_checked(on_cpu, monkeypatch):
 
         return once
 
-    for wrong, message in ((wrong_gradient, "dk: 0.1"), (one_head_differs, "dv of a head alone and with others")):
+    for wrong, message in ((wrong_gradient, "dk: 0.(1|09)"), (one_head_differs, "dv of a head alone and with others")):
         monkeypatch.setattr(attention, "ours", wrong)
         with pytest.raises(on_cpu.random_shapes.WrongResult, match=message):
             attention.measure(shape, seed=0, seconds=1)

@@ -299,6 +299,39 @@ def test_a_shared_weight_counts_twice():
         torch.testing.assert_close(layer.weight.main_grad, 2 * once)
 
 
+@pytest.mark.parametrize("mode", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("parallel_mode", ["column", "row", None], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_backward_in_two_halves_adds_once(autocast, parallel_mode, mode):
+    """As in pipeline schedules that split it: of the inputs, then of the weights. The first alone adds nothing."""
+    layer = tpi.Linear(K, N, parallel_mode=parallel_mode, fuse_wgrad_accumulation=True)
+    layer.weight.grad_added_to_main_grad = False  # without it, autograd is told that there is no gradient
+    x = torch.randn(5, K, requires_grad=True)
+
+    def backward(*halves):
+        layer.weight.main_grad = torch.zeros(N, K)
+        with tpi.set_tp_invariant_mode(mode), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(x)
+        found = []
+        for inputs in halves:
+            found += torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True)
+        return layer.weight.main_grad, found
+
+    whole, (dx, dw, db) = backward([x, layer.weight, layer.bias])
+    exact = torch.ones(N, 5, dtype=torch.float64) @ x.detach().double()
+    assert (whole - exact).norm() < (4e-3 if autocast else 1e-6) * exact.norm()
+    assert_bitwise_equal(backward([x], [layer.weight, layer.bias]), (whole, [dx, dw, db]))
+    nothing, found = backward([x], [layer.bias])
+    assert not nothing.any()
+    assert_bitwise_equal(found, [dx, db])
+    with tpi.set_tp_invariant_mode(mode):
+        y = layer(x).sum()
+    y.backward(inputs=[x], retain_graph=True)
+    assert not layer.weight.main_grad.any()
+    y.backward(inputs=[layer.weight])
+    assert layer.weight.main_grad.any()
+
+
 def test_no_tokens_change_nothing():
     for mode in (True, False):
         for overwrite in (False, True):

@@ -33,6 +33,10 @@ compiled: set[str] = set()
 
 
 class Launcher:
+    """In place of the one that Triton compiles. Kernels that need memory of their own are always launched by Triton."""
+
+    global_scratch_size = profile_scratch_size = 1
+
     def __init__(self, src: Any, metadata: Any) -> None:
         compiled.add(f"{Path(src.fn.fn.__code__.co_filename).stem}.{src.fn.__name__}")
 

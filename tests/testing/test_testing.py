@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,6 +291,19 @@ def test_an_invariant_case_passes():
     result = assert_tp_invariant(lambda tp_group: {"y": base(tp_group), "step": 3}, degrees=(1, 2, 3))
     assert_bitwise_equal(result["['y']"], torch.linspace(-1, 1, 6).view(2, 3))
     assert result["['step']"] == 3
+
+
+def test_after_an_error_on_ranks_that_no_test_expected_others_are_started(monkeypatch, request):
+    """Ranks that all raised stay, but a message may be on its way between them: tests/conftest.py ends them."""
+    path, plugins = str(Path(__file__).parents[1] / "conftest.py"), request.config.pluginmanager.get_plugins()
+    conftest = next(plugin for plugin in plugins if getattr(plugin, "__file__", None) == path)
+    ended = []
+    pools = {"cpu": SimpleNamespace(close=lambda: ended.append("cpu"))}
+    monkeypatch.setattr(rank_pool, "_pools", pools)
+    for error, left in ((AssertionError(), ["cpu"]), (RankError("", {}), [])):
+        conftest.pytest_exception_interact(SimpleNamespace(excinfo=SimpleNamespace(value=error)))
+        assert list(pools) == left
+    assert ended == ["cpu"]
 
 
 def case_at_the_top(tp_group, scale):

@@ -31,7 +31,7 @@ from ..core.layout import Stride, fresh_view, reshape_in_place
 from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.scheduler import scheduler
-from .main_grad import MainGrad
+from .main_grad import MainGrad, is_asked_for
 
 
 @op_config
@@ -116,16 +116,19 @@ def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | 
     return main_grad.done(weight)
 
 
+def _needs_weight_grad(ctx: Any) -> bool:
+    return ctx.needs_input_grad[1] if ctx.call.main_grad is None else is_asked_for(ctx, 1)
+
+
 def _weight_grads(
     ctx: Any, weight: Tensor, dy: Callable[[], Tensor] | None, x: Callable[[], Tensor] | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dw and db, each None unless autograd needs it. dy() and x() return all tokens; None where they are not needed."""
-    _, need_w, need_b, *_ = ctx.needs_input_grad
     dw = db = None
-    if need_w:
+    if _needs_weight_grad(ctx):
         assert dy is not None and x is not None
         dw = _wgrad(ctx.call, dy(), x(), weight)
-    if need_b:
+    if ctx.needs_input_grad[2]:
         assert dy is not None
         db = column_sums(ctx.call.gemm_fn, flatten_tokens(dy()), out_dtype=ctx.bias_dtype)
     return dw, db
@@ -191,11 +194,10 @@ class ColumnLinear(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
-        need_x, need_w, *_ = ctx.needs_input_grad
         if ctx.tokens is not None:
             ctx.tokens.x = None
-        x_full = call.start_gather_tokens(x, weight) if need_w else None
-        dgrad = call.start_product(dy, weight, 0) if need_x else None
+        x_full = call.start_gather_tokens(x, weight) if _needs_weight_grad(ctx) else None
+        dgrad = call.start_product(dy, weight, 0) if ctx.needs_input_grad[0] else None
         try:
             dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
         finally:
@@ -252,7 +254,8 @@ class ReplicatedLinear(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
-        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        need_x, _, need_b, *_ = ctx.needs_input_grad
+        need_w = _needs_weight_grad(ctx)
         dy_full = call.start_gather_tokens(dy).wait if need_w or need_b else None
         x_full = call.start_gather_tokens(x).wait if need_w else None
         dx = _local(call, dy, weight) if need_x else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,23 @@ class MainGrad:
             return None
         self.weight.grad_added_to_main_grad = True
         return torch.zeros_like(weight)
+
+
+def is_asked_for(ctx: Any, index: int) -> bool:
+    """In a backward: whether this run of it wants the gradient of the forward's tensor argument `index`.
+
+    `ctx.needs_input_grad` says what some run may want. Another may be of torch.autograd.grad with other inputs, or the
+    first half of a pipeline stage's backward, and what such a run adds to main_grad would be added again by the next.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
+    except RuntimeError as error:
+        # it answers False for a leaf that is not wanted, and refuses one that torch.autograd.grad was given as input
+        if "A leaf node was passed" not in str(error):
+            raise
+        return True
 
 
 def refuse_fused(parameters: Iterable[Tensor], caller: str, start: int = 0) -> None:
