@@ -44,15 +44,19 @@ def _load_target(target_ptr, row, target_stride, vocabulary, ignore_index):
 
 
 @triton.jit
-def _row_extremes(x_row, columns, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
-    """(largest, smallest) of a row; NaN for the largest if there is one; -inf and inf without columns."""
+def _row_extremes(x_row, columns, width, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
+    """(largest, smallest) of a row; NaN for the largest if there is one; -inf and inf without columns.
+
+    Padding is loaded and then left out: a multiple of 16 for `width` lets the compiler load vectors.
+    """
     high = tl.full((BLOCK,), -float("inf"), tl.float32)
     low = tl.full((BLOCK,), float("inf"), tl.float32)
     nans = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < columns
-        x = tl.load(x_row + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.load(x_row + cols, mask=cols < width, other=0.0).to(tl.float32)
+        x = tl.where(inside, x, -float("inf"))
         nans = nans | (x != x).to(tl.int32)  # maximum may drop them
         high = tl.maximum(high, x)
         if SMOOTHING:
@@ -62,14 +66,14 @@ def _row_extremes(x_row, columns, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
 
 
 @triton.jit
-def _row_sums(x_row, columns, top, scale, ONE: tl.constexpr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
+def _row_sums(x_row, columns, width, top, scale, ONE: tl.constexpr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
     """(sum of exp(x - top), sum of x - top) in fixed point; they mean nothing if top is not finite."""
     exps = tl.zeros((BLOCK,), tl.int64)
     shifts = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_row + cols, mask=cols < columns, other=-float("inf")).to(tl.float32) - top
-        x = tl.where(x <= 0, x, -float("inf"))  # NaN, in rows whose top is not finite
+        x = tl.load(x_row + cols, mask=cols < width, other=0.0).to(tl.float32) - top
+        x = tl.where((cols < columns) & (x <= 0), x, -float("inf"))  # NaN, in rows whose top is not finite
         exps += (tl.exp(x) * ONE).to(tl.int64)
         if SMOOTHING:
             shifts += tl.where(x > -float("inf"), x * scale, 0.0).to(tl.int64)
@@ -114,13 +118,13 @@ def _losses(
 
 @triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index", "T"])
 def _extremes_kernel(
-    x_ptr, target_ptr, extremes_ptr, stride, columns, first, target_stride, vocabulary, ignore_index, T,
+    x_ptr, target_ptr, extremes_ptr, stride, columns, width, first, target_stride, vocabulary, ignore_index, T,
     BLOCK: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride
     target, counts = _load_target(target_ptr, row, target_stride, vocabulary, ignore_index)
-    high, low = _row_extremes(x_row, tl.where(counts, columns, 0), BLOCK, SMOOTHING)
+    high, low = _row_extremes(x_row, tl.where(counts, columns, 0), width, BLOCK, SMOOTHING)
     place = target - first
     here = counts & (place >= 0) & (place < columns)
     out = extremes_ptr + row
@@ -132,7 +136,7 @@ def _extremes_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index", "T", "parts"])
 def _sums_kernel(
-    x_ptr, target_ptr, extremes_ptr, sums_ptr, stride, columns, target_stride, ignore_index, T, parts,
+    x_ptr, target_ptr, extremes_ptr, sums_ptr, stride, columns, width, target_stride, ignore_index, T, parts,
     ONE: tl.constexpr, EXP_BITS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -147,7 +151,8 @@ def _sums_kernel(
     if SMOOTHING:
         lowest = tl.min(tl.load(of_part + 2 * T.to(tl.int64), mask=part < parts, other=float("inf")), axis=0)
         scale = _shift_scale(top, lowest, EXP_BITS)
-    exps, shifts = _row_sums(x_ptr + row * stride, tl.where(counts, columns, 0), top, scale, ONE, BLOCK, SMOOTHING)
+    read = tl.where(counts, columns, 0)
+    exps, shifts = _row_sums(x_ptr + row * stride, read, width, top, scale, ONE, BLOCK, SMOOTHING)
     tl.store(sums_ptr + row, exps)
     if SMOOTHING:
         tl.store(sums_ptr + T.to(tl.int64) + row, shifts)
@@ -194,7 +199,7 @@ def _losses_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index", "T"])
 def _whole_kernel(
-    x_ptr, target_ptr, losses_ptr, stats_ptr, stride, vocabulary, target_stride, ignore_index, T,
+    x_ptr, target_ptr, losses_ptr, stats_ptr, stride, vocabulary, width, target_stride, ignore_index, T,
     smoothing, rest, z_loss,
     ONE: tl.constexpr, EXP_BITS: tl.constexpr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
@@ -203,10 +208,10 @@ def _whole_kernel(
     target, counts = _load_target(target_ptr, row, target_stride, vocabulary, ignore_index)
     columns = tl.where(counts, vocabulary, 0)
     at_target = tl.load(x_row + target, mask=counts, other=0.0).to(tl.float32)
-    top, lowest = _row_extremes(x_row, columns, BLOCK, SMOOTHING)
+    top, lowest = _row_extremes(x_row, columns, width, BLOCK, SMOOTHING)
     top = top + 0.0  # as in _losses_kernel
     scale = _shift_scale(top, lowest, EXP_BITS)
-    exps, shifts = _row_sums(x_row, columns, top, scale, ONE, BLOCK, SMOOTHING)
+    exps, shifts = _row_sums(x_row, columns, width, top, scale, ONE, BLOCK, SMOOTHING)
     loss, log_sum = _losses(
         top, lowest, at_target, exps, shifts, counts, vocabulary, smoothing, rest, z_loss,
         ONE, EXP_BITS, SMOOTHING, Z_LOSS,
@@ -258,7 +263,8 @@ def _grad_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
     read = (cols < columns) & (target != ignore_index)
-    x = tl.load(x_ptr + row * stride + cols, mask=read, other=0.0).to(tl.float32)
+    loaded = (cols < N) & (target != ignore_index)
+    x = tl.load(x_ptr + row * stride + cols, mask=loaded, other=0.0).to(tl.float32)
     top = tl.load(stats_ptr + row)
     log_sum = tl.load(stats_ptr + T.to(tl.int64) + row)
     g = tl.load(grad_ptr + row * grad_stride)
@@ -308,8 +314,8 @@ def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec:
             _extremes(
                 logits.device.index, (t,),
                 (
-                    x, target, extremes, stride, columns, first, target.stride(0), spec.vocabulary, spec.ignore_index,
-                    t,
+                    x, target, extremes, stride, columns, logits.shape[1], first, target.stride(0), spec.vocabulary,
+                    spec.ignore_index, t,
                 ),
                 (block, spec.label_smoothing > 0), num_warps=warps,
             )  # fmt: skip
@@ -328,7 +334,10 @@ def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spe
         with launch_on(logits, "row_sums"):
             _sums(
                 logits.device.index, (t,),
-                (x, target, extremes, sums, stride, columns, target.stride(0), spec.ignore_index, t, parts),
+                (
+                    x, target, extremes, sums, stride, columns, logits.shape[1], target.stride(0), spec.ignore_index, t,
+                    parts,
+                ),
                 (2.0**bits, bits, block, next_power_of_2(parts), spec.label_smoothing > 0), num_warps=warps,
             )  # fmt: skip
     return sums
@@ -367,8 +376,8 @@ def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor
             _whole(
                 logits.device.index, (t,),
                 (
-                    x, target, losses, stats, stride, spec.vocabulary, target.stride(0), spec.ignore_index, t,
-                    float(smoothing), 1.0 - smoothing, float(z_loss),
+                    x, target, losses, stats, stride, spec.vocabulary, logits.shape[1], target.stride(0),
+                    spec.ignore_index, t, float(smoothing), 1.0 - smoothing, float(z_loss),
                 ),
                 (2.0**bits, bits, block, smoothing > 0, z_loss > 0), num_warps=warps,
             )  # fmt: skip

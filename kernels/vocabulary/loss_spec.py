@@ -1,7 +1,7 @@
 """What a cross-entropy computes, apart from its tensors: shared by cross_entropy.py (Triton) and its reference.
 
 Legend: T tokens, P parts of the vocabulary, each of `width` columns and given in order. A part's first `columns`
-columns are ids `first` and following; the rest is padding, which is never read. Both modules have these functions:
+columns are ids `first` and following; the rest is padding, which has no effect. Both modules have these functions:
 
     row_extremes(logits, target, columns, first, spec) -> extremes
     row_sums(logits, target, columns, extremes of all parts, spec) -> sums

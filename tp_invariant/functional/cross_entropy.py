@@ -29,6 +29,7 @@ from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.dtensors import refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
@@ -74,7 +75,7 @@ def vocab_parallel_cross_entropy(
             returns them. bfloat16, float16 or float32; computed in fp32.
         target: [..], int64 or int32, ids of the whole vocabulary, the same on every rank.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
-        vocab_size: V, if n * P is larger: the columns from V on are padding, which is never read and gets no gradient.
+        vocab_size: V, if n * P is larger: the columns from V on are padding, which has no effect and gets no gradient.
         label_smoothing: from 0 up to but not including 1, spread over all V ids.
         ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits.
         reduction: "mean" over the tokens that are not ignored (NaN if there are none), "sum" or "none".
@@ -90,7 +91,19 @@ def vocab_parallel_cross_entropy(
             (see vocab.check_ids).
         RuntimeError: ranks that disagree.
     """
-    group = resolve_group(tp_group)
+    left = leave()
+    try:
+        return _checked_cross_entropy(
+            logits, target, resolve_group(tp_group), vocab_size, label_smoothing, ignore_index, reduction, z_loss
+        )
+    finally:
+        enter_again(left)
+
+
+def _checked_cross_entropy(
+    logits: Tensor, target: Tensor, group: Group, vocab_size: int | None, label_smoothing: float, ignore_index: int,
+    reduction: Reduction, z_loss: float,
+) -> Tensor:  # fmt: skip
     _check_options(label_smoothing, reduction, z_loss)
     agreed = agreed_in(group)
     try:
