@@ -490,6 +490,22 @@ def test_targets_of_any_strides_and_dtype():
             assert_bitwise_equal(both(logits, one), both(logits, one.contiguous()))
 
 
+@pytest.mark.parametrize("chosen", (select, lambda *args: triton_kernels), ids=("reference", "triton"))
+def test_an_ignore_index_inside_of_the_vocabulary(chosen):
+    logits, target, grad = full_data(Case(tokens=(60,), columns=12, ignored="none"))
+    assert 5 < (target == 3).sum() + (target == 0).sum() < 55
+    options = dict(label_smoothing=0.1, ignore_index=3)
+    results = []
+    for loss_of in (functools.partial(tpi.vocab_parallel_cross_entropy, tp_group=None), F.cross_entropy):
+        x = logits.clone().requires_grad_()
+        with tpi.set_tp_invariant_mode(True), mock.patch.object(cross_entropy_module, "select", chosen):
+            loss = loss_of(x, target, **options)
+        loss.backward(grad)
+        results.append((loss.detach(), x.grad))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+    assert not results[0][1][target == 3].any()
+
+
 def test_a_loss_may_be_changed_in_place():
     logits, target, _ = full_data(Case(tokens=(6,), ignored="none"))
     grads = []
