@@ -1,13 +1,20 @@
-"""The row sums of a cross-entropy in Triton, over a part of the vocabulary, exact and therefore without an order.
+"""Cross-entropy in Triton over a vocabulary that may be divided into parts; loss_spec.py has the functions' contract.
 
-    row_extremes   the largest and the smallest logit of each row
-    row_sums       sum of exp(x - top), and sum of x - top, in fixed point
+    row_extremes   one program per row
+    row_sums       one program per row, which folds the extremes of all parts by itself
+    token_losses   a block of tokens per program: adds the parts' integers, and computes the losses
+    whole_losses   the three in one launch, one program per row, for a vocabulary that is not divided
+    sum_of_tokens  one program: token t goes to lane t mod LANES, a lane adds its tokens in order, and the lanes are
+                   added by halves. fp64
     logits_grad    dx = p * of_p - everywhere - [column is the target] * of_target,  p = exp(x - top - log_sum)
+                   of_p = g (1 + 2 z (top + log_sum)),  everywhere = g smoothing / V,  of_target = g (1 - smoothing)
 
-A maximum rounds nothing. exp(x - top) is at most one, so a multiple of 2^-exp_bits stands for it in an int64, and sums
-of integers are exact: any split of a row over ranks, programs, threads or loop steps gives the same bits. (Kulisch's
-exact accumulator, short because the terms are bounded.) What is left is elementwise, launched with
-enable_fp_fusion=False so that every operation rounds on its own.
+A maximum rounds nothing, and sums are of integers, so how a row is cut into tiles and parts shows nowhere. The rest is
+elementwise, launched with enable_fp_fusion=False so that every operation rounds on its own, and written once for all
+kernels. The rows of targets that are ignored are not read.
+
+A target out of range fails an assertion on the device: debug=True keeps assertions in the compiled kernel, and
+sanitize_overflow=False leaves out those that Triton would add to each addition of integers.
 """
 
 from __future__ import annotations
@@ -17,72 +24,266 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dtypes import DTYPES
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from .loss_spec import LossSpec, check
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only
+TOKENS = 128  # of a program of token_losses; sets the speed only
+LANES = 2048  # of the sum over tokens, a power of two; another number gives other bits
+_ASSERTING = dict(debug=True, sanitize_overflow=False)
 
 
 @triton.jit
-def _extremes_kernel(x_ptr, high_ptr, low_ptr, stride, columns, BLOCK: tl.constexpr, WITH_LOW: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _load_target(target_ptr, row, target_stride, vocabulary, ignore_index):
+    """(id, whether the token counts). An id out of range fails an assertion, and is not followed."""
+    target = tl.load(target_ptr + row * target_stride).to(tl.int64)
+    in_range = (target >= 0) & (target < vocabulary)
+    ignored = target == ignore_index
+    tl.device_assert(in_range | ignored, "target holds an id that is neither in the vocabulary nor ignore_index")
+    return target, in_range & (ignored == 0)
+
+
+@triton.jit
+def _row_extremes(x_row, columns, width, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
+    """(largest, smallest) of a row; NaN for the largest if there is one; -inf and inf without columns.
+
+    Padding is loaded and then left out: a multiple of 16 for `width` lets the compiler load vectors.
+    """
     high = tl.full((BLOCK,), -float("inf"), tl.float32)
     low = tl.full((BLOCK,), float("inf"), tl.float32)
     nans = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < columns
-        x = tl.load(x_ptr + row * stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.load(x_row + cols, mask=cols < width, other=0.0).to(tl.float32)
+        x = tl.where(inside, x, -float("inf"))
         nans = nans | (x != x).to(tl.int32)  # maximum may drop them
         high = tl.maximum(high, x)
-        if WITH_LOW:
+        if SMOOTHING:
             low = tl.minimum(low, tl.where(inside, x, float("inf")))
     top = tl.where(tl.max(nans, axis=0) > 0, float("nan"), tl.max(high, axis=0))
-    tl.store(high_ptr + row, top)
-    if WITH_LOW:
-        tl.store(low_ptr + row, tl.min(low, axis=0))
+    return top, tl.min(low, axis=0)
 
 
 @triton.jit
-def _sums_kernel(
-    x_ptr, top_ptr, scale_ptr, exps_ptr, shifts_ptr, stride, columns,
-    ONE: tl.constexpr, BLOCK: tl.constexpr, WITH_SHIFTS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    top = tl.load(top_ptr + row)
+def _row_sums(x_row, columns, width, top, scale, ONE: tl.constexpr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr):
+    """(sum of exp(x - top), sum of x - top) in fixed point; they mean nothing if top is not finite."""
     exps = tl.zeros((BLOCK,), tl.int64)
     shifts = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * stride + cols, mask=cols < columns, other=-float("inf")).to(tl.float32) - top
-        x = tl.where(x <= 0, x, -float("inf"))  # NaN, in rows whose top is not finite
+        x = tl.load(x_row + cols, mask=cols < width, other=0.0).to(tl.float32) - top
+        x = tl.where((cols < columns) & (x <= 0), x, -float("inf"))  # NaN, in rows whose top is not finite
         exps += (tl.exp(x) * ONE).to(tl.int64)
-        if WITH_SHIFTS:
-            shifts += tl.where(x > -float("inf"), x * tl.load(scale_ptr + row), 0.0).to(tl.int64)
-    tl.store(exps_ptr + row, tl.sum(exps, axis=0))
-    if WITH_SHIFTS:
-        tl.store(shifts_ptr + row, tl.sum(shifts, axis=0))
+        if SMOOTHING:
+            shifts += tl.where(x > -float("inf"), x * scale, 0.0).to(tl.int64)
+    return tl.sum(exps, axis=0), tl.sum(shifts, axis=0)
 
 
-@triton.jit(do_not_specialize=["first", "ignore_index"])
+@triton.jit
+def _shift_scale(top, lowest, EXP_BITS: tl.constexpr):
+    """A power of two that x - top is multiplied by; |top - lowest| * scale is below 2^EXP_BITS."""
+    # top - lowest < 2^exponent, read off its bits; the bounds keep the scale a normal number
+    exponent = ((top - lowest).to(tl.int32, bitcast=True) >> 23) - 126
+    exponent = tl.minimum(tl.maximum(exponent, -60), 128)
+    return ((EXP_BITS - exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _plain_nan(x):
+    """x with each NaN replaced by torch's own, whatever sign and payload it had."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _losses(
+    top, lowest, at_target, exps, shifts, counts, vocabulary, smoothing, rest, z_loss,
+    ONE: tl.constexpr, EXP_BITS: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """(losses, log_sum) of a token or of a block of tokens; rest = 1 - smoothing."""
+    log_sum = tl.log(exps.to(tl.float64) / ONE).to(tl.float32)
+    # as torch: a NaN, an inf, or nothing but -inf
+    log_sum = tl.where(tl.abs(top) < float("inf"), log_sum, float("nan"))
+    loss = log_sum - (at_target - top)
+    if SMOOTHING:
+        mean = (shifts.to(tl.float64) / _shift_scale(top, lowest, EXP_BITS).to(tl.float64) / vocabulary).to(tl.float32)
+        mean = tl.where(lowest == -float("inf"), -float("inf"), mean)
+        loss = rest * loss + smoothing * (log_sum - mean)
+    if Z_LOSS:
+        lse = top + log_sum
+        loss = loss + z_loss * (lse * lse)
+    return tl.where(counts, _plain_nan(loss), 0.0), log_sum
+
+
+@triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index", "T"])
+def _extremes_kernel(
+    x_ptr, target_ptr, extremes_ptr, stride, columns, width, first, target_stride, vocabulary, ignore_index, T,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride
+    target, counts = _load_target(target_ptr, row, target_stride, vocabulary, ignore_index)
+    high, low = _row_extremes(x_row, tl.where(counts, columns, 0), width, BLOCK, SMOOTHING)
+    place = target - first
+    here = counts & (place >= 0) & (place < columns)
+    out = extremes_ptr + row
+    tl.store(out, high)
+    tl.store(out + T.to(tl.int64), tl.load(x_row + place, mask=here, other=0.0).to(tl.float32))
+    if SMOOTHING:
+        tl.store(out + 2 * T.to(tl.int64), low)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "T", "parts"])
+def _sums_kernel(
+    x_ptr, target_ptr, extremes_ptr, sums_ptr, stride, columns, width, target_stride, ignore_index, T, parts,
+    ONE: tl.constexpr, EXP_BITS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    counts = tl.load(target_ptr + row * target_stride).to(tl.int64) != ignore_index
+    part = tl.arange(0, PARTS)
+    kinds = 3 if SMOOTHING else 2
+    of_part = extremes_ptr + part.to(tl.int64) * kinds * T + row
+    highs = tl.load(of_part, mask=part < parts, other=-float("inf"))
+    is_nan = tl.max((highs != highs).to(tl.int32), axis=0) > 0
+    top = tl.where(is_nan, float("nan"), tl.max(highs, axis=0)) + 0.0  # as in _losses_kernel
+    scale = tl.full((), 1.0, tl.float32)
+    if SMOOTHING:
+        lowest = tl.min(tl.load(of_part + 2 * T.to(tl.int64), mask=part < parts, other=float("inf")), axis=0)
+        scale = _shift_scale(top, lowest, EXP_BITS)
+    read = tl.where(counts, columns, 0)
+    exps, shifts = _row_sums(x_ptr + row * stride, read, width, top, scale, ONE, BLOCK, SMOOTHING)
+    tl.store(sums_ptr + row, exps)
+    if SMOOTHING:
+        tl.store(sums_ptr + T.to(tl.int64) + row, shifts)
+
+
+@triton.jit(do_not_specialize=["width", "vocabulary", "ignore_index", "T", "parts"])
+def _losses_kernel(
+    extremes_ptr, sums_ptr, target_ptr, losses_ptr, stats_ptr, width, target_stride, vocabulary, ignore_index, T, parts,
+    smoothing, rest, z_loss,
+    ONE: tl.constexpr, EXP_BITS: tl.constexpr, TOKENS: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < T
+    target = tl.load(target_ptr + token * target_stride, mask=inside, other=0).to(tl.int64)
+    counts = inside & (target != ignore_index)
+    tokens = T.to(tl.int64)
+    top = tl.full((TOKENS,), -float("inf"), tl.float32)
+    lowest = tl.full((TOKENS,), float("inf"), tl.float32)
+    nans = tl.zeros((TOKENS,), tl.int32)
+    exps = tl.zeros((TOKENS,), tl.int64)
+    shifts = tl.zeros((TOKENS,), tl.int64)
+    kinds = 3 if SMOOTHING else 2
+    for part in range(parts):
+        of_part = extremes_ptr + part * kinds * tokens + token
+        high = tl.load(of_part, mask=inside, other=0.0)
+        nans = nans | (high != high).to(tl.int32)
+        top = tl.maximum(top, high)
+        of_part_sums = sums_ptr + part * (kinds - 1) * tokens + token
+        exps += tl.load(of_part_sums, mask=inside, other=0)
+        if SMOOTHING:
+            lowest = tl.minimum(lowest, tl.load(of_part + 2 * tokens, mask=inside, other=0.0))
+            shifts += tl.load(of_part_sums + tokens, mask=inside, other=0)
+    top = tl.where(nans > 0, float("nan"), top) + 0.0  # the largest of 0.0 and -0.0 may be either: now 0.0
+    owner = tl.where(counts, target // width, 0)
+    at_target = tl.load(extremes_ptr + owner * kinds * tokens + tokens + token, mask=counts, other=0.0)
+    losses, log_sum = _losses(
+        top, lowest, at_target, exps, shifts, counts, vocabulary, smoothing, rest, z_loss,
+        ONE, EXP_BITS, SMOOTHING, Z_LOSS,
+    )  # fmt: skip
+    tl.store(losses_ptr + token, losses, mask=inside)
+    tl.store(stats_ptr + token, top, mask=inside)
+    tl.store(stats_ptr + tokens + token, log_sum, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "T"])
+def _whole_kernel(
+    x_ptr, target_ptr, losses_ptr, stats_ptr, stride, vocabulary, width, target_stride, ignore_index, T,
+    smoothing, rest, z_loss,
+    ONE: tl.constexpr, EXP_BITS: tl.constexpr, BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride
+    target, counts = _load_target(target_ptr, row, target_stride, vocabulary, ignore_index)
+    columns = tl.where(counts, vocabulary, 0)
+    at_target = tl.load(x_row + target, mask=counts, other=0.0).to(tl.float32)
+    top, lowest = _row_extremes(x_row, columns, width, BLOCK, SMOOTHING)
+    top = top + 0.0  # as in _losses_kernel
+    scale = _shift_scale(top, lowest, EXP_BITS)
+    exps, shifts = _row_sums(x_row, columns, width, top, scale, ONE, BLOCK, SMOOTHING)
+    loss, log_sum = _losses(
+        top, lowest, at_target, exps, shifts, counts, vocabulary, smoothing, rest, z_loss,
+        ONE, EXP_BITS, SMOOTHING, Z_LOSS,
+    )  # fmt: skip
+    tl.store(losses_ptr + row, loss)
+    tl.store(stats_ptr + row, top)
+    tl.store(stats_ptr + T.to(tl.int64) + row, log_sum)
+
+
+@triton.jit
+def _sum_by_halves(x, SIZE: tl.constexpr):
+    """The sum of SIZE elements, a power of two: adds first and second half until one is left."""
+    if SIZE == 1:
+        return tl.sum(x, axis=0)
+    else:
+        return _sum_by_halves(tl.sum(tl.reshape(x, (2, SIZE // 2)), axis=0), SIZE // 2)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "T"])
+def _total_kernel(
+    losses_ptr, target_ptr, total_ptr, count_ptr, target_stride, ignore_index, T,
+    LANES: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, LANES)
+    totals = tl.zeros((LANES,), tl.float64)
+    counted = tl.zeros((LANES,), tl.int64)
+    for start in range(0, T, LANES):
+        token = start + lanes
+        totals += tl.load(losses_ptr + token, mask=token < T, other=0.0).to(tl.float64)
+        if MEAN:
+            at = target_ptr + token.to(tl.int64) * target_stride
+            target = tl.load(at, mask=token < T, other=0).to(tl.int64)
+            counted += ((token < T) & (target != ignore_index)).to(tl.int64)
+    total = _sum_by_halves(totals, LANES)
+    if MEAN:
+        count = tl.sum(counted, axis=0)
+        tl.store(count_ptr, count)
+        total = total / count.to(tl.float64)
+    tl.store(total_ptr, _plain_nan(total.to(tl.float32)))
+
+
+@triton.jit(do_not_specialize=["first", "ignore_index", "T"])
 def _grad_kernel(
-    x_ptr, target_ptr, top_ptr, log_sum_ptr, of_p_ptr, of_target_ptr, everywhere_ptr, dx_ptr,
-    stride, N, columns, first, ignore_index, BLOCK: tl.constexpr,
+    grad_ptr, x_ptr, target_ptr, stats_ptr, count_ptr, dx_ptr,
+    grad_stride, stride, N, columns, first, target_stride, ignore_index, T, rest, everywhere, twice_z_loss,
+    BLOCK: tl.constexpr, MEAN: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_ptr + row)
+    target = tl.load(target_ptr + row * target_stride).to(tl.int64)
     read = (cols < columns) & (target != ignore_index)
-    x = tl.load(x_ptr + row * stride + cols, mask=read, other=0.0).to(tl.float32)
-    p = tl.exp((x - tl.load(top_ptr + row)) - tl.load(log_sum_ptr + row))
-    dx = p * tl.load(of_p_ptr + row) - tl.load(everywhere_ptr + row)
-    dx = tl.where(cols + first == target, dx - tl.load(of_target_ptr + row), dx)
+    loaded = (cols < N) & (target != ignore_index)
+    x = tl.load(x_ptr + row * stride + cols, mask=loaded, other=0.0).to(tl.float32)
+    top = tl.load(stats_ptr + row)
+    log_sum = tl.load(stats_ptr + T.to(tl.int64) + row)
+    g = tl.load(grad_ptr + row * grad_stride)
+    if MEAN:
+        g = tl.div_rn(g, tl.load(count_ptr).to(tl.float32))
+    of_p = g
+    if Z_LOSS:
+        of_p = g * (1.0 + twice_z_loss * (top + log_sum))
+    dx = tl.exp((x - top) - log_sum) * of_p - g * everywhere
+    dx = tl.where(cols + first == target, dx - g * rest, dx)
     dx = tl.where(read, dx, 0.0)
     tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-_extremes = Launches(_extremes_kernel, enable_fp_fusion=False)
+_extremes = Launches(_extremes_kernel, enable_fp_fusion=False, **_ASSERTING)
 _sums = Launches(_sums_kernel, enable_fp_fusion=False)
+_token_losses = Launches(_losses_kernel, enable_fp_fusion=False)
+_whole = Launches(_whole_kernel, enable_fp_fusion=False, **_ASSERTING)
+_total = Launches(_total_kernel, enable_fp_fusion=False)
 _grad = Launches(_grad_kernel, enable_fp_fusion=False)
 
 
@@ -101,84 +302,124 @@ def _block(columns: int) -> tuple[int, int]:
     return block, max(1, min(8, block // 512))
 
 
-def _check(operation: str, logits: Tensor, columns: int) -> None:
-    if logits.dim() != 2:
-        raise ValueError(f"{operation}: logits has shape {tuple(logits.shape)}; allowed: [rows, columns]")
-    if logits.dtype not in DTYPES:
-        raise TypeError(f"{operation}: logits has dtype {logits.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    if not 0 <= columns <= logits.shape[1]:
-        raise ValueError(f"{operation}: columns is {columns}; allowed: 0 to {logits.shape[1]}")
-
-
-def row_extremes(logits: Tensor, columns: int, *, with_low: bool) -> tuple[Tensor, Tensor | None]:
-    """(largest, smallest or None) of the first `columns` of each row: fp32 [T]; -inf and inf where there are none.
-
-    logits: [T, N], bfloat16, float16 or float32. A row with a NaN has NaN for its largest.
-    """
-    _check("row_extremes", logits, columns)
-    high = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
-    low = torch.empty_like(high) if with_low else None
-    if len(high):
+def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec: LossSpec) -> Tensor:
+    """extremes [E, T] of one part of the vocabulary, see loss_spec."""
+    check("row_extremes", logits, target, columns)
+    t = logits.shape[0]
+    extremes = torch.empty((spec.extremes, t), device=logits.device, dtype=torch.float32)
+    if t:
         x, stride = _rows(logits)
         block, warps = _block(columns)
         with launch_on(logits, "row_extremes"):
             _extremes(
-                logits.device.index, (len(high),), (x, high, high if low is None else low, stride, columns),
-                (block, with_low), num_warps=warps,
+                logits.device.index, (t,),
+                (
+                    x, target, extremes, stride, columns, logits.shape[1], first, target.stride(0), spec.vocabulary,
+                    spec.ignore_index, t,
+                ),
+                (block, spec.label_smoothing > 0), num_warps=warps,
             )  # fmt: skip
-    return high, low
+    return extremes
 
 
-def row_sums(
-    logits: Tensor, columns: int, top: Tensor, *, exp_bits: int, shift_scale: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """(sum of exp(x - top), sum of x - top or None) over the first `columns` of each row, in fixed point: int64 [T].
-
-    Each term is multiplied by 2^exp_bits, or by its row's `shift_scale`, and loses its fraction.
-
-    Args:
-        logits: [T, N], bfloat16, float16 or float32.
-        top: fp32 [T], at least every logit of its row; the sums of rows where it is not finite mean nothing.
-        exp_bits: so few that columns * 2^exp_bits, over all parts of the vocabulary, stays within int64.
-        shift_scale: fp32 [T], powers of two with the same purpose, or None. An x of -inf adds nothing.
-    """
-    _check("row_sums", logits, columns)
-    exps = torch.empty(logits.shape[0], device=logits.device, dtype=torch.int64)
-    shifts = None if shift_scale is None else torch.empty_like(exps)
-    if len(exps):
+def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spec: LossSpec) -> Tensor:
+    """sums [S, T] of one part of the vocabulary, from the extremes [P, E, T] of all, see loss_spec."""
+    check("row_sums", logits, target, columns)
+    t, parts = logits.shape[0], extremes.shape[0]
+    sums = torch.empty((spec.sums, t), device=logits.device, dtype=torch.int64)
+    if t:
         x, stride = _rows(logits)
-        scale, shifts_out = (top, exps) if shift_scale is None or shifts is None else (shift_scale, shifts)
         block, warps = _block(columns)
+        bits = spec.exp_bits
         with launch_on(logits, "row_sums"):
             _sums(
-                logits.device.index, (len(exps),), (x, top, scale, exps, shifts_out, stride, columns),
-                (2.0**exp_bits, block, shifts is not None), num_warps=warps,
+                logits.device.index, (t,),
+                (
+                    x, target, extremes, sums, stride, columns, logits.shape[1], target.stride(0), spec.ignore_index, t,
+                    parts,
+                ),
+                (2.0**bits, bits, block, next_power_of_2(parts), spec.label_smoothing > 0), num_warps=warps,
             )  # fmt: skip
-    return exps, shifts
+    return sums
+
+
+def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """(losses [T], stats [2, T]) from the extremes [P, E, T] and the sums [P, S, T] of all parts, see loss_spec."""
+    t = extremes.shape[2]
+    losses = torch.empty((t,), device=extremes.device, dtype=torch.float32)
+    stats = torch.empty((2, t), device=extremes.device, dtype=torch.float32)
+    if t:
+        smoothing, z_loss, bits = spec.label_smoothing, spec.z_loss, spec.exp_bits
+        with launch_on(extremes, "token_losses"):
+            _token_losses(
+                extremes.device.index, (cdiv(t, TOKENS),),
+                (
+                    extremes, sums, target, losses, stats, width, target.stride(0), spec.vocabulary, spec.ignore_index,
+                    t, extremes.shape[0], float(smoothing), 1.0 - smoothing, float(z_loss),
+                ),
+                (2.0**bits, bits, TOKENS, smoothing > 0, z_loss > 0), num_warps=4,
+            )  # fmt: skip
+    return losses, stats
+
+
+def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """(losses [T], stats [2, T]) of a vocabulary in one part, with the bits of the three functions, see loss_spec."""
+    check("whole_losses", logits, target, spec.vocabulary)
+    t = logits.shape[0]
+    losses = torch.empty((t,), device=logits.device, dtype=torch.float32)
+    stats = torch.empty((2, t), device=logits.device, dtype=torch.float32)
+    if t:
+        x, stride = _rows(logits)
+        block, warps = _block(spec.vocabulary)
+        smoothing, z_loss, bits = spec.label_smoothing, spec.z_loss, spec.exp_bits
+        with launch_on(logits, "whole_losses"):
+            _whole(
+                logits.device.index, (t,),
+                (
+                    x, target, losses, stats, stride, spec.vocabulary, logits.shape[1], target.stride(0),
+                    spec.ignore_index, t, float(smoothing), 1.0 - smoothing, float(z_loss),
+                ),
+                (2.0**bits, bits, block, smoothing > 0, z_loss > 0), num_warps=warps,
+            )  # fmt: skip
+    return losses, stats
+
+
+def sum_of_tokens(losses: Tensor, target: Tensor, spec: LossSpec, *, mean: bool) -> tuple[Tensor, Tensor | None]:
+    """(total, count or None), see loss_spec. One order for each number of tokens."""
+    total = torch.empty((), device=losses.device, dtype=torch.float32)
+    count = torch.empty((), device=losses.device, dtype=torch.int64) if mean else None
+    with launch_on(losses, "sum_of_tokens"):
+        _total(
+            losses.device.index, (1,),
+            (
+                losses, target, total, total if count is None else count, target.stride(0), spec.ignore_index,
+                losses.shape[0],
+            ),
+            (LANES, mean), num_warps=8,
+        )  # fmt: skip
+    return total, count
 
 
 def logits_grad(
-    logits: Tensor, columns: int, first: int, target: Tensor, ignore_index: int, top: Tensor, log_sum: Tensor,
-    factors: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, count: Tensor | None, columns: int, first: int,
+    spec: LossSpec,
 ) -> Tensor:  # fmt: skip
-    """dx [T, N] in the logits' dtype, by the formula at the top; zero from `columns` on and in rows that are ignored.
-
-    Args:
-        logits: [T, N], bfloat16, float16 or float32; its column 0 is column `first` of the whole vocabulary.
-        target: int64 [T], columns of the whole vocabulary, or ignore_index.
-        top, log_sum: fp32 [T], with log_sum = log(sum of exp(x - top)).
-        factors: of_p, of_target, everywhere, each fp32 [T].
-    """
-    _check("logits_grad", logits, columns)
+    """dlogits [T, N] of one part of the vocabulary, by the formula at the top, see loss_spec."""
+    check("logits_grad", logits, target, columns)
     t, n = logits.shape
     dx = torch.empty((t, n), device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
     if t and n:
         x, stride = _rows(logits)
         block, warps = _block(n)
+        grad_stride = grad.stride(0) if grad.shape[0] > 1 else 0
         with launch_on(logits, "logits_grad"):
             _grad(
                 logits.device.index, (t, cdiv(n, block)),
-                (x, target, top, log_sum, *factors, dx, stride, n, columns, first, ignore_index),
-                (block,), num_warps=warps,
+                (
+                    grad, x, target, stats, stats if count is None else count, dx, grad_stride, stride, n, columns,
+                    first, target.stride(0), spec.ignore_index, t, 1.0 - spec.label_smoothing,
+                    spec.label_smoothing / spec.vocabulary, 2.0 * spec.z_loss,
+                ),
+                (block, count is not None, spec.z_loss > 0), num_warps=warps,
             )  # fmt: skip
     return dx.to(logits.dtype)

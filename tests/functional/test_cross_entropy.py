@@ -6,19 +6,26 @@ import dataclasses
 import functools
 import math
 import re
+import subprocess
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from same_as_alone import assert_as_alone, run_all
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional import cross_entropy as cross_entropy_module
+from tp_invariant.kernels.launch import Launches
+from tp_invariant.kernels.select import select
+from tp_invariant.kernels.vocabulary import cross_entropy as triton_kernels
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -72,7 +79,7 @@ def full_data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
             torch.rand(case.tokens, generator=g) < 0.3 if case.ignored == "some" else torch.ones(case.tokens).bool()
         )
         target[ignored] = -100
-    logits[..., case.vocabulary :] = math.nan  # padding is never read
+    logits[..., case.vocabulary :] = math.nan  # padding has no effect
     grad = torch.randn(case.tokens if case.reduction == "none" else (), generator=g)
     return logits, target, grad
 
@@ -202,6 +209,126 @@ def test_strides_and_threads_change_no_bit():
         assert_bitwise_equal(both(logits), want)
     finally:
         torch.set_num_threads(threads)
+
+
+# --- the Triton kernels on ranks ------------------------------------------------------------------------------------
+
+
+def run_in_triton(tp_group: Any, case: Case) -> dict[str, Tensor]:
+    """`run` with the kernels of GPUs, in Triton's interpreter."""
+    with mock.patch.object(cross_entropy_module, "select", lambda *args: triton_kernels):
+        return run(tp_group, case)
+
+
+def triton_cases() -> list[Case]:
+    base = Case(columns=48, tokens=(5,))
+    smooth = base.with_(label_smoothing=0.1, z_loss=1e-2)
+    return [
+        base,
+        base.with_(tokens=(2, 3), reduction="none", dtype=torch.bfloat16),
+        smooth.with_(vocab_size=43, dtype=torch.float16),
+        smooth.with_(infinities=True, reduction="none"),
+        base.with_(columns=24, vocab_size=5, z_loss=0.1),  # ranks that hold padding alone
+        base.with_(tokens=(), ignored="none", reduction="sum"),
+        smooth.with_(tokens=(0,), reduction="sum"),
+        smooth.with_(ignored="all"),
+    ]
+
+
+@pytest.mark.parametrize("degree", (2, 4, 8))
+def test_the_triton_kernels_give_the_same_bits_at_every_degree(degree):
+    assert_as_alone(run_in_triton, triton_cases(), degree)
+
+
+def test_the_triton_kernels_against_float64():
+    for case in triton_cases():
+        got, exact, theirs = run_in_triton(None, case), torchs(case, torch.float64), torchs(case, torch.float32)
+        if case.ignored == "all":
+            exact["dlogits"].zero_()
+        for name, want in exact.items():
+            finite = want.isfinite()
+            torch.testing.assert_close(got[name][~finite].double(), want[~finite], equal_nan=True)
+            assert_near(got[name][finite], want[finite], theirs[name][finite], case.dtype, name)
+
+
+class Operators(TorchDispatchMode):
+    """The names of torch's operators that are called, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_and_operators(tp_group: Any, case: Case) -> tuple[list[str], list[str]]:
+    """The kernels that one call launches, forward and backward, and the torch operators that it calls beside them."""
+    group, launched, launch = resolve_group(tp_group), [], Launches.__call__
+
+    def spy(self, *args, **kwargs):
+        launched.append(self._kernel.fn.__name__)
+        with _disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    logits, target, grad = full_data(case)
+    local = shard(logits, dim=-1, rank=group.rank, world=group.size).requires_grad_()
+    with (
+        tpi.set_tp_invariant_mode(True),
+        mock.patch.object(cross_entropy_module, "select", lambda *args: triton_kernels),
+        mock.patch.object(cross_entropy_module, "check_ids"),  # on a GPU the kernels assert it
+        mock.patch.object(Launches, "__call__", spy),
+    ):
+        tpi.vocab_parallel_cross_entropy(local, target, tp_group=tp_group, **case.options)  # compares the ranks
+        launched.clear()
+        with Operators() as operators:
+            loss = tpi.vocab_parallel_cross_entropy(local, target, tp_group=tp_group, **case.options)
+            loss.backward(grad)
+    return launched, operators.names
+
+
+COMPUTES_NOTHING = {
+    "empty",
+    "new_empty",
+    "view",
+    "_unsafe_view",
+    "detach",
+    "alias",
+    "as_strided",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_call_on_one_rank_is_three_launches(smoothing):
+    for case in (Case(columns=48, tokens=(2, 3)), Case(columns=48, vocab_size=43, tokens=(5,))):
+        case = case.with_(label_smoothing=smoothing, z_loss=smoothing)
+        launched, operators = launches_and_operators(None, case)
+        assert launched == ["_whole_kernel", "_total_kernel", "_grad_kernel"]
+        assert set(operators) <= COMPUTES_NOTHING and "empty" in operators
+        launched, operators = launches_and_operators(None, case.with_(reduction="none"))
+        assert launched == ["_whole_kernel", "_grad_kernel"]
+        assert set(operators) <= COMPUTES_NOTHING
+    control = Operators()
+    with control, tpi.set_tp_invariant_mode(False):
+        tpi.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), tp_group=None)
+    assert not set(control.names) <= COMPUTES_NOTHING
+
+
+def test_a_call_on_ranks_is_five_launches_and_two_gathers():
+    case = Case(columns=48, tokens=(5,), label_smoothing=0.1)
+    for launched, operators in run_ranks(launches_and_operators, 2, case):
+        kernels = ("extremes", "sums", "losses", "total", "grad")
+        assert launched == [f"_{name}_kernel" for name in kernels]
+        gathers = [name for name in operators if "gather" in name]
+        assert len(gathers) == 2
+        assert set(operators) - set(gathers) <= COMPUTES_NOTHING | {"wait_tensor"}
+
+
+# --- communication --------------------------------------------------------------------------------------------------
 
 
 def gathered_sizes(tp_group: Any, case: Case) -> list[int]:
@@ -340,6 +467,57 @@ def test_a_row_of_many_equal_logits_keeps_its_small_terms():
     torch.testing.assert_close(loss.double(), exact, rtol=1e-7, atol=0)
 
 
+def test_targets_of_any_strides_and_dtype():
+    """One column of a matrix of ids, and an expanded id."""
+    logits, target, _ = full_data(Case(tokens=(6,), ignored="none"))
+    wide = torch.stack([target, torch.zeros_like(target)], dim=1)
+
+    def both(x, ids):
+        x = x.clone().requires_grad_()
+        with tpi.set_tp_invariant_mode(True):
+            loss = tpi.vocab_parallel_cross_entropy(x, ids, tp_group=None, reduction="none")
+        loss.sum().backward()
+        return loss.detach(), x.grad
+
+    for chosen in (select, lambda *args: triton_kernels):
+        with mock.patch.object(cross_entropy_module, "select", chosen):
+            want = both(logits, target)
+            for other in (wide[:, 0], target.int(), wide.int()[:, 0]):
+                assert_bitwise_equal(both(logits, other), want)
+            shaped = both(logits.view(2, 3, -1), wide[:, 0].view(2, 3))
+            assert_bitwise_equal([t.view(w.shape) for t, w in zip(shaped, want, strict=True)], want)
+            one = target[:1].expand(6)
+            assert_bitwise_equal(both(logits, one), both(logits, one.contiguous()))
+
+
+@pytest.mark.parametrize("chosen", (select, lambda *args: triton_kernels), ids=("reference", "triton"))
+def test_an_ignore_index_inside_of_the_vocabulary(chosen):
+    logits, target, grad = full_data(Case(tokens=(60,), columns=12, ignored="none"))
+    assert 1 < (target == 5).sum() < 55
+    options = dict(label_smoothing=0.1, ignore_index=5)
+    results = []
+    for loss_of in (functools.partial(tpi.vocab_parallel_cross_entropy, tp_group=None), F.cross_entropy):
+        x = logits.clone().requires_grad_()
+        with tpi.set_tp_invariant_mode(True), mock.patch.object(cross_entropy_module, "select", chosen):
+            loss = loss_of(x, target, **options)
+        loss.backward(grad)
+        results.append((loss.detach(), x.grad))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+    assert not results[0][1][target == 5].any()
+
+
+def test_a_loss_may_be_changed_in_place():
+    logits, target, _ = full_data(Case(tokens=(6,), ignored="none"))
+    grads = []
+    for change in (lambda loss: loss.mul_(2.0), lambda loss: loss * 2.0):
+        x = logits.clone().requires_grad_()
+        with tpi.set_tp_invariant_mode(True):
+            loss = tpi.vocab_parallel_cross_entropy(x, target, tp_group=None, reduction="none")
+        change(loss).sum().backward()
+        grads.append(x.grad)
+    assert_bitwise_equal(*grads)
+
+
 def test_the_logarithm_does_not_depend_on_the_position_of_a_token():
     """torch's log is taken in float64 for each token and rounded to fp32; a CPU computes vectors and remainders."""
     sums = torch.rand(10007, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e5 + 1
@@ -458,3 +636,41 @@ def test_accuracy_on_a_gpu(dtype):
         )
         for name, want in exact.items():
             assert_near(got[name], want, theirs[name], dtype, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_nan_on_a_gpu_is_torchs_nan(reduction):
+    x = torch.zeros(3, 40, device="cuda")
+    x[1, 5] = -math.nan
+    with tpi.set_tp_invariant_mode(True):
+        loss = tpi.vocab_parallel_cross_entropy(
+            x, torch.tensor([1, 2, 3], device="cuda"), tp_group=None, reduction=reduction
+        )
+    nans = loss[loss.isnan()]
+    assert nans.numel() == 1
+    assert_bitwise_equal(nans.cpu(), torch.full((1,), math.nan))
+
+
+OUT_OF_RANGE = """
+import torch, tp_invariant as tpi
+tpi.set_tp_invariant_mode(True)
+x = torch.zeros(4, 12, device="cuda")
+tpi.vocab_parallel_cross_entropy(x, torch.tensor([0, -100, 11, 3], device="cuda"), tp_group=None)
+torch.cuda.synchronize()
+print("in range", flush=True)
+tpi.vocab_parallel_cross_entropy(x, torch.tensor([0, {bad}, 11, 3], device="cuda"), tp_group=None)
+torch.cuda.synchronize()
+print("not reached")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("bad", (-1, 12))
+def test_an_id_out_of_range_on_a_gpu_fails_an_assertion(bad):
+    done = subprocess.run([sys.executable, "-c", OUT_OF_RANGE.format(bad=bad)], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stdout.strip() == "in range"
+    assert "target holds an id that is neither in the vocabulary nor ignore_index" in done.stdout + done.stderr

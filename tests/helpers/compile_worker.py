@@ -26,7 +26,7 @@ from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.rowwise import gated, norm, softmax
 from tp_invariant.kernels.rowwise.gated_checks import halves
-from tp_invariant.kernels.vocabulary import cross_entropy, embedding
+from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
 compiled: set[str] = set()
@@ -149,12 +149,17 @@ def gates(dtype: torch.dtype) -> None:
 
 
 def losses(dtype: torch.dtype) -> None:
-    logits, ids, row = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, dtype=torch.int64), torch.zeros(16)
-    for with_low in (False, True):
-        cross_entropy.row_extremes(logits, 1000, with_low=with_low)
-    for scale in (None, row):
-        cross_entropy.row_sums(logits, 1000, row, exp_bits=20, shift_scale=scale)
-    cross_entropy.logits_grad(logits, 1000, 0, ids, -100, row, row, (row, row, row))
+    logits, ids = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, dtype=torch.int64)
+    for smoothing, z_loss in ((0.0, 0.0), (0.1, 0.1)):
+        spec = loss_spec.LossSpec(1000, -100, smoothing, z_loss)
+        extremes = cross_entropy.row_extremes(logits, ids, 1000, 0, spec).expand(3, -1, -1).contiguous()
+        sums = cross_entropy.row_sums(logits, ids, 1000, extremes, spec).expand(3, -1, -1).contiguous()
+        cross_entropy.token_losses(extremes, sums, ids, 1000, spec)
+        losses, stats = cross_entropy.whole_losses(logits, ids.int(), spec)
+        for mean in (False, True):
+            total, count = cross_entropy.sum_of_tokens(losses, ids, spec, mean=mean)
+            grad = total.view(1) if mean else losses
+            cross_entropy.logits_grad(grad, logits, ids, stats, count, 1000, 0, spec)
     embedding.embedding_grad(logits, ids, 100, dtype)
     softmax.softmax(logits, log=True, out_dtype=dtype)
     softmax.row_sums(logits, divisor=3, out_dtype=dtype)

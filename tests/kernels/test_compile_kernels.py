@@ -6,6 +6,7 @@ With the installed Triton; nothing is launched, so this does not test results.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pkgutil
 import re
@@ -75,6 +76,32 @@ def test_dot_products_of_one_length_are_one_compiled_form(compiled):
     """Another form may add in another order. Here: three lengths of two dtypes, in four ways in memory each."""
     _, folder = compiled
     assert len(list(folder.rglob("_dots_kernel.ttgir"))) == 3 * 2
+
+
+def test_cross_entropy_asserts_on_the_device_and_fuses_nothing(compiled):
+    """Triton leaves assertions out of kernels that are not compiled for debugging. Only log in fp64 may fuse."""
+    _, folder = compiled
+    texts = {name: [path.read_text() for path in folder.rglob(f"_{name}_kernel.ptx")] for name in CROSS_ENTROPY}
+    for name in ("whole", "extremes"):
+        assert len(texts[name]) == 4  # two dtypes, with and without label smoothing
+        assert all("__assertfail" in text for text in texts[name])
+    texts["sums"] = [text for text in texts["sums"] if "ex2" in text]  # softmax has a kernel of this name
+    assert len(texts["sums"]) == 4 and len(texts["total"]) == 2
+    for text in itertools.chain(*texts.values()):
+        assert "fma.rn.f32" not in text and "fma.rn.ftz.f32" not in text
+
+
+CROSS_ENTROPY = ("whole", "extremes", "sums", "losses", "total", "grad")
+
+
+def test_the_sum_over_tokens_is_one_order_in_both_forms(compiled):
+    """By halves, each a sum of two: no tree of additions whose order the layout decides."""
+    _, folder = compiled
+    for path in folder.rglob("_total_kernel.ttgir"):
+        sums = re.findall(
+            r'"tt\.reduce"\(%\S+\) <\{axis = 0.*?\}\) : \(tensor<([0-9x]+)xf64', path.read_text(), re.DOTALL
+        )
+        assert sums[:2] == ["2x1024", "2x512"] and sums[-1] == "1" and len(sums) == 12
 
 
 def test_a_kernel_that_does_not_compile(tmp_path):

@@ -18,6 +18,7 @@ from tp_invariant.kernels.gemm import reference, tensor_core
 from tp_invariant.kernels.gemm.reference import K_BLOCK, chained_matmul, matmul
 from tp_invariant.kernels.rowwise import reference_norm, reference_softmax
 from tp_invariant.kernels.vocabulary import reference_cross_entropy, reference_embedding
+from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
 from tp_invariant.testing import assert_bitwise_equal, assert_slice_invariant, wide_randn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -256,7 +257,6 @@ def every_kernel():
     k, v = (torch.randn(2, 2, 140, 16, generator=generator) for _ in range(2))
     cu = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 130, 140], dtype=torch.int32)
     lengths = PackedLengths(*cu, 6, 130)
-    top, scale = x.amax(1), torch.full((70,), 2.0)
     stats = {rms: reference_norm.norm_forward(x, w, None, eps=1e-5, rms=rms, zero_centered=False) for rms in (0, 1)}
 
     def of_norm(rms):
@@ -267,11 +267,15 @@ def every_kernel():
         return [t for t in (*y, dx, sums, reference_norm.fold_partial_sums(sums)) if t is not None]
 
     def of_logits():
-        exps, shifts = reference_cross_entropy.row_sums(x, 40, top, exp_bits=40, shift_scale=scale)
-        extremes = reference_cross_entropy.row_extremes(x, 40, with_low=True)
-        factors = (scale, scale * 0.5, scale * 0.25)
-        grad = reference_cross_entropy.logits_grad(x, 40, 3, target, -100, top, scale, factors)
-        return [exps, shifts, *extremes, grad]
+        spec = LossSpec(60, -100, 0.1, 0.1)
+        extremes = [reference_cross_entropy.row_extremes(x, target, n, first, spec) for n, first in ((48, 0), (12, 48))]
+        major = torch.stack(extremes)
+        sums = torch.stack([reference_cross_entropy.row_sums(x, target, n, major, spec) for n in (48, 12)])
+        losses, stats = reference_cross_entropy.token_losses(major, sums, target, 48, spec)
+        total, count = reference_cross_entropy.sum_of_tokens(losses, target, spec, mean=True)
+        whole = reference_cross_entropy.whole_losses(x, target % 48, LossSpec(48, -100, 0.0, 0.0))
+        grad = reference_cross_entropy.logits_grad(total.view(1), x, target, stats, count, 12, 48, spec)
+        return [major, sums, losses, stats, total, count, *whole, grad]
 
     def of_rows():
         row_sums = reference_softmax.row_sums(x, divisor=48, out_dtype=torch.float16)

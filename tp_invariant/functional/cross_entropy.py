@@ -4,22 +4,23 @@ Legend: P ranks, T tokens, V ids in the vocabulary, n = (V + padding) / P column
 
     1. largest logit (and smallest, for label smoothing) and target's logit of each row: over local columns, gathered
     2. sum of exp(x - top), and of x - top: in fixed point over local columns, gathered, added as integers
-    3. loss = log_sum - (x_target - top), with label smoothing and z-loss; summed over tokens by halves
+    3. loss = log_sum - (x_target - top), with label smoothing and z-loss; summed over tokens in one order
     4. backward: elementwise from the local logits, top and log_sum, without communication
 
 The results of a maximum and of a sum of integers do not depend on the order, so it does not matter where the vocabulary
 is split. The communication is two or three fp32 and one or two int64 per token and rank; no rank ever holds [T, V].
+Each step is one kernel (kernels/vocabulary/), and on one rank 1 and 2 and the losses of 3 are one.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,17 +29,22 @@ from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.dtensors import refuse_dtensor
+from ..core.function_modes import enter_again, leave
 from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
 from ..gemm.gemm_fn import BUNDLED_DTYPES
 from ..kernels.select import select
+from ..kernels.vocabulary.loss_spec import LossSpec
 from . import stock
 from .linear import flatten_tokens
-from .vocab import VocabShard, check_ids
+from .vocab import VocabShard, check_id_dtype, check_ids
 
 REDUCTIONS = get_args(Reduction)
 MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and the error of V terms is below 2^-19; for V = 2^18, below 2^-25
+
+
+op_config(LossSpec)
 
 
 @op_config
@@ -47,10 +53,8 @@ class CrossEntropyCall:
     """The arguments of one call besides its tensors."""
 
     shard: VocabShard
-    label_smoothing: float
-    ignore_index: int
+    spec: LossSpec
     reduction: Reduction
-    z_loss: float
 
 
 def vocab_parallel_cross_entropy(
@@ -71,7 +75,7 @@ def vocab_parallel_cross_entropy(
             returns them. bfloat16, float16 or float32; computed in fp32.
         target: [..], int64 or int32, ids of the whole vocabulary, the same on every rank.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
-        vocab_size: V, if n * P is larger: the columns from V on are padding, which is never read and gets no gradient.
+        vocab_size: V, if n * P is larger: the columns from V on are padding, which has no effect and gets no gradient.
         label_smoothing: from 0 up to but not including 1, spread over all V ids.
         ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits.
         reduction: "mean" over the tokens that are not ignored (NaN if there are none), "sum" or "none".
@@ -83,21 +87,37 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: an option out of range, or shapes that are not compatible.
         TypeError: logits or target of another dtype.
-        IndexError: an id out of range, on a CPU; on CUDA a device-side assertion fails instead (see vocab.check_ids).
+        IndexError: an id out of range, on a CPU; on CUDA a device-side assertion fails instead, and a later call raises
+            (see vocab.check_ids).
         RuntimeError: ranks that disagree.
     """
-    group = resolve_group(tp_group)
+    left = leave()
+    try:
+        return _checked_cross_entropy(
+            logits, target, resolve_group(tp_group), vocab_size, label_smoothing, ignore_index, reduction, z_loss
+        )
+    finally:
+        enter_again(left)
+
+
+def _checked_cross_entropy(
+    logits: Tensor, target: Tensor, group: Group, vocab_size: int | None, label_smoothing: float, ignore_index: int,
+    reduction: Reduction, z_loss: float,
+) -> Tensor:  # fmt: skip
     _check_options(label_smoothing, reduction, z_loss)
     agreed = agreed_in(group)
     try:
         refuse_dtensor(logits, "logits")
         shard = _check_shapes(logits, target, vocab_size, group)
-        check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
         invariant = is_tp_invariant_mode_enabled()
+        if invariant and target.device.type == "cuda":
+            check_id_dtype(target, name="target", rank=group.rank)  # the kernels assert the range
+        else:
+            check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
     except (IndexError, TypeError, ValueError) as error:
         share_error(error, group, logits.device, agreed)
         raise
-    call = CrossEntropyCall(shard, label_smoothing, ignore_index, reduction, z_loss)
+    call = CrossEntropyCall(shard, LossSpec(shard.size, ignore_index, label_smoothing, z_loss), reduction)
     if group.size > 1:
         facts = {
             "the TP-invariant mode": invariant,
@@ -125,16 +145,19 @@ def _check_options(label_smoothing: float, reduction: str, z_loss: float) -> Non
 
 
 def _check_shapes(logits: Tensor, target: Tensor, vocab_size: int | None, group: Group) -> VocabShard:
-    where = f"on rank {group.rank}"
     if logits.dtype not in BUNDLED_DTYPES:
-        raise TypeError(f"logits is {logits.dtype} {where}: it must be one of {', '.join(map(str, BUNDLED_DTYPES))}")
+        raise TypeError(
+            f"logits is {logits.dtype} on rank {group.rank}: it must be one of {', '.join(map(str, BUNDLED_DTYPES))}"
+        )
     if logits.dim() < 1 or logits.shape[-1] == 0 or target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"logits has shape {tuple(logits.shape)} and target {tuple(target.shape)} {where}: they must be [.., n] "
-            "with n at least 1, the vocabulary last, and [..]"
+            f"logits has shape {tuple(logits.shape)} and target {tuple(target.shape)} on rank {group.rank}: they must "
+            "be [.., n] with n at least 1, the vocabulary last, and [..]"
         )
     if target.device != logits.device:
-        raise ValueError(f"target is on {target.device} {where}: move it to the logits' device, {logits.device}")
+        raise ValueError(
+            f"target is on {target.device} on rank {group.rank}: move it to the logits' device, {logits.device}"
+        )
     padded = logits.shape[-1] * group.size
     size = padded if vocab_size is None else vocab_size
     if not 1 <= size <= min(padded, MAX_VOCABULARY):
@@ -156,43 +179,44 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, call: CrossEntropyCall) -> Tensor:
-        ids = target.reshape(-1).long()
-        losses, top, log_sum = _token_losses(flatten_tokens(logits.detach()), ids, call)
-        valid = ids != call.ignore_index
-        losses = torch.where(valid, losses, 0.0)
-        count = valid.sum()
-        ctx.save_for_backward(logits, ids, top, log_sum, count)
+        kernels, ids = select("cross-entropy", logits.device.type), target.reshape(-1)
+        losses, stats = _token_losses(kernels, flatten_tokens(logits), ids, call)
         ctx.call = call
         if call.reduction == "none":
+            ctx.save_for_backward(logits, target, stats, None)
             return fresh_view(losses, target.shape)
-        total = _sum_of_tokens(losses)
-        return (total / count if call.reduction == "mean" else total).float()
+        total, count = kernels.sum_of_tokens(losses, ids, call.spec, mean=call.reduction == "mean")
+        ctx.save_for_backward(logits, target, stats, count)
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, ids, top, log_sum, count = ctx.saved_tensors
-        call: CrossEntropyCall = ctx.call
-        if call.reduction == "mean":
-            grad = grad / count
-        g = grad.reshape(-1).expand(ids.shape).contiguous()
-        of_p = g * (1.0 + 2.0 * call.z_loss * (top + log_sum)) if call.z_loss else g
-        factors = of_p, g * (1.0 - call.label_smoothing), g * (call.label_smoothing / call.shard.size)
+        logits, target, stats, count = ctx.saved_tensors
+        shard: VocabShard = ctx.call.shard
         dx = select("cross-entropy", logits.device.type).logits_grad(
-            flatten_tokens(logits), call.shard.real, call.shard.first, ids, call.ignore_index, top, log_sum, factors
-        )
-        if dx.device.type == "cpu":  # there a NaN's bits depend on its neighbours in a SIMD vector; a GPU has one NaN
-            dx.masked_fill_(dx.isnan(), math.nan)
+            grad.reshape(-1), flatten_tokens(logits), target.reshape(-1), stats, count, shard.real, shard.first,
+            ctx.call.spec,
+        )  # fmt: skip
         return dx.view(logits.shape), None, None
 
 
-def _outputs(logits: Tensor, target: Tensor, call: CrossEntropyCall) -> list[Tensor]:
+def _token_losses(kernels: ModuleType, x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
+    """(losses [T], stats [2, T]), both fp32, from x [T, n] and ids [T]; loss_spec.py says what stats are."""
+    shard, spec = call.shard, call.spec
+    if shard.group.size == 1:
+        return kernels.whole_losses(x, ids, spec)
+    extremes = gather_major(kernels.row_extremes(x, ids, shard.real, shard.first, spec), shard.group)
+    sums = gather_major(kernels.row_sums(x, ids, shard.real, extremes, spec), shard.group)
+    return kernels.token_losses(extremes, sums, ids, shard.width, spec)
+
+
+def _outputs(logits: Tensor, target: Tensor, call: CrossEntropyCall) -> list[Tensor | None]:
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return logits.new_empty(shape, dtype=dtype)
 
-    tokens = target.numel()
     loss = new(*(target.shape if call.reduction == "none" else ()))
-    return [loss, new(tokens, dtype=torch.int64), new(tokens), new(tokens), new(dtype=torch.int64)]
+    return [loss, new(2, target.numel()), new(dtype=torch.int64) if call.reduction == "mean" else None]
 
 
 def _restore(ctx: Any, dtypes: Any, call: CrossEntropyCall) -> None:
@@ -205,49 +229,8 @@ _cross_entropy = as_custom_op(
     tensors=("logits", "target"),
     outputs=_outputs,
     restore=_restore,
-    saved=(0, None, None, None, None),
+    saved=(0, 1, None, None),
 )
-
-
-def _token_losses(x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, top, log_sum), each fp32 [T], from x [T, n]. lse = top + log_sum; not added, to keep all digits."""
-    kernels, shard, smoothing = select("cross-entropy", x.device.type), call.shard, call.label_smoothing
-    high, low = kernels.row_extremes(x, shard.real, with_low=smoothing > 0)
-    at_target = x.gather(1, shard.local(ids).unsqueeze(1)).squeeze(1).float()
-    extremes = gather_major(torch.stack([high, at_target] + ([] if low is None else [low])), shard.group)
-    top = extremes[:, 0].amax(0) + 0.0  # the maximum of 0.0 and -0.0 may be either; adding 0.0 makes it 0.0
-    x_target = extremes[:, 1].gather(0, shard.owner(ids).unsqueeze(0)).squeeze(0)
-
-    exp_bits = 62 - shard.size.bit_length()  # V terms of at most 2^exp_bits stay below 2^62
-    scale = exponent = None
-    if low is not None:
-        lowest = extremes[:, 2].amin(0)
-        # top - lowest < 2^exponent, read off its bits; the bounds keep the scale a normal number
-        exponent = ((top - lowest).view(torch.int32).bitwise_right_shift(23) - 126).clamp(-60, 128)
-        scale = (exp_bits - exponent + 127).bitwise_left_shift(23).view(torch.float32)
-    exps, shifts = kernels.row_sums(x, shard.real, top, exp_bits=exp_bits, shift_scale=scale)
-    sums = gather_major(torch.stack([exps] if shifts is None else [exps, shifts]), shard.group).sum(0)
-
-    log_sum = (sums[0].double() * 2.0**-exp_bits).log().float()
-    log_sum = torch.where(top.isfinite(), log_sum, math.nan)  # as torch: a NaN, an inf, or nothing but -inf
-    loss = log_sum - (x_target - top)
-    if scale is not None:
-        mean_shift = (sums[1].double() / scale.double() / shard.size).float()
-        mean_shift = torch.where(lowest == -math.inf, -math.inf, mean_shift)
-        loss = (1.0 - smoothing) * loss + smoothing * (log_sum - mean_shift)
-    if call.z_loss:
-        loss = loss + call.z_loss * (top + log_sum).square()
-    return loss.masked_fill(loss.isnan(), math.nan), top, log_sum  # one NaN bit pattern, from whichever sum it came
-
-
-def _sum_of_tokens(losses: Tensor) -> Tensor:
-    """fp32 [T] -> fp64 0-dim: padded with zeros to a power of two; adds first and second half until one is left."""
-    missing = (1 << max(losses.numel() - 1, 0).bit_length()) - losses.numel()
-    total = F.pad(losses.double(), (0, missing))
-    while total.numel() > 1:
-        first, second = total.view(2, -1)
-        total = first + second
-    return total.squeeze(0)
 
 
 # --- the mode off ---------------------------------------------------------------------------------------------------
@@ -255,7 +238,7 @@ def _sum_of_tokens(losses: Tensor) -> Tensor:
 
 def _stock_cross_entropy(logits: Tensor, target: Tensor, call: CrossEntropyCall) -> Tensor:
     """Maximum, sum of exponentials and the target's logit all-reduced, as Megatron-LM does (arXiv 1909.08053)."""
-    shard, smoothing = call.shard, call.label_smoothing
+    shard, spec, smoothing = call.shard, call.spec, call.spec.label_smoothing
     group, ids = shard.group, target.reshape(-1).long()
     x = flatten_tokens(logits)[:, : shard.real].float()
     top = x.detach().amax(1) if shard.real else x.new_full((len(x),), -math.inf)
@@ -272,9 +255,9 @@ def _stock_cross_entropy(logits: Tensor, target: Tensor, call: CrossEntropyCall)
     if smoothing:
         mean = stock.sum_over_ranks(x.sum(1), group) / shard.size
         losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean)
-    if call.z_loss:
-        losses = losses + call.z_loss * (top + log_sum).square()
-    valid = ids != call.ignore_index
+    if spec.z_loss:
+        losses = losses + spec.z_loss * (top + log_sum).square()
+    valid = ids != spec.ignore_index
     losses = torch.where(valid, losses, 0.0)
     if call.reduction == "none":
         return losses.view(target.shape)

@@ -51,9 +51,14 @@ def check_ids(ids: Tensor, size: int, *, name: str, rank: int, ignored: int | No
         TypeError: ids that are not int64 or int32.
         IndexError: on a CPU; names the first such id. Every rank holds the same ids, so every rank raises it.
     """
+    check_id_dtype(ids, name=name, rank=rank)
+    _check_range(ids, size, name, rank, ignored)
+
+
+def check_id_dtype(ids: Tensor, *, name: str, rank: int) -> None:
+    """Raises a TypeError for ids that are not int64 or int32."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} is {ids.dtype} on rank {rank}: it must be torch.int64 or torch.int32")
-    _check_range(ids, size, name, rank, ignored)
 
 
 def _check_range_now(ids: Tensor, size: int, name: str, rank: int, ignored: int | None) -> None:
