@@ -197,6 +197,28 @@ class Launch:
         self._expand, self._direct = make_tensordesc_arg, launcher
 
 
+# Allocates on the current device in a third of torch.empty's time; what inductor's compiled code calls.
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, contiguous, of a kernel's result; `device` is the current one."""
+    if _empty_strided is None or device.type != "cuda":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if len(shape) == 2:
+        return _empty_strided(shape, (shape[1], 1), dtype)
+    return _empty_strided(shape, (1,), dtype)
+
+
+def layout(x: Tensor) -> tuple:
+    """All of a tensor that decides how a kernel is compiled for it and launched, apart from its memory.
+
+    The last but one is 0 for a tensor without memory, and 1 where its address is a multiple of 16.
+    """
+    address = x.data_ptr()
+    return x.shape, x.stride(), x.dtype, x.get_device(), address and address % 16 + 1, x.is_neg()
+
+
 def specialization(x: Any) -> Any:
     """What Triton 3.6 and 3.7 look at in an argument that is no constexpr: its type, whether a number is a multiple of
     16 or 1, which becomes a constant, and how an address aligns. One compiled kernel takes all arguments of equal ones.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -72,6 +73,19 @@ def _passed_on(x: DTensor) -> Tensor:
         local._version_of_dtensor = version  # type: ignore[attr-defined]
         increment_version(local)
     return local
+
+
+def _pass_on_all(tensors: Sequence[Tensor]) -> None:
+    """`local_of` of many tensors, which takes less time than one by one."""
+    written: list[Tensor] = []
+    with torch._C.DisableTorchFunctionSubclass():  # else torch takes four times as long to tell a DTensor's version
+        for x in tensors:
+            if is_dtensor(x) and not x.is_inference() and not x._local_tensor.is_inference():
+                local, version = x._local_tensor, x._version
+                if version != getattr(local, "_version_of_dtensor", 0):
+                    local._version_of_dtensor = version  # type: ignore[attr-defined]
+                    written.append(local)
+    increment_version(written)
 
 
 def refuse_dtensor(x: Any, name: str) -> None:
@@ -287,9 +301,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a layer's call a weight may be gathered ahead, which goes by the version as well."""
     if not torch.compiler.is_compiling():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                local_of(p)
+        _pass_on_all([p for group in optimizer.param_groups for p in group["params"]])
 
 
 register_optimizer_step_pre_hook(_before_step)
