@@ -201,13 +201,24 @@ class Launch:
 _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty, contiguous, of a kernel's result; `device` is the current one."""
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+) -> Tensor:
+    """torch.empty of a kernel's result, contiguous unless it has strides; `device` is the current one."""
     if _empty_strided is None or device.type != "cuda":
+        if strides is not None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device)
-    if len(shape) == 2:
-        return _empty_strided(shape, (shape[1], 1), dtype)
-    return _empty_strided(shape, (1,), dtype)
+    if strides is None:
+        strides = (shape[1], 1) if len(shape) == 2 else (1,) if len(shape) == 1 else contiguous_strides(shape)
+    return _empty_strided(shape, strides, dtype)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
 
 
 def layout(x: Tensor) -> tuple:

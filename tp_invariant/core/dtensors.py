@@ -220,10 +220,11 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         return (twice if torch.is_grad_enabled() else once)(ctx, *grads)  # for create_graph=True, else off
 
     def once(ctx: Any, *grads: Tensor) -> tuple:
-        for _, x in ctx.dtensors:
+        dtensors = ctx.dtensors
+        for _, x in dtensors:
             _passed_on(x)  # so that autograd notices what was written to what is saved, as of plain tensors
         found = list(local_backward(ctx, *grads))
-        for place, x in ctx.dtensors:
+        for place, x in dtensors:
             grad, found[place] = found[place], None
             if grad is None:
                 continue

@@ -29,6 +29,7 @@ from .dtensors import is_dtensor, new_dtensor
 _shortened = False
 _DTensor: Any = None  # torch's classes, once one is met: their module is slow to import
 _Partial: Any = None
+_backward_task = torch._C._current_graph_task_id  # which backward this thread is inside of, -1 outside
 
 
 def shorten() -> None:
@@ -49,8 +50,28 @@ def shorten() -> None:
     _shortened = True
 
 
+_references_of_held: int | None = None  # that `_detach` sees to a DTensor which one variable holds; None: not known
+_measured: list[int] | None = None
+
+
 def _detach(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A gradient that nobody but autograd holds is given back as it is: it stores that in `.grad`, and drops its own.
+
+    A call of a user's has two references more, the caller's variable and the one by which a method is called.
+    """
+    global _references_of_held, _measured
     (x,) = args
+    references = sys.getrefcount(x)
+    if _measured is not None:
+        _measured.append(references)
+    elif _backward_task() != -1 and not x.requires_grad:
+        if _references_of_held is None:
+            held = new_dtensor(_DTensor, x._local_tensor, x._spec)
+            _measured = []
+            held.detach()
+            _references_of_held, _measured = min(_measured, default=0), None
+        if references <= _references_of_held - 2:
+            return x
     detached = new_dtensor(_DTensor, x._local_tensor.detach(), x._spec)
     torch._functionalize_unsafe_set(detached, x)  # a view has the storage of its base
     return detached

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import refuse_dtensor
 from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
