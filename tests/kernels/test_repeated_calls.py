@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 from torch import Tensor
+
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec

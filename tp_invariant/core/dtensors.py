@@ -57,14 +57,14 @@ def _is_of_dtensors(kind: type) -> bool:
 
 def local_of(x: Any) -> Any:
     """The local tensor of a DTensor, always the same object and outside of autograd; anything else as it is."""
-    return _passed_on(x) if is_dtensor(x) else x
+    if not is_dtensor(x):
+        return x
+    return x._local_tensor if torch.compiler.is_compiling() else _passed_on(x)
 
 
 def _passed_on(x: DTensor) -> Tensor:
-    """`local_of` of what is known to be a DTensor."""
+    """`local_of` of what is known to be a DTensor, in eager mode."""
     local = x._local_tensor
-    if torch.compiler.is_compiling():
-        return local
     try:
         version = x._version
     except RuntimeError:  # an inference tensor, which has none: to ask first takes as long as the rest
@@ -121,7 +121,12 @@ def new_dtensor(kind: Any, local: Tensor, spec: Any) -> Any:
 
     DTensor.__new__ sets everything. Its __init__ only tells torch.export of the call, and takes longer than __new__.
     """
-    if kind.__module__ != "torch.distributed.tensor" or torch.compiler.is_compiling():
+    return kind(local, spec, requires_grad=False) if torch.compiler.is_compiling() else new_in_eager(kind, local, spec)
+
+
+def new_in_eager(kind: Any, local: Tensor, spec: Any) -> Any:
+    """`new_dtensor` where nothing is traced: to ask takes as long as what else is done here."""
+    if kind.__module__ != "torch.distributed.tensor":
         return kind(local, spec, requires_grad=False)
     return kind.__new__(kind, local, spec, requires_grad=False)
 
@@ -230,7 +235,7 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
                 continue
             if not _is_ours(grad):
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            found[place] = new_dtensor(type(x), grad, x._spec)
+            found[place] = new_in_eager(type(x), grad, x._spec)
         return tuple(found)
 
     twice = once_differentiable(once)
