@@ -39,7 +39,7 @@ class Group:
     size: int
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
-    def __eq__(self, other: object) -> bool:  # faster than dataclass's, which makes tuples: layers compare at every call
+    def __eq__(self, other: object) -> bool:  # faster than dataclass's, for every call
         if self is other:
             return True
         if not isinstance(other, Group):
