@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import tp_invariant as tpi
 from tp_invariant.core import local_operators
 from tp_invariant.core.dtensors import grad_like, is_dtensor, with_dtensors
+from tp_invariant.layers.parameters import mark_sharded
 
 SHAPE = (16, 8)
 
@@ -50,15 +51,15 @@ def torchs_way() -> Iterator[None]:
     handlers[detach] = handler
 
 
-def parts(count: int, mesh) -> dict[str, Callable[[], float]]:
-    """A timed run of each part; parameters are plain without a mesh."""
+def parts(count: int, group, mesh) -> dict[str, Callable[[], float]]:
+    """A timed run of each part of parameters of layers over the group, DTensors on the mesh or plain ones without."""
     placements = ([Shard(0)], [Shard(1)], [Replicate()])
     local = [torch.randn(SHAPE) for _ in range(count)]
     if mesh is not None:
         local = [DTensor.from_local(x, mesh, placements[i % 3], run_check=False) for i, x in enumerate(local)]
     ps = [torch.nn.Parameter(x) for x in local]
     for i, p in enumerate(ps):
-        p.partition_dim = (0, 1, -1)[i % 3]  # clipping sums along it, for all kinds alike
+        mark_sharded(p, (0, 1, None)[i % 3], 1, group)  # as layers do; clipping goes by it
     product = with_dtensors(Product) if is_dtensor(ps[0]) else Product
 
     def timed(run: Callable[[], object]) -> float:
@@ -98,9 +99,9 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     kinds = {
-        "plain": (parts(options.parameters, None), contextlib.nullcontext),
-        "DTensors": (parts(options.parameters, mesh), contextlib.nullcontext),
-        "in torch's way": (parts(options.parameters, mesh), torchs_way),
+        "plain": (parts(options.parameters, mesh, None), contextlib.nullcontext),
+        "DTensors": (parts(options.parameters, mesh, mesh), contextlib.nullcontext),
+        "in torch's way": (parts(options.parameters, mesh, mesh), torchs_way),
     }
     print(f"torch {torch.__version__}, {options.parameters} parameters, us for each")
     with tpi.set_tp_invariant_mode(True):

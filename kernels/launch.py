@@ -197,6 +197,39 @@ class Launch:
         self._expand, self._direct = make_tensordesc_arg, launcher
 
 
+# Allocates on the current device in a third of torch.empty's time; what inductor's compiled code calls.
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+) -> Tensor:
+    """torch.empty of a kernel's result, contiguous unless it has strides; `device` is the current one."""
+    if _empty_strided is None or device.type != "cuda":
+        if strides is not None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+    if strides is None:
+        strides = (shape[1], 1) if len(shape) == 2 else (1,) if len(shape) == 1 else contiguous_strides(shape)
+    return _empty_strided(shape, strides, dtype)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def layout(x: Tensor) -> tuple:
+    """All of a tensor that decides how a kernel is compiled for it and launched, apart from its memory.
+
+    The last but one is 0 for a tensor without memory, and 1 where its address is a multiple of 16.
+    """
+    address = x.data_ptr()
+    return x.shape, x.stride(), x.dtype, x.get_device(), address and address % 16 + 1, x.is_neg()
+
+
 def specialization(x: Any) -> Any:
     """What Triton 3.6 and 3.7 look at in an argument that is no constexpr: its type, whether a number is a multiple of
     16 or 1, which becomes a constant, and how an address aligns. One compiled kernel takes all arguments of equal ones.

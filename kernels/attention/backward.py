@@ -10,14 +10,20 @@ If several query heads share a key head, dk and dv are written in fp32 for each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, launch_on
+from ..launch import Launch, cdiv, interpreting, launch_on, layout
 from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side, sink_grads
 from .tiles import (
+    Problem,
+    Rows,
     Tile,
     aligned,
     aligned_flat,
@@ -383,6 +389,100 @@ def backward(
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
 
 
+class _Plan(NamedTuple):
+    """All of a call that does not depend on its data, which is most of the host's work.
+
+    Of the four launches the arguments after the tensors, and the grid; of those with descriptors also their rows, in
+    the order of the kernel's, and blocks.
+    """
+
+    index: int | None
+    delta: Launch
+    delta_numbers: tuple
+    delta_grid: tuple[int, int, int]
+    by_keys: Launch
+    key_rows: tuple[Rows, Rows]
+    key_block: tuple[int, int]
+    key_numbers: tuple
+    key_grid: tuple[int, int, int]
+    parts: tuple[int, ...] | None  # of dk and dv in fp32 for each query head, where several share a key head
+    total: Launch | None
+    total_numbers: tuple
+    total_grid: tuple[int, int, int]
+    by_queries: Launch
+    query_rows: tuple[Rows, Rows]
+    query_block: tuple[int, int]
+    query_numbers: tuple
+    query_grid: tuple[int, int, int]
+
+
+_MAX_KNOWN = 4096
+_known: dict[tuple, _Plan] = {}  # of calls that copied nothing, by the layouts of their tensors
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, rows: Sequence[Rows], scale: float,
+    p: Problem, matrix_grad: bool,
+) -> _Plan:  # fmt: skip
+    """rows: of q, k, v and dout."""
+    batch, heads, tokens, head_dim = q.shape
+    kv_heads, tokens_k = k.shape[1:3]
+    groups = heads // kv_heads
+    index, unit = q.device.index, 16 // q.element_size()
+    queries = batch * heads * tokens
+    constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
+    delta = launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)
+    delta_numbers = queries, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants
+    of_q, of_k, of_v, of_dout = rows
+
+    room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
+    key_tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
+    parts = None if groups == 1 else (2, batch, tokens_k, heads, head_dim)
+    constants = (head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix)
+    dtypes = q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype
+    by_keys = launch(_dk_dv_kernel, index, dtypes, key_tile, constants)
+    key_tiles = cdiv(p.longest_k, key_tile.keys)
+    key_numbers = (
+        *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups, p.sequences, key_tiles,
+        tokens, tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
+    )  # fmt: skip
+
+    total, totals = None, batch * tokens_k * kv_heads
+    constants = (head_dim, max(1, _SUM_TILE.queries // head_dim))
+    if parts is not None:
+        total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
+    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[1]), 1, 1)
+
+    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
+    tiles = cdiv(p.longest_q, tile.queries)
+    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, matrix_grad)
+    by_queries = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
+    query_numbers = (
+        *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), heads, groups, p.sequences, tiles, tokens,
+        tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
+    )  # fmt: skip
+    return _Plan(
+        index=index,
+        delta=delta,
+        delta_numbers=delta_numbers,
+        delta_grid=(cdiv(queries, _DELTA_TILE.queries), 1, 1),
+        by_keys=by_keys,
+        key_rows=(of_q, of_dout),
+        key_block=(key_tile.queries, head_dim),
+        key_numbers=key_numbers,
+        key_grid=(key_tiles * heads * p.sequences, 1, 1),
+        parts=parts,
+        total=total,
+        total_numbers=total_numbers,
+        total_grid=total_grid,
+        by_queries=by_queries,
+        query_rows=(of_k, of_v),
+        query_block=(tile.keys, head_dim),
+        query_numbers=query_numbers,
+        query_grid=(tiles * heads * p.sequences, 1, 1),
+    )
+
+
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -396,59 +496,52 @@ def _backward(
     dmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
-    batch, heads, tokens, head_dim = q.shape
-    kv_heads, tokens_k = k.shape[1:3]
-    groups = heads // kv_heads
     dq, dk, dv = (empty_heads(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
-    p, matrix = problem(q, k, spec, lengths, mask=mask), matrix_arguments(mask)
-    index, unit = q.device.index, 16 // q.element_size()
-    q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
-    lse = aligned_flat(lse)
+    given, key = (q, k, v, dout, out, lse), None
+    if mask is None and lengths is None and not interpreting():
+        key = (spec, *map(layout, given))
+    plan = known = _known.get(key) if key is not None else None
+    if plan is None:
+        q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
+        lse = aligned_flat(lse)
+        # only these are read through descriptors; a copy of one is another tensor for the pointers, too
+        (q_matrix, of_q), (k_matrix, of_k), (v_matrix, of_v), (dout_matrix, of_dout) = map(as_rows, (q, k, v, dout))
+        p = problem(q, k, spec, lengths, mask=mask)
+        plan = _plan(q, k, v, dout, out, lse, (of_q, of_k, of_v, of_dout), spec.scale, p, dmask is not None)
+    else:
+        q_matrix, k_matrix, v_matrix, dout_matrix = q, k, v, dout
     delta = torch.empty_like(lse)
-    rows = batch * heads * tokens
-    constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
-    launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)(
-        index, out, dout, delta, rows, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants,
-        grid=(cdiv(rows, _DELTA_TILE.queries), 1, 1),
-    )  # fmt: skip
+    parts: tuple[Tensor, ...] = (dk, dv)
+    if plan.parts is not None:
+        parts = torch.empty(plan.parts, dtype=torch.float32, device=q.device).unbind(0)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-
-    room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
-    tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
-    (q_matrix, q_rows), (d_matrix, d_rows) = as_rows(q), as_rows(dout)
-    parts = dk, dv
-    if groups > 1:
-        parts = torch.empty((2, batch, tokens_k, heads, head_dim), dtype=torch.float32, device=q.device).unbind(0)
-    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix)
-    tiles = cdiv(p.longest_k, tile.keys)
-    run = launch(_dk_dv_kernel, index, (q.dtype, parts[0].dtype, p.matrix_dtype), tile, constants)
-    block = tile.queries, head_dim
+    matrix, index, run = matrix_arguments(mask), plan.index, plan.by_keys
+    (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows
+    q_args = of_q.descriptor(run, 0, q_matrix, plan.key_block)
+    dout_args = of_dout.descriptor(run, 1, dout_matrix, plan.key_block)
+    k_args = of_k.descriptor(plan.by_queries, 0, k_matrix, plan.query_block)
+    v_args = of_v.descriptor(plan.by_queries, 1, v_matrix, plan.query_block)
+    at: list[Any] = [q, k, v, dout, out, lse, delta, dq, dk, dv, *parts]
+    if known is not None:  # addresses, which saves Triton from asking tensors for theirs
+        at = [x.data_ptr() for x in at]
+    at_q, at_k, at_v, at_dout, at_out, at_lse, at_delta, at_dq, at_dk, at_dv, *at_parts = at
+    plan.delta(index, at_out, at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
     run(
-        index, *q_rows.descriptor(run, 0, q_matrix, block), *d_rows.descriptor(run, 1, d_matrix, block),
-        k, v, lse, delta, *parts,
-        cu_q, cu_k, *matrix, *q_rows.places, *d_rows.places, *unit_strides(k), *unit_strides(v),
-        heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
-        *constants, grid=(tiles * heads * p.sequences, 1, 1),
+        index, *q_args, *dout_args, at_k, at_v, at_lse, at_delta, *at_parts, cu_q, cu_k, *matrix, *plan.key_numbers,
+        grid=plan.key_grid,
     )  # fmt: skip
-    if groups > 1:
-        rows, constants = batch * tokens_k * kv_heads, (head_dim, max(1, _SUM_TILE.queries // head_dim))
-        run = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
-        for part, total in zip(parts, (dk, dv), strict=True):
-            run(index, part, total, rows, groups, *constants, grid=(cdiv(rows, constants[1]), 1, 1))
-
-    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
-    (k_matrix, k_rows), (v_matrix, v_rows) = as_rows(k), as_rows(v)
-    tiles = cdiv(p.longest_q, tile.queries)
-    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, dmask is not None)
-    run = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
-    block = tile.keys, head_dim
-    run(
-        index, q, dout, *k_rows.descriptor(run, 0, k_matrix, block), *v_rows.descriptor(run, 1, v_matrix, block),
-        lse, delta, dq,
-        cu_q, cu_k, *matrix, dmask, *k_rows.places, *v_rows.places, *unit_strides(q), *unit_strides(dout),
-        heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale,
-        *constants, grid=(tiles * heads * p.sequences, 1, 1),
+    if plan.total is not None:
+        for part, total in zip(at_parts, (at_dk, at_dv), strict=True):
+            plan.total(index, part, total, *plan.total_numbers, grid=plan.total_grid)
+    plan.by_queries(
+        index, at_q, at_dout, *k_args, *v_args, at_lse, at_delta, at_dq, cu_q, cu_k, *matrix, dmask,
+        *plan.query_numbers, grid=plan.query_grid,
     )  # fmt: skip
+    used = q_matrix, k_matrix, v_matrix, dout_matrix, out, lse
+    if known is None and key is not None and all(map(is_, used, given)):
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[key] = plan
     return dq, dk, dv, delta

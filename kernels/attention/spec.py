@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,8 +115,13 @@ def empty_heads(like: Tensor) -> Tensor:
 
     It is not a view: autograd refuses in-place changes of a view that a function returns.
     """
-    _, heads, tokens, size = like.shape
-    return like.new_empty_strided(like.shape, (tokens * heads * size, size, heads * size, 1))
+    return like.new_empty_strided(like.shape, strides_of_heads(like.shape))
+
+
+def strides_of_heads(shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """Those of `empty_heads`."""
+    _, heads, tokens, size = shape
+    return tokens * heads * size, size, heads * size, 1
 
 
 def heads_side_by_side(x: Tensor) -> Tensor:

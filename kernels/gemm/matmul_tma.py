@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import Launch, cdiv
+from ..launch import Launch, cdiv, empty
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
 from .output import written
@@ -348,7 +348,7 @@ def repeat_call(key: tuple | None) -> Tensor | None:
     launch, index, shape, strides, dtype, device, operands, c_position, c_block, others = prepared
     if index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda.current_device()
         return None
-    c = torch.empty(shape, device=device, dtype=dtype)
+    c = empty(shape, dtype, device)
     launch(index, *operands, *launch.descriptor(c_position, c, c_block, shape, strides), *others)
     return c
 

@@ -23,12 +23,15 @@ own, so no compiler's choice of where to fuse them can show, and the sums over r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import Launch, Launches, can_overlap, cdiv, empty, interpreting, launch_on, layout, next_power_of_2
 from .norm_checks import check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
@@ -280,6 +283,52 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
+class _Known(NamedTuple):
+    """An earlier call, with all that the next one with arguments of the same layouts has in common with it.
+
+    Its checks passed, and it copied none of its arguments. Later calls pass addresses, which saves Triton from asking
+    tensors for theirs.
+
+    shapes     of the results, by dtype
+    numbers    the kernel's arguments after the addresses
+    """
+
+    launch: Launch
+    index: int
+    device: torch.device
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    numbers: tuple
+    grid: tuple[int, int, int]
+
+
+_MAX_KNOWN = 4096
+_known: dict[tuple, _Known] = {}
+
+
+def _remember(key: tuple | None, launch: Launch, results: Sequence[Tensor], numbers: tuple, grid: tuple) -> None:
+    if key is None or interpreting():
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    like = results[0]
+    shapes = tuple((tuple(result.shape), result.dtype) for result in results)
+    _known[key] = _Known(launch, like.get_device(), like.device, shapes, numbers, (*grid, 1, 1)[:3])
+
+
+def _find(key: tuple | None) -> _Known | None:
+    """The known call, if it was on the current device."""
+    known = _known.get(key) if key is not None else None
+    return known if known is not None and known.index == torch._C._cuda_getDevice() else None
+
+
+def _key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
+    """All that a call depends on, except addresses and values. None: it must be looked at in full."""
+    try:
+        return (options, *[None if x is None else layout(x) for x in tensors])
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        return None
+
+
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool,
     out_dtype: torch.dtype | None = None,
@@ -291,6 +340,22 @@ def norm_forward(
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
+    key = _key_of(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
+    known = _find(key)
+    if known is not None:
+        launch, index, device, ((shape, dtype), (rows, _)), numbers, grid = known
+        y, rstd = empty(shape, dtype, device), empty(rows, torch.float32, device)
+        mean, at = None, rstd.data_ptr()
+        at_mean = at
+        if not rms:
+            mean = empty(rows, torch.float32, device)
+            at_mean = mean.data_ptr()
+        w = weight.data_ptr()
+        launch(
+            index, x.data_ptr(), w, w if bias is None else bias.data_ptr(), y.data_ptr(), at_mean, at, *numbers,
+            grid=grid,
+        )  # fmt: skip
+        return y, mean, rstd
     check_forward("norm_forward", x, weight, bias, eps, out_dtype)
     t, h = x.shape
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -301,10 +366,12 @@ def norm_forward(
         w, b = (_rows(weight if vector is None else vector)[0] for vector in (weight, bias))
         with launch_on(x, "norm_forward"):
             chunk, warps = row_chunk(h)
-            _forward(
-                x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)),
-                (h, chunk, rms, zero_centered, bias is not None, keeps_row(h, rms)), num_warps=warps,
-            )  # fmt: skip
+            constants = (h, chunk, rms, zero_centered, bias is not None, keeps_row(h, rms))
+            launch = _forward(
+                x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)), constants, num_warps=warps
+            )
+        if x_rows is x and w is weight and (bias is None or b is bias):
+            _remember(key, launch, (y, rstd), (stride, float(eps), *constants), (t,))
     return y.to(out_dtype), None if rms else mean, rstd
 
 
@@ -346,6 +413,17 @@ def _launch_backward(
     zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
+    key = _key_of((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
+    known = _find(key)
+    if known is not None:
+        launch, index, device, ((shape, dtype), (shape_sums, _)), numbers, grid = known
+        dx, sums = empty(shape, dtype, device), empty(shape_sums, torch.float32, device)
+        at_x, at = x.data_ptr(), rstd.data_ptr()
+        launch(
+            index, dy.data_ptr(), at_x, at_x if weight is None else weight.data_ptr(),
+            at if rms or mean is None else mean.data_ptr(), at, dx.data_ptr(), sums.data_ptr(), *numbers, grid=grid,
+        )  # fmt: skip
+        return dx, sums
     heads = check_backward(operation, dy, x, mean, rstd, rms, heads=weight is None)
     t, h = x.shape
     if weight is not None:
@@ -356,21 +434,24 @@ def _launch_backward(
     dx = torch.empty((rows, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
     sums = torch.empty((count, 2 * h if with_bias else h), device=x.device, dtype=torch.float32)
     if t > 0:
-        (dy_rows, dy_stride), (x_rows, x_stride), rstd = _rows(dy), _rows(x), _contiguous(rstd)
+        (dy_rows, dy_stride), (x_rows, x_stride), rstd_there = _rows(dy), _rows(x), _contiguous(rstd)
+        mean_there = rstd_there if rms or mean is None else _contiguous(mean)
         w = x_rows if weight is None else _rows(weight)[0]
         chunk, warps = row_chunk(h)
         columns, at_once = sums_tile(warps)
         sum_programs = cdiv(h, columns) if count else 0
         block = rows_per_sum or t
+        numbers = dy_stride, x_stride, t, block, sum_programs, block if rows else 0, int(with_bias)
+        constants = h, chunk, rms, zero_centered, columns, at_once, heads, can_overlap(x.device.index)
+        grid = (count * sum_programs + rows,)
         with launch_on(x, operation):
-            _backward(
-                x.device.index, (count * sum_programs + rows,),
-                (
-                    dy_rows, x_rows, w, rstd if rms else _contiguous(mean), rstd, dx, sums, dy_stride, x_stride, t,
-                    block, sum_programs, block if rows else 0, int(with_bias),
-                ),
-                (h, chunk, rms, zero_centered, columns, at_once, heads, can_overlap(x.device.index)), num_warps=warps,
+            launch = _backward(
+                x.device.index, grid, (dy_rows, x_rows, w, mean_there, rstd_there, dx, sums, *numbers), constants,
+                num_warps=warps,
             )  # fmt: skip
+        as_given = dy_rows is dy and x_rows is x and rstd_there is rstd and (rms or mean_there is mean)
+        if as_given and (weight is None or w is weight):
+            _remember(key, launch, (dx, sums), (*numbers, *constants), grid)
     return dx.to(x.dtype), sums
 
 
@@ -396,16 +477,27 @@ def fold_weight_gradients(
 def _launch_fold(
     operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
+    key = _key_of((operation, weight_dtype, bias_dtype), sums)
+    known = _find(key)
+    if known is not None:
+        launch, index, device, shapes, numbers, grid = known
+        made = [empty(shape, dtype, device) for shape, dtype in shapes]
+        launch(index, sums.data_ptr(), made[0].data_ptr(), made[-1].data_ptr(), *numbers, grid=grid)
+        return made[0], made[1] if bias_dtype is not None else None
     check_fold(operation, sums, weight_dtype, bias_dtype)
     halves = 1 if bias_dtype is None else 2
     count, h = sums.shape[0], sums.shape[1] // halves
     dtypes = (weight_dtype or torch.float32, bias_dtype)[:halves]
     outs = [torch.empty(h, device=sums.device, dtype=torch.float32 if interpreting() else dtype) for dtype in dtypes]
     overlap = can_overlap(sums.device.index)
+    sums_there, grid = _contiguous(sums), (cdiv(h, FOLD_COLUMNS), halves)
+    constants = FOLD_COLUMNS, FOLD_AT_ONCE, overlap
     with launch_on(sums, operation):
-        _fold(
-            sums.device.index, (cdiv(h, FOLD_COLUMNS), halves), (_contiguous(sums), outs[0], outs[-1], count, h),
-            (FOLD_COLUMNS, FOLD_AT_ONCE, overlap), **({"launch_pdl": True} if overlap else {}),
+        launch = _fold(
+            sums.device.index, grid, (sums_there, outs[0], outs[-1], count, h), constants,
+            **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
+    if sums_there is sums:
+        _remember(key, launch, outs, (count, h, *constants), grid)
     folded = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
     return folded[0], folded[1] if halves == 2 else None

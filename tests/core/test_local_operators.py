@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core import local_operators
-from tp_invariant.core.dtensors import is_dtensor
+from tp_invariant.core.dtensors import as_local, is_dtensor
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
@@ -439,3 +439,23 @@ def missing(tp_group):
 
 def test_what_torch_lacks():
     run_ranks(missing, 2)
+
+
+def test_a_gradient_that_somebody_holds_is_detached():
+    """Else a write to `.grad` would be one to what a hook has kept."""
+
+    def on_rank(tp_group):
+        mesh = init_device_mesh("cpu", (2,))
+        p = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False))
+        kept = []
+        for hooked in (False, True):  # the first measures how many references a variable is
+            p.grad = None
+            if hooked:
+                p.register_hook(lambda grad: kept.append(grad.detach()))
+            as_local(p).sum().backward()
+            assert type(p.grad) is DTensor and not p.grad.requires_grad and p.grad.is_leaf
+        assert kept[0] is not p.grad
+        return p.grad.to_local()
+
+    for grad in testing.run_ranks(on_rank, 2, device="cpu"):
+        assert grad.tolist() == [[1.0, 1.0]] * 4

@@ -39,6 +39,13 @@ class Group:
     size: int
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
+    def __eq__(self, other: object) -> bool:  # faster than dataclass's, for every call
+        if self is other:
+            return True
+        if not isinstance(other, Group):
+            return NotImplemented
+        return self.process_group == other.process_group and self.rank == other.rank and self.size == other.size
+
     def __hash__(self) -> int:  # faster than dataclass's, which hashes all fields; layers hash it at every call
         return hash(self.process_group)
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d as c10d
 
 from ..comm import call_records, liveness
@@ -36,6 +35,7 @@ from ..comm.watch import watch_group
 from ..comm.wire import gather_objects
 from ..core.bits import tensor_hash
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import local_of
 from ..core.layout import fresh_view
 from ..core.mode import is_call_check_enabled

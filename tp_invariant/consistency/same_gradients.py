@@ -76,6 +76,24 @@ def _name(group: Group) -> str:
 _mark = lru_cache(maxsize=256)(mark)
 
 
+class FactsToCompare:
+    """A call's arguments, hashed once: for a caller that asks with the same ones again."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: tuple) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, FactsToCompare) and self.value == other.value)
+
+    def __repr__(self) -> str:  # which is what ranks compare
+        return repr(self.value)
+
+
 class Question(NamedTuple):
     """A comparison over a group.
 

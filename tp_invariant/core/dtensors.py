@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -56,14 +57,14 @@ def _is_of_dtensors(kind: type) -> bool:
 
 def local_of(x: Any) -> Any:
     """The local tensor of a DTensor, always the same object and outside of autograd; anything else as it is."""
-    return _passed_on(x) if is_dtensor(x) else x
+    if not is_dtensor(x):
+        return x
+    return x._local_tensor if torch.compiler.is_compiling() else _passed_on(x)
 
 
 def _passed_on(x: DTensor) -> Tensor:
-    """`local_of` of what is known to be a DTensor."""
+    """`local_of` of what is known to be a DTensor, in eager mode."""
     local = x._local_tensor
-    if torch.compiler.is_compiling():
-        return local
     try:
         version = x._version
     except RuntimeError:  # an inference tensor, which has none: to ask first takes as long as the rest
@@ -72,6 +73,19 @@ def _passed_on(x: DTensor) -> Tensor:
         local._version_of_dtensor = version  # type: ignore[attr-defined]
         increment_version(local)
     return local
+
+
+def _pass_on_all(tensors: Sequence[Tensor]) -> None:
+    """`local_of` of many tensors, which takes less time than one by one."""
+    written: list[Tensor] = []
+    with torch._C.DisableTorchFunctionSubclass():  # else torch takes four times as long to tell a DTensor's version
+        for x in tensors:
+            if is_dtensor(x) and not x.is_inference() and not x._local_tensor.is_inference():
+                local, version = x._local_tensor, x._version
+                if version != getattr(local, "_version_of_dtensor", 0):
+                    local._version_of_dtensor = version  # type: ignore[attr-defined]
+                    written.append(local)
+    increment_version(written)
 
 
 def refuse_dtensor(x: Any, name: str) -> None:
@@ -107,7 +121,12 @@ def new_dtensor(kind: Any, local: Tensor, spec: Any) -> Any:
 
     DTensor.__new__ sets everything. Its __init__ only tells torch.export of the call, and takes longer than __new__.
     """
-    if kind.__module__ != "torch.distributed.tensor" or torch.compiler.is_compiling():
+    return kind(local, spec, requires_grad=False) if torch.compiler.is_compiling() else new_in_eager(kind, local, spec)
+
+
+def new_in_eager(kind: Any, local: Tensor, spec: Any) -> Any:
+    """`new_dtensor` where nothing is traced: to ask takes as long as what else is done here."""
+    if kind.__module__ != "torch.distributed.tensor":
         return kind(local, spec, requires_grad=False)
     return kind.__new__(kind, local, spec, requires_grad=False)
 
@@ -206,16 +225,17 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         return (twice if torch.is_grad_enabled() else once)(ctx, *grads)  # for create_graph=True, else off
 
     def once(ctx: Any, *grads: Tensor) -> tuple:
-        for _, x in ctx.dtensors:
+        dtensors = ctx.dtensors
+        for _, x in dtensors:
             _passed_on(x)  # so that autograd notices what was written to what is saved, as of plain tensors
         found = list(local_backward(ctx, *grads))
-        for place, x in ctx.dtensors:
+        for place, x in dtensors:
             grad, found[place] = found[place], None
             if grad is None:
                 continue
             if not _is_ours(grad):
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            found[place] = new_dtensor(type(x), grad, x._spec)
+            found[place] = new_in_eager(type(x), grad, x._spec)
         return tuple(found)
 
     twice = once_differentiable(once)
@@ -287,9 +307,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a layer's call a weight may be gathered ahead, which goes by the version as well."""
     if not torch.compiler.is_compiling():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                local_of(p)
+        _pass_on_all([p for group in optimizer.param_groups for p in group["params"]])
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -14,8 +14,10 @@ and `torch.optim.sgd.sgd`. Arguments that are not known to have equal placements
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from .dtensors import is_dtensor, new_dtensor
 _shortened = False
 _DTensor: Any = None  # torch's classes, once one is met: their module is slow to import
 _Partial: Any = None
+_backward_task = torch._C._current_graph_task_id  # which backward this thread is inside of, -1 outside
 
 
 def shorten() -> None:
@@ -47,8 +50,28 @@ def shorten() -> None:
     _shortened = True
 
 
+_references_of_held: int | None = None  # that `_detach` sees to a DTensor which one variable holds; None: not known
+_measured: list[int] | None = None
+
+
 def _detach(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A gradient that nobody but autograd holds is given back as it is: it stores that in `.grad`, and drops its own.
+
+    A call of a user's has two references more, the caller's variable and the one by which a method is called.
+    """
+    global _references_of_held, _measured
     (x,) = args
+    references = sys.getrefcount(x)
+    if _measured is not None:
+        _measured.append(references)
+    elif _backward_task() != -1 and not x.requires_grad:
+        if _references_of_held is None:
+            held = new_dtensor(_DTensor, x._local_tensor, x._spec)
+            _measured = []
+            held.detach()
+            _references_of_held, _measured = min(_measured, default=0), None
+        if references <= _references_of_held - 2:
+            return x
     detached = new_dtensor(_DTensor, x._local_tensor.detach(), x._spec)
     torch._functionalize_unsafe_set(detached, x)  # a view has the storage of its base
     return detached
@@ -77,7 +100,7 @@ def _with_local_tensors(function: Callable[..., None], refused: list[str]) -> Ca
             failed = False
         finally:
             written = [given for given, part, before in watched if failed or part._version != before]
-            increment_version([x for given in written for x in given if is_dtensor(x)])  # others have counted it
+            increment_version([x for given in written for x in given if type(x) is _DTensor])  # others have counted it
 
     return with_local_tensors
 
@@ -96,35 +119,44 @@ def _local_lists(lists: Sequence[Any], options: dict[str, Any]) -> list[list[Ten
     first = lists[0][0]
     if not is_dtensor(first) or first.device_mesh.get_coordinate() is None or first.is_inference():
         return None
-    mesh = first.device_mesh
-    specs: list[Any] = []
-    kinds: set[type] = set()
-    for p in lists[0]:
-        if type(p) is not _DTensor:
-            return None
-        spec = p._spec
-        if spec.mesh is not mesh and spec.mesh != mesh:
-            return None
-        specs.append(spec)
-        kinds.update(map(type, spec.placements))
-    if any(issubclass(kind, _Partial) for kind in kinds):
+    if not _are_all(_DTensor, lists[0]):
+        return None
+    specs = [p._spec for p in lists[0]]
+    mesh = specs[0].mesh
+    if any([spec.mesh is not mesh and spec.mesh != mesh for spec in specs]):
+        return None
+    if any(issubclass(kind, _Partial) for kind in {type(placement) for spec in specs for placement in spec.placements}):
         return None
     found = []
     for tensors in lists:
-        parts = []
-        for x, spec in zip(tensors, specs if tensors else [], strict=True):
-            if type(x) is _DTensor:
-                if x._spec is not spec:
-                    if x._spec != spec:
-                        return None
-                    x._spec = spec
-                x = x._local_tensor
-            elif not isinstance(x, Tensor) or x.dim():
-                return None
-            if type(x) is not Tensor:
-                return None
-            parts.append(x)
-        if parts and parts[0].is_inference():  # has no version
+        parts = _local_parts(tensors, specs if tensors else [])
+        if parts is None or (parts and parts[0].is_inference()):  # has no version
             return None
         found.append(parts)
     return found
+
+
+def _are_all(kind: type, tensors: Sequence[Any]) -> bool:
+    return all(map(is_, map(type, tensors), itertools.repeat(kind)))
+
+
+def _local_parts(tensors: Sequence[Any], specs: Sequence[Any]) -> list[Tensor] | None:
+    """One list's local tensors; None if torch has to look at the placements."""
+    same = len(tensors) == len(specs) and _are_all(_DTensor, tensors)
+    if same and all(map(is_, [x._spec for x in tensors], specs)):  # as in all steps but the first
+        parts = [x._local_tensor for x in tensors]
+        return parts if _are_all(Tensor, parts) else None
+    parts = []
+    for x, spec in zip(tensors, specs, strict=True):
+        if type(x) is _DTensor:
+            if x._spec is not spec:
+                if x._spec != spec:
+                    return None
+                x._spec = spec
+            x = x._local_tensor
+        elif not isinstance(x, Tensor) or x.dim():
+            return None
+        if type(x) is not Tensor:
+            return None
+        parts.append(x)
+    return parts

@@ -112,12 +112,56 @@ def attention(
         enter_again(left)
 
 
+# Options of calls that passed all checks, as `_forward` takes them, by all that the checks looked at.
+_checked: dict[tuple, tuple] = {}
+_MAX_CHECKED = 4096
+_KINDS = (Tensor, torch.nn.Parameter)  # of tensors whose operators nothing intercepts
+_FLOAT, _INT = (type(None), float), (type(None), int)
+
+
+def _key_of(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
+) -> tuple | None:
+    """None for a call that must be looked at in full, also for numbers of other types: 1 equals True."""
+    if type(q) not in _KINDS or type(k) not in _KINDS or type(v) not in _KINDS or torch.compiler.is_compiling():
+        return None
+    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+        return None
+    if not (type(causal) is bool and type(scale) in _FLOAT and type(window) in _INT and type(softcap) in _FLOAT):
+        return None
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        causal, scale, window, softcap,
+    )  # fmt: skip
+
+
+def _apply(arguments: tuple) -> Tensor:
+    """For arguments of `_forward` whose operators nothing intercepts."""
+    tensors, options = arguments[:7], arguments[7:]
+    if forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors[:5]])
+    ):
+        return _Attention.apply(*tensors, options)
+    out, _ = _forward(*arguments)
+    return out
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
     sinks: Tensor | None, mask: Tensor | None, first_key: int,
 ) -> Tensor:  # fmt: skip
     """The checks of `attention`, then the computation."""
+    key = None
+    if (
+        cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is sinks is mask is None
+        and type(first_key) is int
+        and first_key == 0
+    ):
+        key = _key_of(q, k, v, causal, scale, window, softcap)
+        options = _checked.get(key) if key is not None else None
+        if options is not None and not torch._C._len_torch_dispatch_stack():
+            return _apply((q, k, v, None, None, None, None, *options))
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
     for name, option in (("sinks", sinks), ("mask", mask)):
@@ -194,15 +238,15 @@ def _attend(
         min(window or 0, _MAX_WINDOW),
         softcap or 0.0,
     )
+    if key is not None and value_dim == head_dim:
+        if len(_checked) >= _MAX_CHECKED:
+            _checked.clear()
+        _checked[key] = arguments[7:]
     out: Tensor
     if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
         out, _ = _operator(*arguments)
-    elif forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
-    ):
-        out = _Attention.apply(*arguments)
     else:
-        out, _ = _forward(*arguments)
+        out = _apply(arguments)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
@@ -347,18 +391,27 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-        sinks, mask, cu_q, cu_k, *options = others
-        out, lse = _forward(q, k, v, *others)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        cu_q: Tensor | None,
+        cu_k: Tensor | None,
+        options: tuple,
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
         ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(
-            ctx, _AttentionBackward.apply(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options)
-        )
+        # for create_graph=True a function whose own backward refuses; else it would only cost time
+        run: Any = _AttentionBackward.apply if torch.is_grad_enabled() else _backward
+        return _gradients(ctx, run(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))[:8]
 
 
 class _AttentionBackward(torch.autograd.Function):

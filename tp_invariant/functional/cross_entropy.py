@@ -22,12 +22,12 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import fresh_view

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
+from ..core.differentiation import once_differentiable
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
 from ..gemm.gemm_fn import GemmFn

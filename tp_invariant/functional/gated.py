@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.compiled import as_custom_op
+from ..core.differentiation import once_differentiable
 from ..core.layout import reshape_in_place
 from ..kernels.rowwise.gated_checks import halves
 from ..kernels.select import select

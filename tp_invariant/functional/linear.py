@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm import moves
 from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
 from ..core.compiled import as_custom_op, op_config
+from ..core.differentiation import once_differentiable
 from ..core.layout import Stride, fresh_view, reshape_in_place
 from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
 from ..gemm.owner_maps import ShardedWeight, start_product
@@ -108,8 +108,8 @@ def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reshape_in_place(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
 
 
-def _wgrad(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-    dy_t, x, main_grad = flatten_tokens(dy).t(), flatten_tokens(x), call.main_grad
+def _wgrad(call: LinearCall, dy_rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    dy_t, x, main_grad = dy_rows.t(), flatten_tokens(x), call.main_grad
     if main_grad is None:
         return gemm(call.gemm_fn, dy_t, x, out_dtype=weight.dtype)
     gemm_into(call.gemm_fn, dy_t, x, main_grad.buffer(), accumulate=main_grad.accumulate)
@@ -124,14 +124,29 @@ def _weight_grads(
     ctx: Any, weight: Tensor, dy: Callable[[], Tensor] | None, x: Callable[[], Tensor] | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dw and db, each None unless autograd needs it. dy() and x() return all tokens; None where they are not needed."""
-    dw = db = None
-    if _needs_weight_grad(ctx):
-        assert dy is not None and x is not None
-        dw = _wgrad(ctx.call, dy(), x(), weight)
-    if ctx.needs_input_grad[2]:
+    need_w, need_b = _needs_weight_grad(ctx), ctx.needs_input_grad[2]
+    dw = db = rows = None
+    if need_w or need_b:
         assert dy is not None
-        db = column_sums(ctx.call.gemm_fn, flatten_tokens(dy()), out_dtype=ctx.bias_dtype)
+        rows = flatten_tokens(dy())
+    if need_w:
+        assert rows is not None and x is not None
+        dw = _wgrad(ctx.call, rows, x(), weight)
+    if need_b:
+        assert rows is not None
+        db = column_sums(ctx.call.gemm_fn, rows, out_dtype=ctx.bias_dtype)
     return dw, db
+
+
+def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """backward of each kind of layer in a group of one rank, where nothing is sharded."""
+    x, weight = _Linear.saved_tensors_of(ctx)
+    call: LinearCall = ctx.call
+    rows = flatten_tokens(dy)
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = _shaped(call, gemm(call.gemm_fn, rows, weight), (*dy.shape[:-1], weight.shape[1]))
+    return dx, *_weight_grads(ctx, weight, lambda: rows, lambda: x), None
 
 
 def _release_if_exclusive(gathered: Pending | None) -> None:
@@ -178,6 +193,8 @@ class ColumnLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
+        if call.group.size == 1:
+            return _local(call, x, weight.t(), bias)
         if call.sequence_parallel and call.grad:
             # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -192,8 +209,10 @@ class ColumnLinear(_Linear):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
+        if call.group.size == 1:
+            return _gradients_of_one_rank(ctx, dy)
+        x, weight = _Linear.saved_tensors_of(ctx)
         if ctx.tokens is not None:
             ctx.tokens.x = None
         x_full = call.start_gather_tokens(x, weight) if _needs_weight_grad(ctx) else None
@@ -216,6 +235,8 @@ class RowLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
+        if call.group.size == 1:
+            return _local(call, x, weight.t(), bias)
         if call.sequence_parallel and call.grad:
             ctx.tokens = scheduler.tokens_before(call.group)
         return call.start_product(x, weight, 1, bias)()
@@ -223,8 +244,10 @@ class RowLinear(_Linear):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
+        if call.group.size == 1:
+            return _gradients_of_one_rank(ctx, dy)
+        x, weight = _Linear.saved_tensors_of(ctx)
         gathered = Pending(dy, None)
         if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share this gather
             gathered = moves.start_gather_dim(dy, call.sequence_dim, call.group)
@@ -252,8 +275,10 @@ class ReplicatedLinear(_Linear):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _Linear.saved_tensors_of(ctx)
         call: LinearCall = ctx.call
+        if call.group.size == 1:
+            return _gradients_of_one_rank(ctx, dy)
+        x, weight = _Linear.saved_tensors_of(ctx)
         need_x, _, need_b, *_ = ctx.needs_input_grad
         need_w = _needs_weight_grad(ctx)
         dy_full = call.start_gather_tokens(dy).wait if need_w or need_b else None

@@ -18,11 +18,11 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import Group, gather_dim
 from ..comm.small_gathers import start_gather_major
 from ..core.compiled import as_custom_op, op_config
+from ..core.differentiation import once_differentiable
 from ..core.layout import TokenSharding, reshape_in_place
 from ..core.options import Normalization
 from ..kernels.select import select

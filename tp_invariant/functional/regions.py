@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_dim, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op
+from ..core.differentiation import once_differentiable
 from ..core.layout import Stride, check_divides, deinterleave, shard
 
 # --- operators of two moves, the one the other's adjoint ------------------------------------------------------------

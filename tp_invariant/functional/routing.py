@@ -16,9 +16,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.compiled import outside_of_graphs
+from ..core.differentiation import once_differentiable
 from ..core.elementwise import in_whole_vectors
 from ..kernels.select import select
 from .linear import flatten_tokens

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.call_records import ALL_REDUCE, REDUCE_SCATTER, records_of
 from ..comm.collectives import Group, gather_dim
 from ..comm.wire import diagnosed_error
 from ..core.compiled import constant
+from ..core.differentiation import once_differentiable
 from ..kernels.rowwise.gated_checks import ACTIVATIONS
 from .linear import LinearCall, flatten_tokens, without_custom_op
 from .main_grad import is_asked_for

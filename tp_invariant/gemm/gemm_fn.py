@@ -172,13 +172,15 @@ def gemm(
     cols = b.shape[1]
     if not (rows and k and cols):
         return _empty_product(gemm_fn, a, b, bias, out_dtype)
-    fn = resolve_gemm_fn(gemm_fn, a.device)
-    if torch.is_autocast_enabled(a.device.type):  # entering the context costs as much as a launch
-        with torch.autocast(a.device.type, enabled=False):
+    kind = "cuda" if a.is_cuda else a.device.type  # to ask a device for its type takes longer than all else here
+    own = gemm_fn is None and _default is None
+    fn = select("GEMM", kind).matmul if own and kind in ("cuda", "cpu") else resolve_gemm_fn(gemm_fn, a.device)
+    if torch.is_autocast_enabled(kind):  # entering the context costs as much as a launch
+        with torch.autocast(kind, enabled=False):
             c = fn(a, b, bias=bias, out_dtype=out_dtype)
     else:
         c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    if uses_bundled(gemm_fn):
+    if own:
         return c  # the bundled ones need no check
     if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
         got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
@@ -296,7 +298,35 @@ def gemm_rank_major(
 
 def column_sums(gemm_fn: GemmFn | None, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """The sum over the rows of x [T, N] -> [N], computed as a GEMM with a row of ones, so it is slice-invariant."""
-    return gemm(gemm_fn, x.new_ones((1, x.shape[0])), x, out_dtype=out_dtype).squeeze(0)
+    ones = _row_of_ones(x) if uses_bundled(gemm_fn) else x.new_ones((1, x.shape[0]))
+    return gemm(gemm_fn, ones, x, out_dtype=out_dtype).squeeze(0)
+
+
+_ones: dict[tuple, Tensor] = {}  # by device, dtype and the least size: never freed, since CUDA graphs may read them
+_rows_of_ones: dict[tuple, Tensor] = {}
+_MAX_ROWS_OF_ONES = 4096
+
+
+def _row_of_ones(x: Tensor) -> Tensor:
+    """[1, T] for x [T, N], to be read alone. On a GPU it is made once: else a bias gradient would be two launches."""
+    rows = x.shape[0]
+    if not x.is_cuda or type(x) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return x.new_ones((1, rows))
+    key = x.get_device(), x.dtype, rows
+    found = _rows_of_ones.get(key)
+    if found is not None:
+        return found
+    size = 1 << max(rows - 1, 1023).bit_length()
+    made = _ones.get((*key[:2], size))
+    if made is None:
+        if torch.cuda.is_current_stream_capturing():
+            return x.new_ones((1, rows))  # what a capture makes belongs to its graph
+        made = _ones[(*key[:2], size)] = x.new_ones((1, size))
+        torch.cuda.current_stream(x.device).synchronize()  # the next call may be on another stream
+    if len(_rows_of_ones) >= _MAX_ROWS_OF_ONES:
+        _rows_of_ones.clear()
+    found = _rows_of_ones[key] = made[:, :rows]
+    return found
 
 
 # --- as an op -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
-from ..consistency.same_gradients import Question, compare, maximal_groups
+from ..consistency.same_gradients import FactsToCompare, Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
@@ -28,6 +28,7 @@ from ..functional.main_grad import refuse_fused
 from .grad_partial_sums import (
     SINGLE_RANK,
     HeldGradient,
+    KnownSums,
     MeshLayout,
     norm_of,
     partial_sums_of,
@@ -35,8 +36,10 @@ from .grad_partial_sums import (
     scale,
     shape_of,
 )
+from .known_clips import ClipKey, KnownClip, KnownQuestion, find, key_of, remember
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 
+_MAX_QUESTIONS = 16  # kept of one call: options that change from step to step have one each
 _LOCAL_ERROR = "an error before the call"  # if ranks differ in it, consistency/agreement.py shows no other difference
 
 _USUAL_CAUSES = (
@@ -118,11 +121,13 @@ def clip_grad_norm_(
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
-    call = ClipCall(parameters, None if tp_group is None else resolve_group(tp_group))
+    call = ClipCall.of(parameters, None if tp_group is None else resolve_group(tp_group))
     stages = SINGLE_RANK if pp_group is None else resolve_group(pp_group)
     options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     invariant = is_tp_invariant_mode_enabled()
-    counted = [held for held in call.with_grad if stages.size == 1 or not _is_shared(held.parameter)]
+    counted, sums = call.with_grad, call.sums
+    if stages.size > 1:
+        counted, sums = [held for held in counted if not _is_shared(held.parameter)], KnownSums()
     own = torch.zeros(0, device=call.device)  # what of this stage is added up
     place = messages = call.device
     if stages.size > 1:
@@ -136,7 +141,7 @@ def clip_grad_norm_(
             own = _largest(counted).unsqueeze(0)
         elif counted and invariant:
             _check_devices(counted, call.rank)
-            own = partial_sums_of(counted)
+            own = partial_sums_of(counted, sums)
     except (TypeError, ValueError, RuntimeError) as error:
         share_error(error, stages, messages, set())  # the other stages would wait
         raise
@@ -155,6 +160,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    call.remember()
     grads = [held.local for held in call.with_grad]
     scale(grads, coefficient)
     if total.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
@@ -221,6 +227,9 @@ class ClipCall:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
+        self.sums = KnownSums()
+        self._known: KnownClip | None = None
+        self._key: tuple[list[Tensor], ClipKey] | None = None  # under which `remember` puts what is known
         self.held: list[HeldGradient] = []
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
@@ -254,6 +263,44 @@ class ClipCall:
         except (TypeError, ValueError, RuntimeError) as error:
             self.error = self.error or error
 
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor] | Tensor, given: Group | None) -> ClipCall:
+        """The call, with what the last one of the same parameters found out if all is as it was then."""
+        everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        key = key_of(everything, given) if everything and not torch.compiler.is_compiling() else None
+        known = None if key is None else find(everything, key)
+        if key is None or known is None:
+            call = cls(everything, given)
+            if key is not None:
+                call._key = everything, key
+            return call
+        call = cls.__new__(cls)
+        call.given, call.error, call.sums, call._known, call._key = given, None, known.sums, known, None
+        call.held = [
+            HeldGradient(everything[index], index, over, key.grads[index], key.locals[index], layout)
+            for index, over, layout in known.held
+        ]
+        call.device, call.maximal_groups, call.rank = known.device, known.groups, known.rank
+        call.with_grad = [call.held[at] for at in known.with_grad]
+        return call
+
+    def remember(self) -> None:
+        """For the next call of the same parameters; once this one was found right on all ranks."""
+        if self._key is None or self.error is not None:
+            return
+        everything, key = self._key
+        place = {held.number: at for at, held in enumerate(self.held)}
+        known = KnownClip(
+            key.facts,
+            [(held.number, held.over, held.layout) for held in self.held],
+            [place[held.number] for held in self.with_grad],
+            self.maximal_groups,
+            self.rank,
+            self.device,
+        )
+        known.sums = self.sums
+        remember(everything, known)
+
     def agree(self, caller: str, options: Mapping[str, Any]) -> None:
         """Compares the call and the gradients of replicated parameters across ranks, then raises `error`, if any."""
         if self.maximal_groups and self.held:
@@ -271,11 +318,17 @@ class ClipCall:
             text = f"{type(self.error).__name__}: {self.error}".replace(f" on rank {self.rank}", " here")
             # equal on all ranks that have an error: then each rank raises its own
             return Question(compared_group, (_LOCAL_ERROR,), lambda: {_LOCAL_ERROR: text}, (), list, "")
-        with_grad = {held.number for held in self.with_grad}
-        gradients = [
-            (held.number, _facts(held, compared_group) if held.number in with_grad else None) for held in self.held
-        ]
         mode = is_tp_invariant_mode_enabled()
+        key = compared_group, mode, *options.values()
+        known = None if self._known is None else self._known.questions.get(key)
+        if known is None:
+            facts = FactsToCompare((mode, tuple(options.values()), tuple(self._gradient_facts(compared_group))))
+            known = KnownQuestion(facts, _whole_over(self.with_grad, compared_group))
+            if self._known is not None:
+                if len(self._known.questions) >= _MAX_QUESTIONS:
+                    self._known.questions.clear()
+                self._known.questions[key] = known
+        gradients = known.facts.value[-1]
 
         def named_facts() -> dict[str, Any]:
             each = {
@@ -287,14 +340,19 @@ class ClipCall:
                 **each,
             }
 
-        whole = _whole_over(self.with_grad, compared_group)
-        numbered = [(held.number, shape_of(held.parameter)) for held in whole]  # without what holds their memory
+        whole = [self.with_grad[at] for at in known.whole]
+        shapes = dict(gradients)  # without what holds their memory
+        numbers = [held.number for held in whole]
 
         def names() -> list[str]:
-            return [f"the gradient of parameter {number} with shape {tuple(shape)}" for number, shape in numbered]
+            return [f"the gradient of parameter {n} with shape {tuple(shapes[n][1])}" for n in numbers]
 
-        facts = mode, tuple(options.values()), tuple(gradients)
-        return Question(compared_group, facts, named_facts, [held.local for held in whole], names, _USUAL_CAUSES)
+        return Question(compared_group, known.facts, named_facts, [held.local for held in whole], names, _USUAL_CAUSES)
+
+    def _gradient_facts(self, compared_group: Group) -> list[tuple[int, tuple | None]]:
+        """(number, `_facts` of its gradient, or None without one) for each parameter."""
+        with_grad = {held.number for held in self.with_grad}
+        return [(held.number, _facts(held, compared_group) if held.number in with_grad else None) for held in self.held]
 
     def agree_on(self, total: Tensor) -> None:
         """Compares the norm across ranks if layers are sharded over smaller groups than the one that compares: such
@@ -341,8 +399,9 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
     return carried
 
 
-def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[HeldGradient]:
-    """Those of which all ranks of the group hold the same part of the gradient, by attributes and placements."""
+def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[int]:
+    """Indices of those of which all ranks of the group hold the same part of the gradient, by attributes and
+    placements."""
     ranks = set(ranks_of(compared_group))
     known: dict[int, bool] = {}
 
@@ -355,7 +414,7 @@ def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[Hel
             known[id(layout)] = found
         return found
 
-    return [held for held in all_held if held.over.size == 1 and is_whole(held.layout)]
+    return [at for at, held in enumerate(all_held) if held.over.size == 1 and is_whole(held.layout)]
 
 
 # --- what is checked ------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, 
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .ties import refuse_ties
 
+_COMPUTED: Any = object()  # in place of a parameter that a parametrization has replaced
 PARALLEL_MODES = (None, *get_args(ParallelMode))
 
 _INVARIANT: dict[str | None, Callable[..., Tensor]] = {
@@ -312,8 +313,13 @@ class Linear(ShardedModule, nn.Linear):
     def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):
             refuse_dtensor(x, f"x of {self._name}")
-        weight: Tensor = self.weight  # read once: nn.Module.__getattr__ is slow
-        bias: Tensor | None = self.bias
+        own = self._parameters  # nn.Module.__getattr__ is slow
+        weight: Tensor = own.get("weight")  # type: ignore[assignment]
+        if weight is None:  # computed by a parametrization
+            weight = self.weight
+        bias: Tensor | None = own.get("bias", _COMPUTED)
+        if bias is _COMPUTED:
+            bias = self.bias
         stride: Stride = self._stride_of(weight)
         if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
             if known is None:
@@ -513,6 +519,7 @@ _has_autocast = constant(lambda kind: kind in ("cuda", "cpu") or torch.amp.is_au
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast selects on this device; None if autocast is off."""
-    if not _has_autocast(device.type) or not torch.is_autocast_enabled(device.type):
+    kind = device.type
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
-    return torch.get_autocast_dtype(device.type)
+    return torch.get_autocast_dtype(kind)

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local, local_of, refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import check_divides, fresh_view, split_sizes

@@ -1,0 +1,148 @@
+"""Calls of norms and attention that repeat an earlier one: the same launches, and every error that a first call raises.
+
+Launches are recorded instead of made, on CPU tensors, so that the path which GPUs take is seen here.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from tp_invariant.kernels.attention import backward as attention_backward
+from tp_invariant.kernels.attention import forward as attention
+from tp_invariant.kernels.attention.spec import AttentionSpec
+from tp_invariant.kernels.launch import Launch
+from tp_invariant.kernels.rowwise import norm
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The arguments of each launch, with addresses in place of tensors."""
+    recorded = []
+
+    def plain(x):
+        return x.data_ptr() if isinstance(x, Tensor) else x
+
+    def record(self, index, *args, grid=None):
+        recorded.append((self._kernel.__name__, grid, *map(plain, args)))
+
+    def describe(self, position, x, block, shape=None, strides=None):
+        return x.data_ptr(), tuple(block), tuple(shape or x.shape), tuple(strides or x.stride())
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr(Launch, "descriptor", describe)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    for module in (norm, attention, attention_backward):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+        monkeypatch.setattr(module, "launch_on", lambda *args: contextlib.nullcontext())
+        module._known.clear()
+    yield recorded
+    for module in (norm, attention, attention_backward):
+        module._known.clear()
+
+
+def twice(run, recorded, known, **inputs):
+    """The launches of a first call and of the one after it, with a name in place of each known address."""
+    found, keep = [], []
+    for _ in range(2):
+        recorded.clear()
+        outputs = [x for x in run(**inputs) if x is not None]
+        keep.append(outputs)  # so that no address is used again
+        names = {x.data_ptr(): name for name, x in inputs.items() if isinstance(x, Tensor)}
+        names |= {x.data_ptr(): f"output {i}" for i, x in enumerate(outputs)}
+        launched = [
+            tuple(names.get(x, "new memory") if isinstance(x, int) and x > 2**32 else x for x in one)
+            for one in recorded
+        ]
+        found.append((launched, [(x.shape, x.stride(), x.dtype) for x in outputs]))
+        assert known, "nothing was remembered"
+    return found
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms(launches, rms, bias):
+    x, dy = torch.randn(2, 40, 64, dtype=torch.bfloat16).unbind()
+    weight = torch.randn(64)
+    b = torch.randn(64) if bias else None
+
+    def forward(x, weight, b):
+        return norm.norm_forward(x, weight, b, eps=1e-5, rms=rms, zero_centered=False)
+
+    first, again = twice(forward, launches, norm._known, x=x, weight=weight, b=b)
+    if rms:  # which has no mean: its kernel gets any address for it
+        first, again = (([(*one[:6], None, *one[7:]) for one in launched], made) for launched, made in (first, again))
+    assert first == again
+    mean, rstd = (None if rms else torch.zeros(40)), torch.ones(40)
+
+    def backward(dy, x, weight, mean, rstd):
+        return norm.norm_backward(
+            dy, x, weight, mean, rstd, rows_per_sum=32, rms=rms, zero_centered=False, with_bias=bias
+        )
+
+    first, again = twice(backward, launches, norm._known, dy=dy, x=x, weight=weight, mean=mean, rstd=rstd)
+    assert first == again
+
+    def partial_sums(dy, x, mean, rstd):
+        return [norm.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=bias)]
+
+    first, again = twice(partial_sums, launches, norm._known, dy=dy, x=x, mean=mean, rstd=rstd)
+    assert first == again
+    sums = torch.zeros(2, 128 if bias else 64)
+
+    def fold(sums):
+        return norm.fold_weight_gradients(sums, torch.bfloat16, torch.float32 if bias else None)
+
+    first, again = twice(fold, launches, norm._known, sums=sums)
+    assert first == again
+
+
+def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
+    x, weight = torch.randn(40, 64), torch.randn(64)
+
+    def run(x, weight=weight, eps=1e-5, **options):
+        return norm.norm_forward(x, weight, None, **dict(dict(eps=eps, rms=True, zero_centered=False), **options))
+
+    for _ in range(2):
+        run(x)
+    known = len(norm._known)
+    with pytest.raises(ValueError, match="weight has shape"):
+        run(x, torch.randn(63))
+    with pytest.raises(TypeError, match="x has dtype"):
+        run(x.double())
+    with pytest.raises(ValueError, match="eps is -1"):
+        run(x, eps=-1)
+    with pytest.raises(TypeError, match="out_dtype"):
+        run(x, out_dtype=torch.int32)
+    assert len(norm._known) == known
+    launches.clear()
+    unaligned = torch.randn(40 * 64 + 1)[1:].view(40, 64)
+    for _ in range(2):
+        run(unaligned)
+    assert all(unaligned.data_ptr() not in one for one in launches), "it must be copied each time"
+    run(x, eps=1e-6)
+    assert 1e-6 in launches[-1] and 1e-5 not in launches[-1]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention(launches, kv_heads, dtype):
+    spec = AttentionSpec(causal=True, scale=0.125)
+    q = torch.randn(2, 4, 100, 64, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, 100, 64, dtype=dtype).unbind()
+    first, again = twice(lambda q, k, v: attention.forward(q, k, v, spec), launches, attention._known, q=q, k=k, v=v)
+    assert first == again
+    out, dout = torch.randn(2, 2, 100, 4, 64, dtype=dtype).transpose(2, 3).unbind()
+    lse = torch.zeros(2, 4, 100)
+
+    def backward(dout, q, k, v, out, lse):
+        return attention_backward.backward(dout, q, k, v, out, lse, spec)[:3]
+
+    tensors = dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    first, again = twice(backward, launches, attention_backward._known, **tensors)
+    assert first == again
+    assert len(first[0]) == (3 if kv_heads == 4 else 5)
+    known = len(attention_backward._known)
+    backward(**{**tensors, "q": q.transpose(2, 3).contiguous().transpose(2, 3)})  # must be copied
+    assert len(attention_backward._known) == known
