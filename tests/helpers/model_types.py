@@ -94,6 +94,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"audio_config.adapter_input_size": 64},
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
+    "flint": dict(mlp_only_layers=[0], layer_types=["full_attention", "sliding_attention"]),
+    "mimo_v2_flash": dict(num_key_value_heads=2, layer_types=["full_attention", "sliding_attention"], mlp_layer_types=["dense", "sparse"]),
 }
 
 
