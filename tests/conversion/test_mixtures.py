@@ -57,6 +57,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_moe", 4, dict(dtype=torch.bfloat16)),
     ("deepseek_v3", 8, {}),  # fewer experts than ranks
     ("gpt_oss", 2, dict(mesh=True)),
+    ("deepseek_v2", 2, dict(mesh=True)),
     ("gpt_oss", 4, dict(dtype=torch.bfloat16)),
     ("gpt_oss", 2, dict(by_expert=True, sequence_parallel=True)),
 ]
@@ -74,7 +75,7 @@ def test_training_has_the_same_bits_at_every_degree(family, degree, options):
     assert len(sinks) == (2 if family == "gpt_oss" else 0) and all(grad.all() for grad in sinks)
 
 
-@pytest.mark.parametrize("family", ("mixtral", "gpt_oss"))
+@pytest.mark.parametrize("family", ("mixtral", "gpt_oss", "deepseek_v2"))
 def test_with_the_mode_off_the_bits_depend_on_the_degree(family):
     one, on = trained(family, mode=False), trained(family)
     for options in ({}, dict(sequence_parallel=True), dict(by_expert=True)):
@@ -310,6 +311,23 @@ def test_sinks_need_their_heads():
     assert "layers.0.self_attn.sinks: is model.layers.1.self_attn.sinks too: a parameter that modules" in refused(
         "gpt_oss", tie
     )
+
+
+def test_a_latent_projection_needs_sharded_heads_beside_it():
+    plan = {name: style for name, style in tpi.plans.own_plan(hf_models.build("deepseek_v2")).items()}
+    whole = {name: style for name, style in plan.items() if ".self_attn." not in name or style == "mla_kv_a_proj"}
+    text = refused("deepseek_v2", plan=whole)
+    assert "kv_a_proj_with_mqa: style 'mla_kv_a_proj': no layer beside it has the style 'colwise'" in text
+    del plan["model.layers.*.self_attn.kv_a_proj_with_mqa"]  # then nothing completes the gradient
+
+    def on_rank(tp_group):
+        model = tpi.parallelize(hf_models.build("deepseek_v2"), tp_group, {**plan, "*.kv_a_proj_with_mqa": "replicate"})
+        with pytest.raises(
+            ValueError, match=r"kv_a_proj_with_mqa\.weight.*: the same on every rank, and meets this rank"
+        ):
+            model(**hf_models.batch())
+
+    run_ranks(on_rank, 2)
 
 
 def test_the_degree_divides_the_sinks():

@@ -70,6 +70,15 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
             qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         ),
     ),
+    "deepseek_v2": (  # latent attention whose heads are sharded
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        dict(
+            n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=1, topk_group=1, num_key_value_heads=8, q_lora_rank=32, kv_lora_rank=32,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        ),
+    ),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, intermediate_size=32)),
     "gpt_oss": (  # sinks; a sliding layer and a full one; its plan is this library's
         "GptOssConfig",

@@ -124,7 +124,7 @@ def test_near_float64():
     ours = on_rank(None, "group", True)[0][0]
     for name, value in step(build(torch.float64)).items():
         got = ours[0] if name == "y" else ours[1][name]
-        assert float((got.double() - value).norm() / value.norm()) <= 2e-6, name
+        assert float((got.double() - value).norm() / value.norm()) <= 1e-5, name
 
 
 def step(model):
@@ -173,7 +173,7 @@ def test_after_fully_shard():
 def test_a_module_with_a_group_of_its_own_is_refused():
     model = build()
     model.blocks[1].group = None
-    with pytest.raises(ValueError, match="blocks.1.sinks: is held by a Block with a `group`: it cannot be sharded"):
+    with pytest.raises(ValueError, match=r"blocks\.1\.sinks: is held by a Block with a `group`: it cannot be sharded"):
         tpi.parallelize(model, None, plan())
 
 

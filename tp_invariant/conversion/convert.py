@@ -37,6 +37,7 @@ from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
+from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_same_ranks
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
@@ -148,6 +149,8 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     _swap(model, survey.swaps)
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
+    for name in survey.latents:
+        SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:
         SafeRouting(model.get_submodule(name), survey.gemm_fn)
     if survey.is_hugging_face:

@@ -54,6 +54,7 @@ _RULES: dict[type, _Rule] = {
     regions._GatherFeatures: lambda node, states: WHOLE,
     regions._ScatterSequence: lambda node, states: PART,
     regions._ScatterFeatures: lambda node, states: PART,
+    regions._ExpandHeads: lambda node, states: PART,
     stock._CopyToRegion: lambda node, states: PART,
     stock._GatherForRegion: lambda node, states: PART,
     stock._ReduceFromRegion: lambda node, states: WHOLE,

@@ -32,9 +32,11 @@ HEADS_STYLE = (
 # `sequence_parallel` is what norms between layers do anyway under parallelize(sequence_parallel=True)
 WHOLE_STYLES = ("replicate", "sequence_parallel")
 EXPERTS_STYLE = "moe_tp_experts"
+# a projection that is whole, and a part of whose output the heads beside it share; see hugging_face/shared_keys.py
+LATENT_STYLE = "mla_kv_a_proj"
 # of a module whose own parameters have styles, which it sees as local tensors in any case
 LOCAL_STYLE = "local_params"
-STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, EXPERTS_STYLE, LOCAL_STYLE, *WHOLE_STYLES)
+STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, EXPERTS_STYLE, LATENT_STYLE, LOCAL_STYLE, *WHOLE_STYLES)
 # style: the dim of a parameter that it shards; a vector has one
 PARAMETER_STYLES = {"colwise": -2, "local_colwise": -2, "rowwise": -1, "local_rowwise": -1}
 
@@ -116,7 +118,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
         ValueError: it has none, or one without patterns for its layers (for the output layer only, say).
     """
     config: Any = getattr(model, "config", None)
-    base = getattr(config, "base_model_tp_plan", None) or _LATER_WITHOUT.get(getattr(config, "model_type", None), {})
+    base = getattr(config, "base_model_tp_plan", None) or _LATER_WITHOUT.get(getattr(config, "model_type", ""), {})
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
         base = {f"{prefix}.{pattern}": style for pattern, style in base.items()}

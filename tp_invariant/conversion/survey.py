@@ -25,6 +25,7 @@ from .plans import (
     EMBEDDING_STYLE,
     EXPERTS_STYLE,
     HEADS_STYLE,
+    LATENT_STYLE,
     LINEAR_STYLES,
     LOCAL_STYLE,
     PARAMETER_STYLES,
@@ -82,6 +83,7 @@ class Survey:
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
     # name of a module that stays: the sharded dims of those of its own parameters of which a rank holds a part
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
+    latents: list[str] = field(default_factory=list)  # names of modules with latent attention
     problems: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)  # names of experts modules, and of the modules that hold them
     mixtures: set[str] = field(default_factory=set)
@@ -305,7 +307,16 @@ class Survey:
     # --- one kind of module each
 
     def _linear(self, name: str, linear: nn.Linear, part: Part) -> None:
-        if part.style in WHOLE_STYLES:
+        if part.style == LATENT_STYLE:
+            parent = name.rpartition(".")[0]
+            beside = (self.parts.get(f"{parent}.{child}") for child, _ in self.modules[parent].named_children())
+            columns = (p.linear_options() for p in beside if p is not None)
+            if not parent or not any(
+                o.get("parallel_mode") == "column" and not o.get("gather_output") for o in columns
+            ):
+                return self._problem(name, f"style {part.style!r}: no layer beside it has the style 'colwise'")
+            self.latents.append(parent)
+        if part.style in (*WHOLE_STYLES, LATENT_STYLE):
             if self._sees_local_tokens(name):
                 self._problem(name, "is in no pattern of the plan, and under sequence_parallel sees this rank's tokens")
             options: dict[str, Any] = dict(parallel_mode=None)

@@ -215,7 +215,7 @@ def _pickles_by_itself(base: type) -> bool:
     return any(getattr(base, name, None) is not getattr(nn.Module, name, None) for name in names)
 
 
-def _made(make: Any, args: tuple, names: frozenset[str], kind: type[Views] = Views) -> Any:
+def _made(make: Any, args: tuple, names: frozenset[str], kind: Any = Views) -> Any:
     module = make(*args)
     base: Any = type(module)
     module.__class__ = class_of_views(base, names, kind)
