@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import Group
+from ..core.function_modes import AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.regions import expand_heads
 
 
-class _Reroute(TorchFunctionMode):
+class _Reroute(AroundLayers):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group = group
