@@ -314,14 +314,17 @@ def test_sinks_need_their_heads():
 
 
 def test_a_latent_projection_needs_sharded_heads_beside_it():
-    plan = {name: style for name, style in tpi.plans.own_plan(hf_models.build("deepseek_v2")).items()}
+    plan = tpi.plans.own_plan(hf_models.build("deepseek_v2"))
     whole = {name: style for name, style in plan.items() if ".self_attn." not in name or style == "mla_kv_a_proj"}
     text = refused("deepseek_v2", plan=whole)
     assert "kv_a_proj_with_mqa: style 'mla_kv_a_proj': no layer beside it has the style 'colwise'" in text
-    del plan["model.layers.*.self_attn.kv_a_proj_with_mqa"]  # then nothing completes the gradient
 
     def on_rank(tp_group):
-        model = tpi.parallelize(hf_models.build("deepseek_v2"), tp_group, {**plan, "*.kv_a_proj_with_mqa": "replicate"})
+        model = hf_models.build("deepseek_v2")
+        own = dict(model.config.base_model_tp_plan)
+        del own["layers.*.self_attn.kv_a_proj_with_mqa"]  # then nothing completes the gradient
+        model.config.base_model_tp_plan = own
+        tpi.parallelize(model, tp_group)
         with pytest.raises(
             ValueError, match=r"kv_a_proj_with_mqa\.weight.*: the same on every rank, and meets this rank"
         ):

@@ -30,6 +30,8 @@ def pool():
 class Block(nn.Module):
     """Attention with a sink for each head."""
 
+    plain = False  # in torch's own operators
+
     def __init__(self) -> None:
         super().__init__()
         self.q, self.o = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
@@ -41,7 +43,7 @@ class Block(nn.Module):
         return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.dtype == torch.float64:
+        if self.plain:
             k, v = (t.repeat_interleave(HEADS // KV, 1) for t in (k, v))
             scores = q @ k.mT / (SIZE // HEADS) ** 0.5
             scores = torch.cat([scores, self.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
@@ -122,13 +124,18 @@ def test_the_bits_at_every_degree():
 
 def test_near_float64():
     ours = on_rank(None, "group", True)[0][0]
-    for name, value in step(build(torch.float64)).items():
+    exact, theirs = (plain_step(dtype) for dtype in (torch.float64, torch.float32))
+    for name, value in exact.items():
         got = ours[0] if name == "y" else ours[1][name]
-        assert float((got.double() - value).norm() / value.norm()) <= 1e-5, name
+        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
+        assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
 
 
-def step(model):
-    y = model(batch().double())
+def plain_step(dtype):
+    model = build(dtype)
+    for block in model.blocks:
+        block.plain = True
+    y = model(batch().to(dtype))
     y.square().mean().backward()
     return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
