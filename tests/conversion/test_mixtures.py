@@ -321,9 +321,9 @@ def test_a_latent_projection_needs_sharded_heads_beside_it():
 
     def on_rank(tp_group):
         model = hf_models.build("deepseek_v2")
-        own = dict(model.config.base_model_tp_plan)
-        del own["layers.*.self_attn.kv_a_proj_with_mqa"]  # then nothing completes the gradient
-        model.config.base_model_tp_plan = own
+        own = model.config.base_model_tp_plan, model._tp_plan  # without it nothing completes the gradient
+        left = ({name: style for name, style in one.items() if style != "mla_kv_a_proj"} for one in own)
+        model.config.base_model_tp_plan, model._tp_plan = left
         tpi.parallelize(model, tp_group)
         with pytest.raises(
             ValueError, match=r"kv_a_proj_with_mqa\.weight.*: the same on every rank, and meets this rank"
