@@ -33,12 +33,12 @@ def pool():
 def train_on_rank(tp_group, family, options, mode=True, steps=2):
     model = tpi.parallelize(
         hf_models.build(family, options.get("dtype", torch.float32)),
-        tp_group,
+        mesh_or_group(tp_group, "mesh") if options.get("mesh") else tp_group,
         expert_parallel_group=(ONE_RANK if tp_group is None else tp_group) if options.get("by_expert") else None,
         sequence_parallel=options.get("sequence_parallel", False),
     )
     with tpi.set_tp_invariant_mode(mode):
-        return hf_models.train(model, tp_group, steps)
+        return hf_models.train(model, None if options.get("mesh") else tp_group, steps)
 
 
 @functools.cache
@@ -56,6 +56,10 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("glm4_moe", 4, dict(by_expert=True)),
     ("qwen3_moe", 4, dict(dtype=torch.bfloat16)),
     ("deepseek_v3", 8, {}),  # fewer experts than ranks
+    ("gpt_oss", 2, dict(mesh=True)),
+    ("deepseek_v2", 2, dict(mesh=True)),
+    ("gpt_oss", 4, dict(dtype=torch.bfloat16)),
+    ("gpt_oss", 2, dict(by_expert=True, sequence_parallel=True)),
 ]
 
 
@@ -67,12 +71,15 @@ def test_training_has_the_same_bits_at_every_degree(family, degree, options):
         assert_bitwise_equal(got, expected, f"{family} on rank {rank} of {degree}, {options}")
     routers = [grad for name, grad in expected["grads"].items() if re.search(r"(gate|router.*)\.weight", name)]
     assert routers and all(grad.any() for grad in routers)
+    sinks = [grad for name, grad in expected["grads"].items() if name.endswith(".sinks")]
+    assert len(sinks) == (2 if family == "gpt_oss" else 0) and all(grad.all() for grad in sinks)
 
 
-def test_with_the_mode_off_the_bits_depend_on_the_degree():
-    one, on = trained("mixtral", mode=False), trained("mixtral")
+@pytest.mark.parametrize("family", ("mixtral", "gpt_oss", "deepseek_v2"))
+def test_with_the_mode_off_the_bits_depend_on_the_degree(family):
+    one, on = trained(family, mode=False), trained(family)
     for options in ({}, dict(sequence_parallel=True), dict(by_expert=True)):
-        for got in run_ranks(train_on_rank, 2, "mixtral", options, False, 1):
+        for got in run_ranks(train_on_rank, 2, family, options, False, 1):
             assert not torch.equal(got["logits"], one["logits"])
             for name in one["grads"]:
                 torch.testing.assert_close(got["grads"][name], on["grads"][name], rtol=1e-3, atol=1e-5)
@@ -231,18 +238,110 @@ def gpt_oss():
     return transformers.GptOssConfig(**sizes, rope_parameters=rope, experts_implementation="eager")
 
 
-def test_a_whole_gpt_oss(gpt_oss):
-    """It has no plan, and with one its attention sinks would get parts of a gradient."""
-    import transformers
+def generated(tp_group, mode):
+    """Three times as many tokens as the sliding layers' window has, and the logits of one forward of them all."""
+    model = tpi.parallelize(hf_models.build("gpt_oss"), tp_group).eval()
+    with tpi.set_tp_invariant_mode(mode), torch.no_grad():
+        out = model.generate(
+            hf_models.batch()["input_ids"][:, :5], max_new_tokens=16, min_new_tokens=16, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        whole = model(out.sequences[:, :-1], use_cache=False).logits[:, 4:]
+    return out.sequences, torch.stack(out.logits, 1), whole
 
-    model = transformers.GptOssForCausalLM(gpt_oss)
-    with pytest.raises(ValueError, match="brings a tensor-parallel plan for its output layer only"):
-        tpi.parallelize(model, None)
-    heads = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-    with pytest.raises(ValueError, match=r"GptOssAttention has attention sinks, one for each head, which parallelize"):
-        tpi.parallelize(
-            model, None, {**heads, "model.layers.*.self_attn.o_proj": "rowwise", "*.experts": "moe_tp_experts"}
-        )
+
+def test_gpt_oss_decodes_with_a_sliding_cache():
+    """Each row of logits is that of a whole forward, at every degree."""
+    want = generated(None, True)
+    assert want[0].shape == (2, 21)
+    assert_bitwise_equal(want[1], want[2])
+    for degree in (2, 4):
+        for got in run_ranks(generated, degree, True):
+            assert_bitwise_equal(got, want)
+    assert not torch.equal(run_ranks(generated, 2, False)[0][2], want[2])
+
+
+def goes_on(tp_group, folder, save):
+    """A step, and another in a model that loads what was saved after the first."""
+    with tpi.set_tp_invariant_mode(True):
+        model = tpi.parallelize(hf_models.build("gpt_oss"), None if tp_group is None else mesh_or_group(tp_group, save))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if save != "load":
+            hf_models.step(model, optimizer, 0)
+            tpi.checkpoint.save(folder, model, optimizer)
+        else:
+            tpi.checkpoint.load(folder, model, optimizer)
+        hf_models.step(model, optimizer, 1)
+    return tpi.full_state_dict(model)
+
+
+def test_a_checkpoint_of_gpt_oss_goes_on_at_another_degree(tmp_path):
+    want = goes_on(None, str(tmp_path / "one"), "group")
+    for kind in ("group", "mesh"):
+        for got in run_ranks(goes_on, 2, str(tmp_path / kind), kind):
+            assert_bitwise_equal(got, want)
+    for degree, folder in ((4, "mesh"), (2, "one"), (1, "group")):
+        for got in run_ranks(goes_on, degree, str(tmp_path / folder), "load"):
+            assert_bitwise_equal(got, want)
+
+
+def test_gpt_oss_with_verify():
+    def on_rank(tp_group):
+        tpi.parallelize(hf_models.build("gpt_oss"), tp_group, verify=True)
+
+    run_ranks(on_rank, 2)
+
+
+def test_sinks_need_their_heads():
+    """Whole on each rank they would get a part of their gradient."""
+    model = hf_models.build("gpt_oss")
+    plan = tpi.plans.own_plan(model)
+    whole = {name: style for name, style in plan.items() if not name.endswith("sinks")}
+    begin = "model.layers.0.self_attn: GptOssAttention has parameters beside column-parallel layers, and may see"
+    assert begin in refused("gpt_oss", plan=whole)
+    assert begin in refused("gpt_oss", plan={**whole, "model.layers.*.self_attn": "local_params"})
+    name = "model.layers.*.self_attn.sinks"
+    assert "layers.0.self_attn.sinks: Part(style='packed_colwise'" in refused(
+        "gpt_oss", plan={**plan, name: "packed_colwise"}
+    )
+
+    def tie(model):
+        model.model.layers[1].self_attn.sinks = model.model.layers[0].self_attn.sinks
+
+    assert "layers.0.self_attn.sinks: is model.layers.1.self_attn.sinks too: a parameter that modules" in refused(
+        "gpt_oss", tie
+    )
+
+
+def test_a_latent_projection_needs_sharded_heads_beside_it():
+    plan = tpi.plans.own_plan(hf_models.build("deepseek_v2"))
+    whole = {name: style for name, style in plan.items() if ".self_attn." not in name or style == "mla_kv_a_proj"}
+    text = refused("deepseek_v2", plan=whole)
+    assert "kv_a_proj_with_mqa: style 'mla_kv_a_proj': no layer beside it has the style 'colwise'" in text
+
+    def on_rank(tp_group):
+        model = hf_models.build("deepseek_v2")
+        own = model.config.base_model_tp_plan, model._tp_plan  # without it nothing completes the gradient
+        left = ({name: style for name, style in one.items() if style != "mla_kv_a_proj"} for one in own)
+        model.config.base_model_tp_plan, model._tp_plan = left
+        tpi.parallelize(model, tp_group)
+        with pytest.raises(
+            ValueError, match=r"kv_a_proj_with_mqa\.weight.*: the same on every rank, and meets this rank"
+        ):
+            model(**hf_models.batch())
+
+    run_ranks(on_rank, 2)
+
+
+def test_the_degree_divides_the_sinks():
+    def on_rank(tp_group):
+        def cut(model):
+            model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(7))
+
+        return refused("gpt_oss", cut, tp_group)
+
+    for text in run_ranks(on_rank, 2):
+        assert "layers.1.self_attn.sinks: size of dim 0=7 is not divisible by TP degree=2" in text
 
 
 def gpt_oss_block(config, dtype=torch.float32):

@@ -9,9 +9,11 @@ from tp_invariant import testing
 
 ROWS = {line.split(" | ")[0].strip("| "): line for line in model_types.DOCUMENT.read_text().splitlines() if "|" in line}
 # One of each: gated queries and linear attention, a norm used twice, a config whose fields differ by layer, gated norms
-# with a mixture of experts (two), a config of several models, attention sinks, no plan.
+# with a mixture of experts (two), a config of several models, attention sinks, latent attention, a mask that the model
+# extends, no plan.
 SAMPLE = [
-    "qwen3_5_text", "nanochat", "gemma4_text", "kimi_linear", "bailing_hybrid", "flint", "gpt2",
+    "qwen3_5_text", "nanochat", "gemma4_text", "kimi_linear", "bailing_hybrid", "granite_swa", "minicpm3",
+    "deepseek_v4", "gpt2",
 ]  # fmt: skip
 
 

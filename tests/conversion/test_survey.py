@@ -507,11 +507,16 @@ def test_a_plan_for_the_output_layer_only():
     )
 
 
-def test_attention_sinks():
+def test_parameters_that_a_module_holds_itself():
     """Whole on each rank they would get a part of their gradient."""
     model = Heads(nn.Identity())
     model.sinks = nn.Parameter(torch.zeros(4))
-    assert "Heads: Heads has attention sinks, one for each head, which parallelize does" in refusal(model, HEADS_PLAN)
+    assert "Heads: Heads has parameters beside column-parallel layers" in refusal(model, HEADS_PLAN)
+    model.sinks = nn.Parameter(torch.tensor(0.0))
+    assert "sinks: has no dim: it cannot be sharded" in refusal(model, {**HEADS_PLAN, "sinks": "colwise"})
+    (name,) = (name for name in HEADS_PLAN if HEADS_PLAN[name] == "rowwise")
+    text = f"{name}.weight: is a parameter of a Linear: name that module in the plan"
+    assert text in refusal(model, {**HEADS_PLAN, f"{name}.weight": "rowwise", "sinks": "colwise"})
 
 
 def test_a_tie_with_what_is_not_swapped():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from moved_bytes import DTYPES, check_ranks, run_ranks, special, worlds
 
-from tp_invariant.comm.collectives import Group
+from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.core.layout import shard
+from tp_invariant.functional import regions
 from tp_invariant.functional.regions import gather_features, gather_sequence, scatter_features, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -94,3 +95,22 @@ def test_one_rank_needs_no_process_group():
     assert_bitwise_equal(scatter_sequence(x, None), x)
     assert_bitwise_equal(gather_features(x, alone, 3), x)
     assert_bitwise_equal(scatter_features(x, alone, 3), x)
+
+
+def heads_on_rank(tp_group):
+    group = resolve_group(tp_group)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 1, 5, 12, generator=generator), torch.randn(2, 8, 5, 12, generator=generator)
+    x.requires_grad_()
+    y = regions.expand_heads(x, 8 // group.size, group)
+    y.backward(dy.chunk(group.size, 1)[group.rank])
+    return regions.gather_sequence(y.detach(), group, 1), x.grad, dy
+
+
+def test_one_key_for_all_heads():
+    (y, dx, dy), *_ = run_ranks(heads_on_rank, 1)
+    torch.testing.assert_close(dx.double(), dy.double().sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
+    assert (y == y[:, :1]).all()
+    for degree in (2, 8):
+        for got in run_ranks(heads_on_rank, degree):
+            assert_bitwise_equal(got, (y, dx, dy))

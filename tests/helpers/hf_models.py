@@ -70,7 +70,21 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
             qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         ),
     ),
+    "deepseek_v2": (  # latent attention whose heads are sharded
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        dict(
+            n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=1, topk_group=1, num_key_value_heads=8, q_lora_rank=32, kv_lora_rank=32,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        ),
+    ),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2, intermediate_size=32)),
+    "gpt_oss": (  # sinks; a sliding layer and a full one; its plan is this library's
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, sliding_window=7),
+    ),
     "granitemoe": (
         "GraniteMoeConfig",
         "GraniteMoeForCausalLM",
@@ -115,14 +129,25 @@ def batch(step: int = 0) -> dict[str, Tensor]:
     return dict(input_ids=ids, attention_mask=padding, labels=ids.masked_fill(padding == 0, -100))
 
 
+def forward_and_backward(model: Any, optimizer: Any, step: int) -> Any:
+    output = model(**{name: value.to(model.device) for name, value in batch(step).items()})
+    optimizer.zero_grad()
+    output.loss.backward()
+    return output
+
+
+def step(model: Any, optimizer: Any, step: int) -> None:
+    forward_and_backward(model, optimizer, step)
+    tpi.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def train(model: Any, tp_group: Any, steps: int) -> dict[str, Any]:
     """Logits and gradients of the first step, losses and norms of all steps, and the final parameters; full tensors."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results: dict[str, Any] = {}
     for step in range(steps):
-        output = model(**{name: value.to(model.device) for name, value in batch(step).items()})
-        optimizer.zero_grad()
-        output.loss.backward()
+        output = forward_and_backward(model, optimizer, step)
         if step == 0:
             results["logits"], results["grads"] = output.logits.detach(), tpi.testing.full_grads(model)
         norm = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=tp_group)

@@ -94,6 +94,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"audio_config.adapter_input_size": 64},
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
+    "deepseek_v2": dict(num_experts_per_tok=2, n_group=1, topk_group=1),
+    "flint": dict(mlp_only_layers=[0], layer_types=["full_attention", "sliding_attention"]),
+    "mimo_v2_flash": dict(
+        num_key_value_heads=2, layer_types=["full_attention", "sliding_attention"], mlp_layer_types=["dense", "sparse"]
+    ),
 }
 
 

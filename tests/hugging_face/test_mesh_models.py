@@ -136,7 +136,7 @@ def saved(tp_group, family, kind, folder):
     return read, tpi.full_state_dict(twin)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt_oss"])
 def test_save_pretrained_writes_whole_weights(tmp_path, family):
     """The files that transformers writes itself of the same weights, and the same model when it is loaded."""
     import transformers

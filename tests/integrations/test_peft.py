@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.hugging_face.experts import use_own_code
 from tp_invariant.testing import assert_bitwise_equal
 
 pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
@@ -29,7 +30,7 @@ from peft.utils.save_and_load import _get_tp_info
 from safetensors.torch import load_file
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
-STEPS = {"qwen3": 10, "llama": 4, "phi3": 4}
+STEPS = {"qwen3": 10, "llama": 4, "phi3": 4, "qwen2_moe": 4, "gpt_oss": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,6 +66,9 @@ CONFIGS = {
     "llama": dict(lora_bias=True, bias="lora_only", rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 2}),
     # gate and up in one layer, and q, k and v, of two sizes
     "phi3": dict(target_modules=r".*\.(gate_up_proj|qkv_proj|o_proj|down_proj)|lm_head", init_lora_weights=False),
+    # mixtures of experts: attention, and a shared expert with its gate; attention with sinks
+    "qwen2_moe": dict(init_lora_weights=False),
+    "gpt_oss": dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False, bias="lora_only"),
 }  # fmt: skip
 
 
@@ -119,7 +123,16 @@ def at_one(family: str) -> Any:
 
 @pytest.mark.parametrize(
     "family, degree, kind, sequence_parallel",
-    [("qwen3", 2, "group", False), ("qwen3", 4, "mesh", True), ("llama", 2, "group", True), ("phi3", 2, "mesh", False)],
+    [
+        ("qwen3", 2, "group", False),
+        ("qwen3", 4, "mesh", True),
+        ("llama", 2, "group", True),
+        ("phi3", 2, "mesh", False),
+        ("qwen2_moe", 2, "group", False),
+        ("qwen2_moe", 4, "mesh", True),
+        ("gpt_oss", 2, "mesh", False),
+        ("gpt_oss", 4, "group", True),
+    ],
 )
 def test_the_bits_are_those_of_one_rank(family, degree, kind, sequence_parallel):
     for got in run_ranks(trained, degree, family, kind, sequence_parallel):
@@ -133,7 +146,9 @@ def test_with_the_mode_off_they_are_not():
 
 def plain(family: str, dtype: torch.dtype) -> Any:
     """PEFT's own LoRA of transformers' own model."""
-    return train(with_lora(build(family, dtype), config_of(**CONFIGS[family])), STEPS[family])
+    model = build(family, dtype)
+    use_own_code(model)
+    return train(with_lora(model, config_of(**CONFIGS[family])), STEPS[family])
 
 
 def norm_wise(got: Any, exact: Any) -> float:
@@ -564,6 +579,23 @@ UNSUPPORTED = dict(
 def test_options_that_are_not_supported(name):
     text = refused(ValueError, lambda: register(config_of(**{name: UNSUPPORTED[name]})))
     assert text.startswith(f"{name}={UNSUPPORTED[name]!r} of the LoraConfig on rank 0 is not supported")
+
+
+def adapters_of_experts(tp_group):
+    model = tpi.parallelize(build("qwen2_moe"), tp_group)
+    before = {name: type(module) for name, module in model.named_modules()}
+    found = refused(ValueError, lambda: with_lora(model, register(config_of(target_modules=r".*\.experts"))))
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    return found
+
+
+def test_adapters_of_experts_are_refused():
+    """Their weights are no linear layer's. PEFT's own way to them is target_parameters, refused by its name."""
+    for text in run_ranks(adapters_of_experts, 2):
+        assert "Experts(4, 64, 32" in text and "is not supported" in text
+    name = "mlp.experts.gate_up_proj"
+    text = refused(ValueError, lambda: register(config_of(target_modules=["q_proj"], target_parameters=[name])))
+    assert text.startswith(f"target_parameters=['{name}'] of the LoraConfig on rank 0 is not supported")
 
 
 class Linear4bit(nn.Linear):

@@ -8,6 +8,7 @@ that list is empty is the model changed. The parts of an invariant model:
     norm          -> ParallelNorm, which knows whether its input is sharded by tokens or by heads
     activation    -> PositionInvariantActivation, see core/elementwise.py
     experts       -> Experts; the router's code stays, see hugging_face/experts.py
+    parameter     of a module that stays (attention sinks): this rank's part, see layers/local_parameters.py
     attention     -> tpi.attention, see attention_choice.py; a Hugging Face model's loss: hugging_face/models.py
 
 With sequence_parallel the hidden states [B, S, H] are sharded along S from the first decoder layer to the last one.
@@ -36,7 +37,9 @@ from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
+from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_same_ranks
+from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
 from .gradient_flow import FirstForward
@@ -144,6 +147,10 @@ def parallelize(
 def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     """Changes the model as its survey says."""
     _swap(model, survey.swaps)
+    for name, dims in survey.shards.items():
+        shard_parameters(model.get_submodule(name), survey.group, dims)
+    for name in survey.latents:
+        SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:
         SafeRouting(model.get_submodule(name), survey.gemm_fn)
     if survey.is_hugging_face:

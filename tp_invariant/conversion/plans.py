@@ -1,6 +1,7 @@
 """Tensor-parallel plans as data: the meaning of each style, the modules that a pattern matches, and special models.
 
-A plan is {pattern: style}. A pattern is a module's name in which `*` matches one component ("layers.*.mlp.up_proj"). A
+A plan is {pattern: style}. A pattern is a module's name in which `*` matches one component ("layers.*.mlp.up_proj"), or
+the name of a parameter that a module of other classes than this library's holds itself ("layers.*.self_attn.sinks"). A
 style is one of the names below, which are Hugging Face's, or a `Part` that adds options to one.
 """
 
@@ -31,7 +32,13 @@ HEADS_STYLE = (
 # `sequence_parallel` is what norms between layers do anyway under parallelize(sequence_parallel=True)
 WHOLE_STYLES = ("replicate", "sequence_parallel")
 EXPERTS_STYLE = "moe_tp_experts"
-STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, EXPERTS_STYLE, *WHOLE_STYLES)
+# a projection that is whole, and a part of whose output the heads beside it share; see hugging_face/shared_keys.py
+LATENT_STYLE = "mla_kv_a_proj"
+# of a module whose own parameters have styles, which it sees as local tensors in any case
+LOCAL_STYLE = "local_params"
+STYLES = (*LINEAR_STYLES, EMBEDDING_STYLE, HEADS_STYLE, EXPERTS_STYLE, LATENT_STYLE, LOCAL_STYLE, *WHOLE_STYLES)
+# style: the dim of a parameter that it shards; a vector has one
+PARAMETER_STYLES = {"colwise": -2, "local_colwise": -2, "rowwise": -1, "local_rowwise": -1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +98,27 @@ FUSED_GATE_UP = ("Glm4MLP", "GlmMLP", "Phi3MLP")
 _FUSED_STYLES = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 
 
+# Model types whose config had a plan in transformers 5.0, and has none since, with that plan in today's styles.
+_LATER_WITHOUT = {
+    "gpt_oss": {
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": EXPERTS_STYLE,
+    },
+}
+
+
 def own_plan(model: nn.Module) -> dict[str, str]:
     """The plan of a Hugging Face model: its config's for the base model, merged with its class's.
+
+    Of a gpt-oss, whose config has had none since transformers 5.0, the one that it had.
 
     Raises:
         ValueError: it has none, or one without patterns for its layers (for the output layer only, say).
     """
     config: Any = getattr(model, "config", None)
-    base = getattr(config, "base_model_tp_plan", None) or {}
+    base = getattr(config, "base_model_tp_plan", None) or _LATER_WITHOUT.get(getattr(config, "model_type", ""), {})
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
         base = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
@@ -118,8 +138,8 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def resolve(plan: Mapping[str, str | Part], modules: Mapping[str, nn.Module]) -> tuple[dict[str, Part], list[str]]:
-    """({module name: Part}, patterns that match nothing), for the modules' names.
+def resolve(plan: Mapping[str, str | Part], modules: Mapping[str, Any]) -> tuple[dict[str, Part], list[str]]:
+    """({name: Part}, patterns that match nothing), for the names of modules, and of parameters if they are given.
 
     Raises:
         TypeError: a style that is neither a string nor a Part.

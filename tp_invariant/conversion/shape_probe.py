@@ -48,6 +48,7 @@ def sharded_inputs(
     degree: int,
     names: Collection[str],
     experts: Collection[str] = (),
+    shards: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, ShardedInput | None]:
     """{name: where its input is sharded, None if nowhere} of those of `names` that a forward calls.
 
@@ -56,12 +57,13 @@ def sharded_inputs(
         options: {name: options of tpi.Linear} of the linear layers that the plan shards.
         degree: P, more than 1; it divides what the plan shards.
         experts: names of experts modules, whose output has their input's shape; their code may need values.
+        shards: of modules that stay, by name, the sharded dims of parameters of their own.
 
     Raises:
         ProbeError: the forward does not run, on all features or on a part of them.
     """
-    whole, longer = (_shapes(model, {}, 1, names, experts, length) for length in _LENGTHS)
-    part = _shapes(model, options, degree, names, experts, _LENGTHS[0])
+    whole, longer = (_shapes(model, {}, {}, 1, names, experts, length) for length in _LENGTHS)
+    part = _shapes(model, options, shards or {}, degree, names, experts, _LENGTHS[0])
     found: dict[str, ShardedInput | None] = {}
     for name, calls in whole.items():
         seen = {
@@ -86,6 +88,7 @@ def _compare(whole: torch.Size, part: torch.Size, longer: torch.Size, degree: in
 def _shapes(
     model: nn.Module,
     options: Mapping[str, Mapping[str, Any]],
+    shards: Mapping[str, Mapping[str, int]],
     degree: int,
     names: Collection[str],
     experts: Collection[str],
@@ -103,6 +106,11 @@ def _shapes(
         for name, given in options.items():
             linear: Any = twin.get_submodule(name)
             linear.forward = functools.partial(_linear_shapes, name, linear, given, degree)
+        for name, dims in shards.items():
+            for key, dim in dims.items():
+                full = twin.get_submodule(name).get_parameter(key)
+                part = full.detach().narrow(dim, 0, full.shape[dim] // degree)
+                twin.get_submodule(name)._parameters[key] = nn.Parameter(part, full.requires_grad)
         for name in experts:
             module: Any = twin.get_submodule(name)
             module.forward = lambda hidden_states, *args, **options: torch.zeros_like(hidden_states)

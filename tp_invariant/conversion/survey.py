@@ -25,7 +25,10 @@ from .plans import (
     EMBEDDING_STYLE,
     EXPERTS_STYLE,
     HEADS_STYLE,
+    LATENT_STYLE,
     LINEAR_STYLES,
+    LOCAL_STYLE,
+    PARAMETER_STYLES,
     STYLES,
     WHOLE_STYLES,
     Part,
@@ -78,6 +81,9 @@ class Survey:
     own_plan: bool  # whether the plan is the model's own, which may name modules that do not exist
     by_expert: bool = False  # how the weights of experts are stored
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
+    # name of a module that stays: the sharded dims of those of its own parameters of which a rank holds a part
+    shards: dict[str, dict[str, int]] = field(default_factory=dict)
+    latents: list[str] = field(default_factory=list)  # names of modules with latent attention
     problems: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)  # names of experts modules, and of the modules that hold them
     mixtures: set[str] = field(default_factory=set)
@@ -101,11 +107,14 @@ class Survey:
         self.distributed = sharded_already(self.model)
 
     def run(self, plan: Mapping[str, str | Part]) -> None:
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Part] = {}  # of modules
+        self.parameter_parts: dict[str, Part] = {}
         if self.distributed:
             self.problems.append(self.distributed)
             return
-        self.parts, unused = resolve(plan, self.modules)
+        found, unused = resolve(plan, {**self._own_parameters(), **self.modules})
+        self.parts = {name: part for name, part in found.items() if name in self.modules}
+        self.parameter_parts = {name: part for name, part in found.items() if name not in self.modules}
         if not self.own_plan:
             self.problems += [f"plan[{pattern!r}]: no module has such a name" for pattern in unused]
         self.stack = Stack.find(self.modules)
@@ -118,6 +127,7 @@ class Survey:
         self.mixtures = {name.rpartition(".")[0] for name in self.experts}
         self._plan_blocks()
         self._plan_ties()
+        self._plan_parameters()
         self._plan_heads()
         for name, module in self.modules.items():
             try:
@@ -164,6 +174,37 @@ class Survey:
             if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
                 self.parts.setdefault(name, Part(EMBEDDING_STYLE))
 
+    def _plan_parameters(self) -> None:
+        """Finds how the parameters are sharded that the plan names themselves; experts shard their own."""
+        parameters = self._own_parameters()
+        holders: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            holders.setdefault(id(parameter), []).append(name)
+        for name, part in self.parameter_parts.items():
+            owner, _, key = name.rpartition(".")
+            module, parameter = self.modules[owner], parameters[name]
+            if owner in self.experts:
+                continue
+            if type(module) in (nn.Linear, nn.Embedding) or is_norm(module) or isinstance(module, ShardedModule):
+                self._problem(name, f"is a parameter of a {type(module).__name__}: name that module in the plan")
+            elif part.style not in PARAMETER_STYLES or part != Part(part.style):
+                styles = ", ".join(PARAMETER_STYLES)
+                self._problem(name, f"{part} is not supported for a parameter; supported are the styles {styles}")
+            elif len(holders[id(parameter)]) > 1:
+                others = ", ".join(other for other in holders[id(parameter)] if other != name)
+                self._problem(name, f"is {others} too: a parameter that modules share cannot be sharded by itself")
+            elif not parameter.dim() or hasattr(module, "group"):
+                what = "has no dim" if not parameter.dim() else f"is held by a {type(module).__name__} with a `group`"
+                self._problem(name, f"{what}: it cannot be sharded")
+            else:
+                dim = max(0, parameter.dim() + PARAMETER_STYLES[part.style])
+                self._divides(name, f"size of dim {dim}", parameter.shape[dim], self.group.size)
+                self.shards.setdefault(owner, {})[key] = dim
+
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        named = ((n, key, p) for n, module in self.modules.items() for key, p in module._parameters.items())
+        return {f"{name}.{key}" if name else key: p for name, key, p in named if p is not None}
+
     def _plan_heads(self) -> None:
         """Finds the norms over each head, which older plans of Hugging Face models do not contain."""
         self._probe()
@@ -191,7 +232,7 @@ class Survey:
             return
         for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
             try:
-                self.sharded = sharded_inputs(self.model, options, degree, names, self.experts)
+                self.sharded = sharded_inputs(self.model, options, degree, names, self.experts, self.shards)
                 return
             except ProbeError as error:
                 self.unseen = self.unseen or str(error)
@@ -221,11 +262,6 @@ class Survey:
             self._experts(name, module)
         elif isinstance(module, ShardedModule):
             self._problem(name, f"is a {type(module).__name__} already")
-        elif module._parameters.get("sinks") is not None:
-            self._problem(
-                name,
-                f"{type(module).__name__} has attention sinks, one for each head, which parallelize does not shard",
-            )
         elif isinstance(module, nn.Dropout) and module.p:
             self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
         elif type(module) is nn.Linear:
@@ -241,7 +277,11 @@ class Survey:
             self._problem(name, f"style {part.style!r} needs a norm with a weight, not a {type(module).__name__}")
         elif _is_activation(module):
             self.swaps[name] = lambda: PositionInvariantActivation(module)
-        elif part is None and any(True for _ in module.parameters(recurse=False)) and self._sees_local_tokens(name):
+        elif (
+            (part is None or part.style == LOCAL_STYLE)
+            and any(True for _ in module.parameters(recurse=False))
+            and self._sees_local_tokens(name)
+        ):
             self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
         if name in self.swaps and len(self.problems) == before:
             if not name:
@@ -267,7 +307,16 @@ class Survey:
     # --- one kind of module each
 
     def _linear(self, name: str, linear: nn.Linear, part: Part) -> None:
-        if part.style in WHOLE_STYLES:
+        if part.style == LATENT_STYLE:
+            parent = name.rpartition(".")[0]
+            beside = (self.parts.get(f"{parent}.{child}") for child, _ in self.modules[parent].named_children())
+            columns = (p.linear_options() for p in beside if p is not None)
+            if not parent or not any(
+                o.get("parallel_mode") == "column" and not o.get("gather_output") for o in columns
+            ):
+                return self._problem(name, f"style {part.style!r}: no layer beside it has the style 'colwise'")
+            self.latents.append(parent)
+        if part.style in (*WHOLE_STYLES, LATENT_STYLE):
             if self._sees_local_tokens(name):
                 self._problem(name, "is in no pattern of the plan, and under sequence_parallel sees this rank's tokens")
             options: dict[str, Any] = dict(parallel_mode=None)
@@ -395,7 +444,7 @@ class Survey:
             self.own_plan,
             hugging_face.config_values(self.config, "head_dim"),
         )
-        planned = {id(self.modules[name]) for name in self.parts}
+        planned = {id(self.modules[name]) for name, part in self.parts.items() if part.style != LOCAL_STYLE}
         refused = {problem.partition(": ")[0] for problem in self.problems}
         for name, part in self.parts.items():
             owns = any(True for _ in self.modules[name].parameters(recurse=False))
@@ -408,7 +457,7 @@ class Survey:
                     f"style {HEADS_STYLE!r}",
                 )
         for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
-            owns = any(True for _ in module.parameters(recurse=False))
+            owns = any(f"{name}.{key}" not in self.parameter_parts for key, _ in module.named_parameters(recurse=False))
             if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
                 self._problem(
                     name,

@@ -23,14 +23,15 @@ def innermost() -> AroundLayers | None:
     return mode if isinstance(mode, AroundLayers) else None
 
 
-def leave() -> AroundLayers | None:
-    """Takes the innermost mode off the stack if it is one of these. Give what it returns to `enter_again`."""
-    mode = innermost()
-    if mode is not None:
+def leave() -> list[AroundLayers]:
+    """Takes the innermost modes off the stack as long as they are such. Give what it returns to `enter_again`."""
+    left = []
+    while (mode := innermost()) is not None:
         mode.__exit__(None, None, None)
-    return mode
+        left.append(mode)
+    return left
 
 
-def enter_again(mode: AroundLayers | None) -> None:
-    if mode is not None:
-        mode.__enter__()
+def enter_again(left: list[AroundLayers]) -> None:
+    while left:
+        left.pop().__enter__()

@@ -179,3 +179,35 @@ def gather_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:
 def scatter_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:
     """[.., K], the same on every rank -> this rank's [.., K/P]. Its adjoint gathers the parts."""
     return x if group.size == 1 else _scatter_features(x, stride, group)
+
+
+# --- from one to all heads ------------------------------------------------------------------------------------------
+
+
+def _to_heads(x: Tensor, heads: int, group: Group) -> Tensor:
+    return x.expand(-1, heads, -1, -1).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_of_heads(grad: Tensor, heads: int, group: Group) -> Tensor:
+    """Gathered and added as at TP=1: a kernel of torch's may add in another order for another shape."""
+    whole = gather_dim(grad, 1, group) if group.size > 1 else grad
+    added = whole.contiguous().sum(1, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return added.to(grad.dtype)
+
+
+_ExpandHeads = region_function("_ExpandHeads", _to_heads, _sum_of_heads)
+_expand_heads = as_custom_op(
+    _ExpandHeads,
+    name="expand_heads",
+    tensors=("x",),
+    outputs=lambda x, heads, group: [x.new_empty((x.shape[0], heads, *x.shape[2:]))],
+    restore=_set_context,
+)
+
+
+def expand_heads(x: Tensor, heads: int, group: Group) -> Tensor:
+    """[B, 1, S, D], the same on every rank -> [B, h/P, S, D], for this rank's heads.
+
+    Its adjoint gathers the gradients of all heads, and adds them in fp32 with one rounding.
+    """
+    return _expand_heads(x, heads, group)

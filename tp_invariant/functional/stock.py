@@ -99,6 +99,11 @@ _reduce_scatter_from_region = region_op(_ReduceScatterFromRegion, "reduce_scatte
 _max_over_ranks = region_op(_MaxOverRanks, "max_over_ranks")
 
 
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """x, the same on every rank, whose gradient is the sum over the ranks."""
+    return x if group.size == 1 else _copy_to_region(x, group)
+
+
 def sum_over_ranks(x: Tensor, group: Group, scatter_dim: int | None = None) -> Tensor:
     """The sum, whole on every rank or scattered along a dim; its gradient is complete on every rank already."""
     if group.size == 1:

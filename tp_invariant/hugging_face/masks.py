@@ -52,6 +52,7 @@ class VisibleKeys:
     """The first `keys` keys are valid, and the last query is at the last of them; see attention for the other fields.
 
     first: the position of the first key, of a cache that has dropped those before it.
+    places: how many keys the mask is for, with the empty end of a static cache; None: not known.
 
     This is not a tensor: a model that computes with its mask gets an error that says so.
     """
@@ -61,6 +62,7 @@ class VisibleKeys:
     keys: int
     packing: Packing | None
     first: int = 0
+    places: int | None = None
 
     # generate makes the masks of a static cache itself, and asks of them what it asks of a matrix: this, and contiguous
     ndim = 4
@@ -164,9 +166,9 @@ def visible_keys(
         if attention_mask is not None or kv_offset or not q_length == keys == packed.shape[1]:
             return None
         packing = _packing_of_sequences(packed)
-        return None if packing is None else VisibleKeys(causal, window, keys, packing)
+        return None if packing is None else VisibleKeys(causal, window, keys, packing, 0, kv_length)
     if attention_mask is None:
-        return VisibleKeys(causal, window, keys, None, kv_offset)
+        return VisibleKeys(causal, window, keys, None, kv_offset, kv_length)
     if attention_mask.dim() != 2:
         return None
     padding = attention_mask.bool()[:, : kv_offset + keys]  # of dropped keys too
@@ -176,8 +178,8 @@ def visible_keys(
     if scattered and window:  # a window counts places, which leaving tokens out changes
         return None
     if whole:
-        return VisibleKeys(causal, window, keys, None, kv_offset)
-    return VisibleKeys(causal, window, keys, _packing_of_padding(padding, kv_offset, q_length, causal))
+        return VisibleKeys(causal, window, keys, None, kv_offset, kv_length)
+    return VisibleKeys(causal, window, keys, _packing_of_padding(padding, kv_offset, q_length, causal), 0, kv_length)
 
 
 def _starts(sizes: Tensor) -> Tensor:
@@ -231,7 +233,15 @@ def _pack(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any) -> Tensor:
-    """attention over the visible keys: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 at padding."""
+    """attention over the visible keys: q [B, h, Sq, D], k, v [B, kv, Sk, D] -> [B, h, Sq, D], 0 at padding.
+
+    Raises:
+        NotImplementedError: the model has other keys than it made its mask for.
+    """
+    places = visible.places
+    if places is not None and not visible.keys <= k.shape[2] <= places:
+        count = f"{k.shape[2]} keys, and has made its mask for {places}"
+        raise NotImplementedError(_no_tensor(f"it hands over {count}, so that it would extend or cut it"))
     k, v = k[:, :, : visible.keys], v[:, :, : visible.keys]
     if visible.packing is None:
         return attention(q, k, v, causal=visible.causal, window=visible.window, first_key=visible.first, **options)

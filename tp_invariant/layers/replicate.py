@@ -117,17 +117,20 @@ def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 def _show_local(module: nn.Module, seen: set[int]) -> bool:
     """Changes the classes of the modules that are not this library's; whether `module` has any of their parameters."""
     if id(module) in seen:
-        return isinstance(module, _Views)
+        return isinstance(module, Views)
     seen.add(id(module))
     below = [_show_local(child, seen) for child in module.children()]
-    if isinstance(module, ShardedModule):
+    if isinstance(module, ShardedModule) and not isinstance(module, Views):
         return any(below)
     names = frozenset(name for name, p in module._parameters.items() if p is not None)
     if not names and not any(below):
         return False
-    if not isinstance(module, _Views) or not names <= module._views[1]:
-        kind: Any = type(module)
-        module.__class__ = _class_of_views(kind, names)
+    kind: Any = type(module)
+    if not isinstance(module, Views):
+        module.__class__ = class_of_views(kind, names, Views)
+    elif not names <= kind._views[1]:
+        base, before = kind._views
+        module.__class__ = class_of_views(base, names | before, kind._kind)
     return True
 
 
@@ -151,7 +154,7 @@ def _computes() -> bool:
 
 
 class _View:
-    """In a class, under a parameter's name: inside a forward the local tensor of one that is whole, else the parameter.
+    """In a class, under a parameter's name: inside a forward the local tensor of one that is shown, else the parameter.
 
     What is in an instance's __dict__ comes first.
     """
@@ -159,28 +162,29 @@ class _View:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+    def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self
         parameter = module._parameters.get(self.name)
         if parameter is None:
             raise AttributeError(self.name)  # then nn.Module's own __getattr__ is asked
         shown = torch.compiler.is_compiling() or _computes()
-        if not shown or not _is_whole(parameter):
+        if not shown or not module.shows(self.name, parameter):
             return parameter
         if _forwards.running and parameter.requires_grad:
             _forwards.read[id(parameter)] = parameter
         return as_local(parameter)
 
 
-def _is_whole(parameter: Tensor) -> bool:
-    return is_dtensor(parameter) and all(placement.is_replicate() for placement in parameter.placements)
-
-
-class _Views(KeepsAttributes):
+class Views(KeepsAttributes):
     """What the classes of modules that are not ours have in common."""
 
     _views: tuple[type, frozenset[str]]  # the class that the module had, and the names that a class has _View for
+    _kind: type[Views]  # that it is made of
+
+    def shows(self, name: str, parameter: Tensor) -> bool:
+        """Whether the forward computes with the local tensor of `parameter`: with that of one that is whole."""
+        return is_dtensor(parameter) and all(placement.is_replicate() for placement in parameter.placements)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As the former class does, which can be found by its name."""
@@ -188,13 +192,13 @@ class _Views(KeepsAttributes):
         reduced: Any = super(KeepsAttributes, self).__reduce_ex__(protocol)
         make, args, *state = reduced
         args = tuple(base if arg is type(self) else arg for arg in args)
-        return _made, (make, args, names), *state
+        return _made, (make, args, names, type(self)._kind), *state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own: Any = getattr(type(self)._views[0], "__deepcopy__", None)
-        if own in (None, _Views.__deepcopy__) and not _pickles_by_itself(type(self)._views[0]):
+        if own in (None, Views.__deepcopy__) and not _pickles_by_itself(type(self)._views[0]):
             return super().__deepcopy__(memo)  # parametrizations refuse to be pickled
-        if own in (None, _Views.__deepcopy__):
+        if own in (None, Views.__deepcopy__):
             make, args, *state = self.__reduce_ex__(4)
             twin = memo[id(self)] = make(*copy.deepcopy(args, memo))
             if state and state[0] is not None:
@@ -211,10 +215,10 @@ def _pickles_by_itself(base: type) -> bool:
     return any(getattr(base, name, None) is not getattr(nn.Module, name, None) for name in names)
 
 
-def _made(make: Any, args: tuple, names: frozenset[str]) -> Any:
+def _made(make: Any, args: tuple, names: frozenset[str], kind: Any = Views) -> Any:
     module = make(*args)
-    kind: Any = type(module)
-    module.__class__ = _class_of_views(kind, names)
+    base: Any = type(module)
+    module.__class__ = class_of_views(base, names, kind)
     return module
 
 
@@ -224,7 +228,9 @@ def _count_writes(parameters: list[Tensor], grad: Tensor) -> None:
 
 
 @functools.cache
-def _class_of_views(base: Any, names: frozenset[str]) -> Any:
+def class_of_views(base: Any, names: frozenset[str], kind: type[Views]) -> Any:
+    """A class of `base`'s name that derives from `kind` and from it, in which forwards see what `kind` shows."""
+
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled is a forward, and a thread's count is nothing to guard
@@ -248,6 +254,7 @@ def _class_of_views(base: Any, names: frozenset[str]) -> Any:
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_views": (base, names),
+        "_kind": kind,
         **{name: _View(name) for name in names},
     }
-    return type(base.__name__, (base,) if issubclass(base, _Views) else (_Views, base), attributes)
+    return type(base.__name__, (kind, base), attributes)

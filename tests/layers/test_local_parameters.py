@@ -1,0 +1,202 @@
+"""Parameters that a module of one's own holds itself, of which each rank has a part: bits, copies, fully_shard."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from meshes import init_device_mesh, mesh_or_group
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.testing import assert_bitwise_equal
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+SIZE, HEADS, KV = 32, 8, 4
+PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "sinks": "colwise", "": "local_params", "o": "rowwise"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+class Block(nn.Module):
+    """Attention with a sink for each head."""
+
+    plain = False  # in torch's own operators
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.k, self.v = (nn.Linear(SIZE, SIZE * KV // HEADS) for _ in range(2))
+        self.sinks = nn.Parameter(torch.empty(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t(x).unflatten(-1, (-1, SIZE // HEADS)).transpose(1, 2) for t in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.plain:
+            k, v = (t.repeat_interleave(HEADS // KV, 1) for t in (k, v))
+            scores = q @ k.mT / (SIZE // HEADS) ** 0.5
+            scores = torch.cat([scores, self.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+            return scores.softmax(-1)[..., :-1] @ v
+        return tpi.attention(q, k, v, sinks=self.sinks)
+
+
+class Gain(Block):
+    """What a rank's part of the parameter is multiplied by has a gradient that torch adds up."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q * self.sinks.view(-1, 1, 1), k, v)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(dtype: torch.dtype = torch.float32, kind: type[Block] = Block) -> Model:
+    torch.manual_seed(0)
+    model = Model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    return model.to(dtype)
+
+
+def plan():
+    return {f"blocks.*.{name}".rstrip("."): style for name, style in PLAN.items()}
+
+
+def batch(step=0):
+    return torch.randn(2, 20, SIZE, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, steps=2):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        y = model(batch(step))
+        y.square().mean().backward()
+        grads = testing.full_grads(model)
+        results.append((y.detach(), grads, tpi.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    return results, tpi.full_state_dict(model)
+
+
+def on_rank(tp_group, kind, mode):
+    model = tpi.parallelize(build(), None if tp_group is None else mesh_or_group(tp_group, kind), plan())
+    block = model.blocks[0]
+    assert type(block).__name__ == "Block" and isinstance(block, Block)
+    if tp_group is not None:
+        size = tp_group.size()
+        assert len(block.sinks.to_local() if kind == "mesh" else block.sinks) == HEADS // size
+        assert {type(p) for p in model.parameters()} == ({DTensor} if kind == "mesh" else {nn.Parameter})
+    with tpi.set_tp_invariant_mode(mode):
+        return train(model)
+
+
+def test_the_bits_at_every_degree():
+    want = on_rank(None, "group", True)
+    assert all(grad.any() for grad in want[0][0][1].values())
+    for degree, kind in ((1, "mesh"), (2, "group"), (4, "mesh")):
+        for got in run_ranks(on_rank, degree, kind, True):
+            assert_bitwise_equal(got, want)
+    off = run_ranks(on_rank, 2, "group", False)[0]
+    assert testing.digest(off) != testing.digest(run_ranks(on_rank, 1, "group", False)[0])
+    assert_bitwise_equal(run_ranks(on_rank, 2, "mesh", False)[0][0][0][:2], off[0][0][:2])
+
+
+def test_near_float64():
+    ours = on_rank(None, "group", True)[0][0]
+    exact, theirs = (plain_step(dtype) for dtype in (torch.float64, torch.float32))
+    for name, value in exact.items():
+        got = ours[0] if name == "y" else ours[1][name]
+        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
+        assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
+
+
+def plain_step(dtype):
+    model = build(dtype)
+    for block in model.blocks:
+        block.plain = True
+    y = model(batch().to(dtype))
+    y.square().mean().backward()
+    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def copies(tp_group, kind):
+    model = tpi.parallelize(build(), mesh_or_group(tp_group, kind), plan())
+    twins = [copy.deepcopy(model)]
+    if kind == "group":
+        twins.append(pickle.loads(pickle.dumps(model)))
+    with tpi.set_tp_invariant_mode(True):
+        results = [train(one) for one in (model, *twins)]
+    for twin in twins:
+        assert twin.blocks[0].sinks is not model.blocks[0].sinks
+        assert twin.blocks[0].sinks.partition_dim == 0
+    return results
+
+
+@pytest.mark.parametrize("kind", ("group", "mesh"))
+def test_copies_are_sharded_alike(kind):
+    want = on_rank(None, "group", True)
+    for results in run_ranks(copies, 2, kind):
+        for got in results:
+            assert_bitwise_equal(got, want)
+
+
+def after_fully_shard(world_group, tp):
+    mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = tpi.parallelize(build(), mesh["tp"], plan())
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+    with tpi.set_tp_invariant_mode(True):
+        return train(model)  # the same batches on all: their mean is exact
+
+
+def test_after_fully_shard():
+    want = on_rank(None, "group", True)
+    for tp in (1, 2):
+        for got in run_ranks(after_fully_shard, 4, tp):
+            assert_bitwise_equal(got, want)
+
+
+def test_a_module_with_a_group_of_its_own_is_refused():
+    model = build()
+    model.blocks[1].group = None
+    with pytest.raises(ValueError, match=r"blocks\.1\.sinks: is held by a Block with a `group`: it cannot be sharded"):
+        tpi.parallelize(model, None, plan())
+
+
+def gains(tp_group, mode):
+    """Other uses than as sinks: their bits would depend on the degree."""
+    model = tpi.parallelize(build(kind=Gain), tp_group, plan())
+    with tpi.set_tp_invariant_mode(mode):
+        model(batch()).sum().backward()
+
+
+def test_what_torch_would_add_up_is_refused():
+    def on_rank(tp_group):
+        with pytest.raises(ValueError, match=r"\n  blocks\.0\.sinks: used by MulBackward0\n") as caught:
+            gains(tp_group, True)
+        gains(tp_group, False)
+        return str(caught.value)
+
+    for text in run_ranks(on_rank, 2):
+        assert "blocks.1.sinks: used by MulBackward0" in text and "tpi.attention as sinks, and to nothing else" in text
