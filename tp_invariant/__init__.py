@@ -18,6 +18,7 @@ from .core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
+from .functional.router_losses import load_balancing_loss, router_z_loss
 from .functional.routing import Routing
 from .gemm.gemm_fn import set_default_gemm_fn
 from .layers.experts import Experts
@@ -61,11 +62,13 @@ __all__ = [
     "graphs",
     "hugging_face",
     "is_tp_invariant_mode_enabled",
+    "load_balancing_loss",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "optim",
     "parallelize",
     "replicate_",
+    "router_z_loss",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",
     "testing",

@@ -169,19 +169,28 @@ def test_save_pretrained_writes_whole_experts(by_expert, tmp_path):
     assert_bitwise_equal(dict(read.named_parameters()), dict(model.named_parameters()))
 
 
-def test_the_load_balancing_loss():
-    """Its router logits are whole on every rank."""
+@pytest.mark.parametrize("degree", (2, 4))
+def test_the_load_balancing_loss(degree):
+    """transformers' own. Its router logits are whole on every rank, also under sequence parallelism."""
 
-    def losses(tp_group):
-        model = tpi.parallelize(hf_models.build("mixtral", output_router_logits=True), tp_group)
+    def losses(tp_group, sequence_parallel, padded):
+        model = hf_models.build("mixtral", output_router_logits=True)
+        model.router_aux_loss_coef = 3.0
+        model = tpi.parallelize(model, tp_group, sequence_parallel=sequence_parallel)
+        inputs = hf_models.batch(1 if padded else 0)
         with tpi.set_tp_invariant_mode(True):
-            output = model(**hf_models.batch(1))
+            output = model(**inputs)
             output.loss.backward()
+        own = tpi.load_balancing_loss(output.router_logits, 2, mask=inputs["attention_mask"].flatten())
+        torch.testing.assert_close(own, output.aux_loss)
         return output.loss.detach(), output.aux_loss.detach(), testing.full_grads(model)
 
-    want = losses(None)
-    assert want[1] > 0
-    for found in run_ranks(losses, 2):
+    def both(tp_group):
+        return [losses(tp_group, False, False), losses(tp_group, tp_group is not None, True)]
+
+    want = both(None)
+    assert want[0][1] > 0 and want[0][1] != want[1][1]
+    for found in run_ranks(both, degree):
         assert_bitwise_equal(found, want)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.data_parallel import MicroBatchTree, TokenCount, fix_reduction_order, micro_batch_tree
-from tp_invariant.data_parallel.micro_batch_tree import BinaryTree
+from tp_invariant.data_parallel.binary_tree import BinaryTree
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")

@@ -38,7 +38,7 @@ from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
-from ..layers.experts import check_same_ranks
+from ..layers.experts import check_replicas_of
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
@@ -77,8 +77,9 @@ def parallelize(
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence length, so this does not work for decoding
             token by token.
-        expert_parallel_group: of a mixture of experts: store the weights of experts by expert over this group, which
-            must have the ranks of tp_group, instead of by their inner features; see Experts.
+        expert_parallel_group: of a mixture of experts: store the weights of experts by expert over this group, instead
+            of by their inner features. It has the ranks of tp_group, or those of several data-parallel replicas, which
+            then must call parallelize together and with the same model; see Experts.
         verify: first run copies of the model, with the plan and without, on the same input, forward and backward, and
             compare outputs and gradients; see plan_check.py. This detects errors that cannot be seen in the modules: a
             fused projection whose output the model's code splits, or a sum over features that are sharded. While it
@@ -98,13 +99,17 @@ def parallelize(
             arguments.
     """
     group = resolve_group(tp_group)
-    if expert_parallel_group is not None:
-        check_same_ranks(group, resolve_group(expert_parallel_group))
-    by_expert = expert_parallel_group is not None
+    stored_over = None if expert_parallel_group is None else resolve_group(expert_parallel_group)
+    everyone = group  # all ranks that have a part of the model, or the same one
+    if stored_over is not None:
+        check_replicas_of(group, stored_over)
+        everyone = stored_over if stored_over.size > group.size else group
     full_plan = own_plan(model) if plan is None else plan
 
-    def look(at: nn.Module, gemm_fn: GemmFn | None, group: Group = group) -> Survey:
-        survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), plan is None, by_expert)
+    def look(
+        at: nn.Module, gemm_fn: GemmFn | None, group: Group = group, stored_over: Group | None = stored_over
+    ) -> Survey:
+        survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), plan is None, stored_over)
         survey.run(full_plan)
         return survey
 
@@ -116,7 +121,7 @@ def parallelize(
         "sequence_parallel": sequence_parallel,
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
         "what parallelize cannot honour": survey.problems,
-        "whether experts are stored by expert": by_expert,
+        "over how many ranks experts are stored by expert": None if stored_over is None else stored_over.size,
         "verify": verify,
         "example_inputs": digest_of_tensors(example_inputs),
         **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
@@ -126,15 +131,16 @@ def parallelize(
         "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
     )
     if survey.distributed:  # ranks hold different parts of the model, so weights cannot be compared
-        share_error(error, group, torch.device("cpu"), set())
+        share_error(error, everyone, torch.device("cpu"), set())
     else:
-        check_same_model(model, group, facts)
+        check_same_model(model, everyone, facts)
     if survey.problems:
         raise error
     if verify:
         bundled_fn = bundled()  # the check runs in float32, which a user's gemm_fn need not accept
         alike = replace(group, mesh=None)  # plain tensors, which are compared as they are
-        check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike)), example_inputs, group)
+        by_expert = None if stored_over is None else alike  # not over data: the copies get the same input on each rank
+        check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike, by_expert)), example_inputs, group)
     if group.mesh is not None:
         check_replaceable(model, group.rank)
     _convert(model, survey)

@@ -79,7 +79,7 @@ class Survey:
     sequence_parallel: bool
     gemm_fn: GemmFn | None
     own_plan: bool  # whether the plan is the model's own, which may name modules that do not exist
-    by_expert: bool = False  # how the weights of experts are stored
+    stored_over: Group | None = None  # by expert over these ranks; None: by inner features
     swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
     # name of a module that stays: the sharded dims of those of its own parameters of which a rank holds a part
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -345,9 +345,9 @@ class Survey:
         return name.startswith(tuple(f"{mixture}." for mixture in self.mixtures))
 
     def _experts(self, name: str, experts: nn.Module) -> None:
-        if problem := problem_with_experts(experts, self.group, self.by_expert):
+        if problem := problem_with_experts(experts, self.group, self.stored_over):
             return self._problem(name, problem)
-        self.swaps[name] = lambda: experts_of(experts, self.group, self.gemm_fn, self.by_expert)
+        self.swaps[name] = lambda: experts_of(experts, self.group, self.gemm_fn, self.stored_over)
 
     def _embedding(self, name: str, embedding: nn.Embedding, part: Part) -> None:
         if part.style != EMBEDDING_STYLE and part.style not in WHOLE_STYLES:

@@ -135,13 +135,14 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> Tensor:
         ctx.x = x
+        ctx.set_materialize_grads(False)  # no gradient stays none: functional/partial_gradients.py
         local = local_of(x)
         return local.view_as(local)  # autograd writes into what is returned
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return grad_like(grad.contiguous(), ctx.x)
+    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
+        return None if grad is None else grad_like(grad.contiguous(), ctx.x)
 
 
 def placed_like(leaf: Tensor, local: Tensor, like: DTensor) -> DTensor:

@@ -42,7 +42,8 @@ from ..comm.wire import gather_objects
 from ..consistency.agreement import agreed_in, check_agreement, compare_environments, share_error
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
-from .micro_batch_tree import BinaryTree, errors_name_dp_group, resolve_dp_group
+from .binary_tree import BinaryTree
+from .micro_batch_tree import errors_name_dp_group, resolve_dp_group
 
 _INVALID_COUNT = -(1 << 63)  # sent in place of an invalid count, so that no rank waits for one that has raised
 

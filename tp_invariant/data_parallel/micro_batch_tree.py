@@ -1,16 +1,16 @@
 """Gradients of a step's micro-batches, summed over one binary tree at every data-parallel (DP) degree.
 
-The tree depends on the number of micro-batches alone: its node (level, index) is the sum of the micro-batches
-[index * 2^level, (index + 1) * 2^level), as far as they exist, computed as the sum of its two halves. A rank that holds
-all micro-batches of a node computes it. A rank with consecutive micro-batches obtains a few complete nodes, one if the
-counts are powers of two; the remaining additions are done after an all-to-all of these nodes. This is pairwise
-summation, organised like a binary counter.
+binary_tree.py has the tree, which depends on the number of micro-batches alone. A rank that holds all micro-batches of
+a node computes it. A rank with consecutive micro-batches obtains a few complete nodes, one if the counts are powers of
+two; the remaining additions are done after an all-to-all of these nodes. expert_sums.py does the same for experts that
+are divided over data-parallel ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
+from .binary_tree import BinaryTree, nodes_of
+from .expert_sums import describe, expert_group, sums_by_group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -66,42 +68,6 @@ def errors_name_dp_group(caller: str, group: Group) -> Iterator[None]:
         ) from error
 
 
-class BinaryTree:
-    """A sum over `leaves` summands in the tree's order; nodes are pushed from left to right.
-
-    `nodes` holds the (level, index, value) of the sums so far, each at the highest possible level. The tree owns the
-    values that are pushed: it adds into a left one in place.
-    """
-
-    def __init__(self, leaves: int, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
-        self._leaves, self._add = leaves, add
-        self.nodes: list[tuple[int, int, Any]] = []
-
-    def push(self, level: int, index: int, value: Any) -> None:
-        while True:
-            if index % 2:  # a right half: added to its left half if that is here
-                if not self.nodes or self.nodes[-1][:2] != (level, index - 1):
-                    break
-                value = self._add(self.nodes.pop()[2], value)
-            elif index == 0 or (index + 1) << level < self._leaves:
-                break  # the root, or a left half that waits for its right half; without one it moves up unchanged
-            level, index = level + 1, index // 2
-        self.nodes.append((level, index, value))
-
-    def root(self) -> Any:
-        """The sum of all leaves."""
-        ((_, _, value),) = self.nodes
-        return value
-
-
-def _nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
-    """(level, index) of the nodes that a rank with the leaves `share` obtains."""
-    tree = BinaryTree(leaves, lambda left, right: None)
-    for leaf in share:
-        tree.push(0, leaf, None)
-    return [(level, index) for level, index, _ in tree.nodes]
-
-
 def _check_alike(facts: dict[str, Any], group: Group) -> None:
     """A RuntimeError on every rank, naming the first of `facts` that ranks have different values of."""
     for name, values in gather_differences(facts, group).items():
@@ -113,6 +79,8 @@ def _check_alike(facts: dict[str, Any], group: Group) -> None:
 
 def is_cut_by(parameter: Tensor, group: Group) -> bool:
     """Whether other ranks of the group have parts of the parameter: fully_shard's doing, over data parallel ranks."""
+    if expert_group(parameter) is not None:
+        return False
     return is_dtensor(parameter) and len(on_mesh(parameter.device_mesh).ranks.intersection(ranks_of(group))) > 1
 
 
@@ -124,6 +92,8 @@ def is_cut_over(parameter: DTensor, group: Group) -> bool:
 
 def _part_of(parameter: Tensor, group: Group) -> str:
     """Which part of a DTensor this rank has, of those that all ranks of `group` should have alike."""
+    if expert_group(parameter) is not None:
+        return describe(parameter)
     if not is_dtensor(parameter):
         return ""
     first = 0
@@ -134,6 +104,9 @@ def _part_of(parameter: Tensor, group: Group) -> str:
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     return f", placed as {parameter.placements}, here {tuple(coordinate[first:])}"
+
+
+_trees: weakref.WeakSet[MicroBatchTree] = weakref.WeakSet()
 
 
 class MicroBatchTree:
@@ -170,6 +143,10 @@ class MicroBatchTree:
     every rank has 2^k of them, all-to-all and all-gather move one fp32 gradient each; otherwise the all-to-all moves up
     to 2 log2(n) of them, for n micro-batches a rank.
 
+    Experts that are divided over data-parallel ranks (expert_parallel_group of tpi.Experts) are summed over the ranks
+    that hold the same ones, from the partial sums that their layer gives for each micro-batch: the same bits. Make the
+    tree before the first forward. The degree must divide micro_batches, and dp_group have one rank of each replica.
+
     Memory besides .grad: fp32 copies of this rank's gradients, log2(n) + 1 at most for n = 2^k micro-batches a rank,
     2 log2(n) + 1 at most for other n.
 
@@ -182,7 +159,7 @@ class MicroBatchTree:
     Raises:
         TypeError: parameters of another dtype; None for dp_group; micro_batches that is no int.
         ValueError: no parameters, parameters on several devices, micro_batches below 1; after fully_shard, what is said
-            above, or HSDP.
+            above, or HSDP; of experts over data-parallel ranks, a dp_group that does not fit, or fully_shard besides.
         RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
             or in software and settings.
     """
@@ -210,13 +187,18 @@ class MicroBatchTree:
         self._fully_sharded = any(is_cut_by(p, self.group) for p in self._parameters)
         if self._fully_sharded:
             self._check_fully_sharded()
-        self._sizes = [local_of(p).numel() for p in self._parameters]
+        self._dense = [index for index, p in enumerate(self._parameters) if expert_group(p) is None]
+        self._sizes = [local_of(self._parameters[index]).numel() for index in self._dense]
         # every rank's share, and the nodes that it obtains
         ranks = self.group.size
         bounds = [0, *itertools.accumulate(split_sizes(micro_batches, ranks))]
         shares = [range(*pair) for pair in itertools.pairwise(bounds)]
         self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._fully_sharded else shares
-        self._nodes = [_nodes_of(share, micro_batches) for share in shares]
+        self._nodes = [nodes_of(share, micro_batches) for share in shares]
+        self._experts = sums_by_group(
+            self._parameters, self.group, self._shares, self, lambda facts: _check_alike(facts, self.group)
+        )
+        self._check_shares()
         self._start()
 
     def _check_parameters(self) -> None:
@@ -265,6 +247,18 @@ class MicroBatchTree:
                 "degree must be a power of two, and divide micro_batches"
             )
 
+    def _check_shares(self) -> None:
+        """Whether all trees of this process have the same shares, where one has experts over data-parallel ranks."""
+        for other in list(_trees):
+            both = ranks_of(self.group) == ranks_of(other.group) and self.group.size > 1
+            if both and (self._experts or other._experts) and self._fully_sharded != other._fully_sharded:
+                raise ValueError(
+                    "experts over data-parallel ranks, beside a model that fully_shard has sharded over dp_group, "
+                    "whose micro-batches are shared out in another order: not supported. Leave fully_shard out, or "
+                    "give expert_parallel_group the tensor-parallel ranks"
+                )
+        _trees.add(self)
+
     def _start(self) -> None:
         self._tree = BinaryTree(self.micro_batches)
         self._added = self._counted = 0
@@ -294,7 +288,8 @@ class MicroBatchTree:
         Raises:
             TypeError: a count that is no integer, a gradient that is not dense, or is placed as its parameter is not.
             ValueError: fully_shard's reduction rounds to 16 bits.
-            RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad.
+            RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad; a parameter of
+                experts over data-parallel ranks has a .grad, which their layer does not give.
         """
         refuse_fused(self._parameters, f"MicroBatchTree on rank {self.group.rank}")
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
@@ -302,7 +297,8 @@ class MicroBatchTree:
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
         found = False
         flat = torch.full((sum(self._sizes),), -0.0, dtype=torch.float32, device=self._parameters[0].device)
-        for index, (p, part) in enumerate(zip(self._parameters, flat.split(self._sizes), strict=True)):
+        for index, part in zip(self._dense, flat.split(self._sizes), strict=True):
+            p = self._parameters[index]
             if p.grad is None:
                 continue
             placed = getattr(p.grad, "placements", None)
@@ -322,7 +318,11 @@ class MicroBatchTree:
             level = self.group.size.bit_length() - 1  # what the ranks' micro-batches have in sum is a node
         if self._fully_sharded and not found:
             return  # reduce() says how many were added
-        if self._added < len(self.share):
+        expected = self._added < len(self.share)
+        for experts in self._experts:
+            for index in experts.add(self._added if expected else None):
+                self._has_grad[index] = True
+        if expected:
             self._tree.push(level, self.share[self._added] >> level, flat)
         self._added += 1
         if count is not None:
@@ -352,15 +352,19 @@ class MicroBatchTree:
 
         Raises:
             RuntimeError: on every rank: a rank called add() too often or too rarely, or some calls had a count and some
-                had none.
+                had none; with experts over data-parallel ranks, also a rank that is still in a forward of theirs.
             ValueError: on every rank: the counts sum to 0 or less; main_grad with DTensors.
         """
         try:
             self._reduce(main_grad)
         finally:
             self._start()
+            for experts in self._experts:
+                experts.start()
 
     def _reduce(self, main_grad: bool) -> None:
+        for experts in self._experts:  # first: other ranks may wait there, in a forward
+            experts.meet(self._added)
         divide_by, has_grad = self._agree(main_grad)
         if main_grad and any(map(is_dtensor, self._parameters)):
             raise ValueError("main_grad=True with parameters that are DTensors: Megatron's main_grad is a plain tensor")
@@ -376,9 +380,14 @@ class MicroBatchTree:
             for start in range(0, total.numel(), _CHUNK):
                 chunk = total[start : start + _CHUNK]
                 chunk.copy_(self._sum_over_ranks([p[start : start + _CHUNK] for p in pieces], chunk, divide_by))
-        for p, part, present in zip(self._parameters, total.split(self._sizes), has_grad, strict=True):
+        totals = dict(zip(self._dense, total.split(self._sizes), strict=True))
+        for experts in self._experts:
+            totals.update(zip(experts.indices, experts.totals(divide_by, _CHUNK), strict=True))
+        for index, (p, present) in enumerate(zip(self._parameters, has_grad, strict=True)):
             local = local_of(p)
-            grad = part.view(local.shape).to(p.dtype if not main_grad else torch.float32) if present else None
+            grad = None
+            if present:
+                grad = totals[index].view(local.shape).to(p.dtype if not main_grad else torch.float32)
             if main_grad:
                 p.main_grad = grad  # type: ignore[attr-defined]
             else:

@@ -14,11 +14,17 @@ rows, are TP=1's at every degree. A token's k rows are added in slot order, in f
 Without sequence parallelism x and the routing are whole on every rank. An owner then takes its rows from them without
 communication, and so it does with dy in backward; each rank combines its T/P of the tokens, and the results are
 gathered. The number of collectives, and their order, are the same on every rank, also on one without a row.
+
+Over data-parallel ranks (dispatch_over_data) each replica, the ranks of one tp_group, has a micro-batch of its own, of
+any number of tokens. An owner sorts its rows by (expert, micro-batch, token, slot), with tokens numbered as in their
+micro-batch. A weight gradient then is one partial sum for each micro-batch, over the rows that this micro-batch alone
+would have; partial_gradients.py says where they go.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +37,13 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
 from ..core.differentiation import once_differentiable
+from ..core.dtensors import local_of
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
 from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
 from ..kernels.select import select
+from .partial_gradients import partial_gradients_of
 from .vocab import check_ids
 
 # --- which rank computes which row ----------------------------------------------------------------------------------
@@ -45,7 +53,8 @@ from .vocab import check_ids
 class Dispatch:
     """The ways of the rows of one call.
 
-    order      [R]      of this rank's rows, sorted by (expert, token, slot): token * k + slot, of all tokens
+    order      [R]      of this rank's rows, sorted by (expert, token, slot): token * k + slot, of all tokens; not
+                        used if `travels`
     offsets    [E_r+1]  where the rows of each of this rank's experts begin, int32
     arrival    [R]      for each row in the order in which they arrive, by (rank, expert, token, slot): its place in
                         `order`; None for a group of one
@@ -55,8 +64,11 @@ class Dispatch:
     sent       how many of them each rank owns
     received   how many rows of each rank's tokens this rank owns
     counts     both, for all ranks: rows of rank s that rank q owns at [s * P + q]
-    tokens     T
+    tokens     T, of this rank's micro-batch
     sharded    whether each rank has its own tokens only (sequence parallelism)
+    holders    the ranks that hold the same tokens, if not `sharded`: those of tp_group
+    travels    whether an owner receives its rows; otherwise it has all tokens, and takes them from there
+    parts      [E_r*D+1]  where the rows of each expert and micro-batch begin, int32; None for one micro-batch
     """
 
     group: Group
@@ -70,6 +82,9 @@ class Dispatch:
     counts: list[int]
     tokens: int
     sharded: bool
+    holders: Group
+    travels: bool
+    parts: Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -77,11 +92,11 @@ class Dispatch:
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """This rank's part of x [T, ..]; x itself, [n, ..], if the tokens are sharded."""
-        return x if self.sharded else x.split(split_sizes(self.tokens, self.group.size))[self.group.rank]
+        return x if self.sharded else x.split(split_sizes(self.tokens, self.holders.size))[self.holders.rank]
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """The inverse of own_tokens."""
-        return x if self.sharded else gather_uneven(x, 0, self.tokens, self.group)
+        return x if self.sharded else gather_uneven(x, 0, self.tokens, self.holders)
 
     def to_owners(self, rows: Tensor) -> Tensor:
         """Rows of this rank's tokens, by `departure` -> the rows of this rank's experts, by `order`."""
@@ -139,7 +154,9 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
         offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
         rows = [len(order)]
         places = _inverse(order).view(len(order) // k, k)
-        return Dispatch(group, order, offsets, None, order, places, rows, rows, rows, len(places), sharded)
+        return Dispatch(
+            group, order, offsets, None, order, places, rows, rows, rows, len(places), sharded, group, travels=sharded
+        )
     whole = index if sequence_dim is None else gather_dim(index, sequence_dim, group)
     tokens = whole[..., 0].numel()
     if sequence_dim is None:
@@ -167,7 +184,59 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     departure = own.argsort(stable=True)
     places = _inverse(departure).view(len(departure) // k, k)
     sent = table[group.rank]
-    return Dispatch(group, order, offsets, arrival, departure, places, sent, received, counts, tokens, sharded)
+    return Dispatch(
+        group, order, offsets, arrival, departure, places, sent, received, counts, tokens, sharded, group, sharded
+    )
+
+
+def dispatch_over_data(
+    index: Tensor,
+    experts: int,
+    group: Group,
+    holders: Group,
+    sequence_dim: int | None,
+    gather_counts: Callable[[Tensor], list[list[int]]],
+) -> Dispatch:
+    """How the rows of a routing travel where each replica of `group` has a micro-batch of its own.
+
+    Args:
+        index: [.., k], the experts of each token: of this rank's tokens with a sequence_dim, else of its micro-batch.
+        holders: the ranks of this replica, consecutive ones of `group`; with a sequence_dim they share its tokens.
+        gather_counts: every rank's numbers [P], from this rank's. A collective.
+
+    The sizes of the all-to-alls are all that the ranks gather: with each row goes a number, by which its owner sorts.
+    """
+    k, device, world, replicas = index.shape[-1], index.device, group.size, group.size // holders.size
+    sharded, lead = sequence_dim is not None, list(index.shape[:-1])
+    own = index.long().reshape(-1)
+    if sequence_dim is not None:
+        length = lead[sequence_dim]
+        lead[sequence_dim] *= holders.size
+        numbers = torch.arange(math.prod(lead), device=device).view(lead)
+        numbers = numbers.narrow(sequence_dim, holders.rank * length, length).flatten()
+        tokens = math.prod(lead)
+    else:
+        tokens = math.prod(lead)
+        sizes = split_sizes(tokens, holders.size)
+        start = sum(sizes[: holders.rank])
+        numbers = torch.arange(start, start + sizes[holders.rank], device=device)
+        own = own[start * k : (start + sizes[holders.rank]) * k]
+    departure = own.argsort(stable=True)
+    places = _inverse(departure).view(len(departure) // k, k)
+    owner = _rank_of(own, experts, world)
+    table = gather_counts(owner.new_zeros(world).scatter_add_(0, owner, torch.ones_like(owner)))
+    sent, received = table[group.rank], [row[group.rank] for row in table]
+    counts = [count for row in table for count in row]
+    part = own * replicas + group.rank // holders.size
+    keys = (part << 32) + (numbers.unsqueeze(1) * k + torch.arange(k, device=device)).flatten()
+    arrived, order = exchange_flat(keys[departure], sent, received, group, counts).sort()
+    mine = expert_range(experts, group)
+    bounds = torch.arange(mine.start * replicas, mine.stop * replicas + 1, device=device)
+    parts = torch.searchsorted(arrived >> 32, bounds, out_int32=True)
+    return Dispatch(
+        group, order, parts[::replicas].contiguous(), _inverse(order), departure, places, sent, received, counts,
+        tokens, sharded, holders, travels=True, parts=parts,
+    )  # fmt: skip
 
 
 # --- tokens to rows and back ----------------------------------------------------------------------------------------
@@ -183,8 +252,8 @@ class TokenRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, way: Dispatch) -> Tensor:
         ctx.call = way
         kernels = select("routing", x.device.type)
-        if way.sharded:
-            return way.to_owners(kernels.gather_rows(x, way.departure // way.slots))
+        if way.travels:
+            return way.to_owners(kernels.gather_rows(way.own_tokens(x), way.departure // way.slots))
         return kernels.gather_rows(x, way.order // way.slots)
 
     @staticmethod
@@ -218,8 +287,11 @@ class Combine(torch.autograd.Function):
         kernels = select("routing", dy.device.type)
         drows = dweights = None
         if ctx.needs_input_grad[0]:
-            drows = kernels.combine_backward_rows(dy, weights, way.departure if way.sharded else way.order)
-            drows = way.to_owners(drows) if way.sharded else drows
+            if way.travels:
+                own = way.own_tokens(dy), way.own_tokens(weights)
+                drows = way.to_owners(kernels.combine_backward_rows(*own, way.departure))
+            else:
+                drows = kernels.combine_backward_rows(dy, weights, way.order)
         if ctx.needs_input_grad[1]:
             dots = kernels.combine_backward_weights(way.own_tokens(dy), arrived, way.places)
             dweights = way.all_tokens(dots.to(weights.dtype))
@@ -300,8 +372,10 @@ class GroupedLinear(torch.autograd.Function):
         stored: tuple[ExpertWeight, ExpertWeight],
         transposed: bool,
         gemm_fn: GemmFn | None,
+        partial: PartialSums | None,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
+        ctx.partial = partial
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.call, ctx.of_bias = stored
         ctx.transposed, ctx.gemm_fn = transposed, gemm_fn
@@ -322,10 +396,46 @@ class GroupedLinear(torch.autograd.Function):
             drows = grouped_matmul(gemm_fn, dy, w.mT if ctx.transposed else w, offsets)
         if need_w:
             a, b = (rows, dy) if ctx.transposed else (dy, rows)
-            dw = of_weight.to_shards(grouped_outer(gemm_fn, a, b, offsets, out_dtype=weight.dtype))
+            if ctx.partial is not None:
+                ctx.partial.add(0, grouped_outer(gemm_fn, a, b, ctx.partial.offsets, out_dtype=weight.dtype))
+            else:
+                dw = of_weight.to_shards(grouped_outer(gemm_fn, a, b, offsets, out_dtype=weight.dtype))
         if need_b:
-            db = of_bias.to_shards(grouped_column_sums(gemm_fn, dy, offsets, out_dtype=ctx.bias_dtype))
-        return drows, dw, db, None, None, None, None
+            if ctx.partial is not None:
+                ctx.partial.add(1, grouped_column_sums(gemm_fn, dy, ctx.partial.offsets, out_dtype=ctx.bias_dtype))
+            else:
+                db = of_bias.to_shards(grouped_column_sums(gemm_fn, dy, offsets, out_dtype=ctx.bias_dtype))
+        return drows, dw, db, None, None, None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class PartialSums:
+    """Where the gradients of a weight and its bias go, one for each of `count` micro-batches, instead of to .grad.
+
+    offsets      Dispatch.parts; or, to make one sum of all micro-batches, which counts as the first one's, its offsets
+    parameters   the weight and the bias: the parameters themselves, not copies that autocast makes
+    """
+
+    offsets: Tensor
+    count: int
+    parameters: tuple[Tensor, Tensor | None]
+
+    def add(self, place: int, sums: Tensor) -> None:
+        """sums [E_r * count, ..] or [E_r, ..], of the weight (place 0) or the bias (1).
+
+        Raises:
+            RuntimeError: nobody reads them any more: the forward was made when somebody did.
+        """
+        parameter: Any = self.parameters[place]
+        waiting = partial_gradients_of(parameter)
+        if waiting is None:
+            raise RuntimeError(
+                f"the MicroBatchTree that sums the gradients of an expert parameter of shape {tuple(parameter.shape)} "
+                "was freed between forward and backward: keep it as long as the model is trained"
+            )
+        own = local_of(parameter)
+        each = sums.to(own.dtype).view(len(own), -1, *own.shape[1:]).unbind(1)
+        waiting.add([*each, *[None] * (self.count - len(each))])
 
 
 def grouped_linear(
@@ -336,9 +446,10 @@ def grouped_linear(
     stored: tuple[ExpertWeight, ExpertWeight],
     transposed: bool,
     gemm_fn: GemmFn | None,
+    partial: PartialSums | None = None,
 ) -> Tensor:
-    """stored: how the weight and the bias are."""
-    return GroupedLinear.apply(rows, weight, bias, offsets, stored, transposed, gemm_fn)
+    """stored: how the weight and the bias are. partial: where their gradients go if not to .grad."""
+    return GroupedLinear.apply(rows, weight, bias, offsets, stored, transposed, gemm_fn, partial)
 
 
 # --- between the products -------------------------------------------------------------------------------------------

@@ -206,6 +206,12 @@ def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * scale))
 
 
+def gemm(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """torch's product as a gemm_fn, for experts over data-parallel ranks."""
+    c = torch.matmul(a, b)
+    return (c if bias is None else c + bias).to(out_dtype or a.dtype)
+
+
 def experts(
     x: Tensor,
     index: Tensor,

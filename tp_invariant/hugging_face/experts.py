@@ -32,8 +32,8 @@ from ..layers.linear import autocast_dtype
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
-def problem_with_experts(experts: nn.Module, group: Group, by_expert: bool) -> str | None:
-    """Why Experts cannot take the place of this module; None if it can."""
+def problem_with_experts(experts: nn.Module, group: Group, stored_over: Group | None) -> str | None:
+    """Why Experts cannot take the place of this module; None if it can. stored_over: expert_parallel_group."""
     kind = type(experts).__name__
     if not all(isinstance(getattr(experts, name, None), bool) for name in _LAYOUT):
         return f"{kind} does not say the layout of its weights ({', '.join(_LAYOUT)}), as transformers' experts do"
@@ -45,7 +45,11 @@ def problem_with_experts(experts: nn.Module, group: Group, by_expert: bool) -> s
     if held != wanted or experts.get_parameter("down_proj").dim() != 3:
         return f"{kind} has the parameters {', '.join(sorted(held))}: supported are {', '.join(sorted(wanted))}"
     count, _, inner = _sizes(experts)
-    name, size = ("num_experts", count) if by_expert else ("intermediate size", inner)
+    if stored_over is not None and stored_over.size > group.size:
+        if count % stored_over.size:
+            return f"num_experts={count} is not divisible by expert-parallel degree={stored_over.size}"
+        return None
+    name, size = ("intermediate size", inner) if stored_over is None else ("num_experts", count)
     if size % group.size:
         return f"{name}={size} is not divisible by TP degree={group.size}"
     return None
@@ -57,7 +61,7 @@ def _sizes(experts: Any) -> tuple[int, int, int]:
     return (count, second, first) if experts.is_transposed else (count, first, second)
 
 
-def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, by_expert: bool) -> Experts:
+def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, stored_over: Group | None) -> Experts:
     """This rank's part of an experts module of transformers."""
     from transformers.integrations import moe
 
@@ -75,7 +79,7 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, by_expert: boo
         interleaved=interleaved,
         transposed=module.is_transposed,
         tp_group=group,
-        expert_parallel_group=group if by_expert else None,
+        expert_parallel_group=stored_over,
         gemm_fn=gemm_fn,
         device="meta",
         dtype=module.down_proj.dtype,

@@ -35,11 +35,18 @@ class Ranks:
     Raises:
         ValueError: groups that have other ranks than this one in common; a first rank that is not rank 0 of the job,
             which alone writes files; of what fully_shard has sharded: over other ranks than dp_group's, or as HSDP;
-            layers without a DeviceMesh; a part of what is trained.
+            layers without a DeviceMesh; a part of what is trained; experts that are divided over data parallel ranks.
         TypeError: dp_group is no group.
     """
 
     def __init__(self, model: nn.Module, dp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> None:
+        for name, p in model.named_parameters():
+            if getattr(p, "ranks_per_micro_batch", None) is not None:
+                raise ValueError(
+                    f"{name} belongs to experts that are divided over data parallel ranks: not supported here. Give "
+                    "expert_parallel_group the ranks of tp_group, or write the loop with "
+                    "tp_invariant.data_parallel.MicroBatchTree"
+                )
         self.holders = model_group(model)
         self.tp = layers_group(model)
         self.dp = resolve_group(None) if dp_group is None else resolve_dp_group(dp_group)

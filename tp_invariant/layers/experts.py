@@ -1,4 +1,4 @@
-"""Experts: the expert networks of a mixture of experts, computed by their owners over tensor-parallel ranks."""
+"""Experts: the expert networks of a mixture of experts, computed by their owners over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..consistency.same_call import gather_if_same_call
 from ..core.compiled import outside_of_graphs
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.fsdp import resharded_whole
@@ -23,10 +24,13 @@ from ..core.layout import check_divides
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.experts import (
+    Dispatch,
     ExpertWeight,
+    PartialSums,
     check_gate,
     combine,
     dispatch,
+    dispatch_over_data,
     expert_range,
     gate,
     grouped_linear,
@@ -34,6 +38,8 @@ from ..functional.experts import (
 )
 from ..functional.gated import invariant_gated_halves
 from ..functional.linear import flatten_tokens
+from ..functional.partial_gradients import partial_gradients_of
+from ..functional.vocab import check_ids
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
 from ..kernels.rowwise.gated_checks import ACTIVATIONS, halves
 from .linear import autocast_dtype
@@ -67,6 +73,11 @@ class Experts(ShardedModule):
     differ, the bits of outputs and gradients do not. The bits of the gradient norm are the same at every degree, but
     differ between the two ways: clip_grad_norm_ adds the squares slice by slice of the dim that is sharded.
 
+    Over several replicas each has a micro-batch of its own, of any number of tokens, and all call the layer together.
+    The gradients of an expert are then one partial sum for each micro-batch, which data_parallel.MicroBatchTree folds
+    as it folds those of dense parameters: the bits are those of one replica that computes all micro-batches. Make the
+    tree before the first forward that needs gradients. A rank that makes another call gets an error, as do all others.
+
     Args:
         num_experts: E. Experts are divided over ranks as evenly as possible; a rank may have none. Stored by expert the
             degree must divide E, stored by inner features it must divide I.
@@ -80,8 +91,9 @@ class Experts(ShardedModule):
         interleaved: gate and up alternate, [g0, u0, g1, u1, ..], instead of [gate; up].
         transposed: weights are [E, H, 2I] and [E, I, H] (gpt-oss), and sharded along the same features.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. With a DeviceMesh parameters are DTensors.
-        expert_parallel_group: stores parameters by expert over this group, which must have the ranks of tp_group. Give
-            it on one rank, too, for the gradient norm that other degrees have: a group of this rank alone.
+        expert_parallel_group: stores parameters by expert over this group. It has the ranks of tp_group, or those of
+            several replicas (data-parallel ranks): then all ranks of each replica, one replica after another. Give it
+            on one rank, too, for the gradient norm that other degrees have: a group of this rank alone.
         sequence_parallel, sequence_dim: whether, and along which dim, the tokens of all arguments and of the result are
             sharded over the ranks.
         init_method: called with each full weight; else both weights and biases are uniform, as nn.Linear's are.
@@ -92,6 +104,8 @@ class Experts(ShardedModule):
         ValueError: sizes that the degree does not divide, an unknown option, or groups that do not fit.
         TypeError: a group or a function of the wrong kind.
     """
+
+    holders: Group  # the ranks that hold the same micro-batch, whole or a part of its tokens each: those of tp_group
 
     def __init__(
         self,
@@ -130,15 +144,24 @@ class Experts(ShardedModule):
             raise ValueError("interleaved=True needs gated=True: there is only one kind of inner feature")
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.gated, self.interleaved, self.transposed = gated, interleaved, transposed
-        self.group = resolve_group(tp_group)
+        self.group = self.holders = resolve_group(tp_group)
         self.by_expert = expert_parallel_group is not None
         if expert_parallel_group is not None:
-            check_same_ranks(self.group, resolve_group(expert_parallel_group))
+            stored_over = resolve_group(expert_parallel_group)
+            check_replicas_of(self.holders, stored_over)
+            if stored_over.size > self.holders.size:
+                self.group = stored_over
+                if tp_group is not None and (self.holders.mesh is None) != (stored_over.mesh is None):
+                    raise ValueError(
+                        "of tp_group and expert_parallel_group one is a DeviceMesh and the other a ProcessGroup: give "
+                        "two meshes, which make all parameters DTensors, or two ProcessGroups (mesh.get_group())"
+                    )
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
         self.activation, self.gate_fn = activation, gate_fn
         self.gemm_fn = check_callable(gemm_fn)
         self._agreed = AgreedCalls(self.group)
+        self._agreed_by_holders = AgreedCalls(self.holders) if self.over_data else self._agreed
         self._checked_gate: tuple | None = None  # what check_gate has found right
 
         self.up_name = "gate_up_proj" if gated else "up_proj"
@@ -156,6 +179,15 @@ class Experts(ShardedModule):
         self.reset_parameters()
 
     # --- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def over_data(self) -> bool:
+        """Whether the experts are divided over several replicas, each of which has a micro-batch of its own."""
+        return self.group.size > self.holders.size
+
+    def _mark(self, name: str, tensor: Tensor) -> None:
+        super()._mark(name, tensor)
+        tensor.ranks_per_micro_batch = self.holders.size if self.over_data else None  # type: ignore[attr-defined]
 
     def _full_shape(self, name: str) -> list[int]:
         inner = self.intermediate_size * (2 if self.gated else 1)
@@ -226,26 +258,30 @@ class Experts(ShardedModule):
         dtype = autocast_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
         own = [getattr(self, name, None) for name in self._all_names()]  # a parametrized one is computed
+        invariant = is_tp_invariant_mode_enabled()
         try:
             self._check_input(x, index, weights, own[0] if dtype is None else None)
-            invariant = is_tp_invariant_mode_enabled()
             if invariant:
                 check_dtype(self.gemm_fn, x, f"hidden_states on rank {self.group.rank}")
         except (TypeError, ValueError, IndexError, NotImplementedError) as error:
-            if self.group.size > 1:
+            if self.over_data:
+                self._meet(x, index, weights, invariant, error=error)
+            elif self.group.size > 1:
                 share_error(error, self.group, x.device, self._agreed)
             raise
-        if self.group.size > 1:
+        if self.group.size > 1 and not self.over_data:
             self._agree(x, index, weights, invariant)
         up, down, up_bias, down_bias = (
             p if p is None else as_local(p) if dtype is None else as_local(p).to(dtype) for p in own
         )
         assert up is not None and down is not None
-        sequence_dim = self.sequence_dim if self.sequence_parallel and self.group.size > 1 else None
+        sequence_dim = self.sequence_dim if self.sequence_parallel and self.holders.size > 1 else None
         call_context.layer = self._agreed
         try:
-            if invariant:
-                y = self._invariant(x, index, weights, (up, up_bias), (down, down_bias), sequence_dim)
+            if invariant or self.over_data:
+                if not invariant:
+                    stock.log_once(self.group)
+                y = self._by_owners(x, index, weights, (up, up_bias), (down, down_bias), sequence_dim, invariant)
             else:
                 stock.log_once(self.group)
                 first = expert_range(self.num_experts, self.group).start if self.by_expert else 0
@@ -256,9 +292,9 @@ class Experts(ShardedModule):
                 )  # fmt: skip
         finally:
             call_context.layer = None
-        return check_gradient(y, self._name, self.group, self._agreed)
+        return check_gradient(y, self._name, self.holders, self._agreed_by_holders)
 
-    def _invariant(
+    def _by_owners(
         self,
         x: Tensor,
         index: Tensor,
@@ -266,13 +302,38 @@ class Experts(ShardedModule):
         up: tuple[Tensor, Tensor | None],
         down: tuple[Tensor, Tensor | None],
         sequence_dim: int | None,
+        invariant: bool,
     ) -> Tensor:
-        way = dispatch(index, self.num_experts, self.group, sequence_dim)
+        if self.over_data:
+            way = self._dispatch_over_data(x, index, weights, sequence_dim, invariant)
+        else:
+            way = dispatch(index, self.num_experts, self.group, sequence_dim)
+        gemm_fn = self.gemm_fn if invariant else stock.gemm
         rows = token_rows(flatten_tokens(x), way)
-        inner = grouped_linear(rows, *up, way.offsets, self._stored(self.up_name), self.transposed, self.gemm_fn)
-        inner = self._gate_invariantly(inner)
-        outer = grouped_linear(inner, *down, way.offsets, self._stored("down_proj"), self.transposed, self.gemm_fn)
+        inner = self._product(self.up_name, rows, up, way, gemm_fn, invariant)
+        inner = self._gate_invariantly(inner) if invariant else self._gate(inner)
+        outer = self._product("down_proj", inner, down, way, gemm_fn, invariant)
         return combine(outer, flatten_tokens(weights), way).view(x.shape)
+
+    def _product(
+        self,
+        name: str,
+        rows: Tensor,
+        weight: tuple[Tensor, Tensor | None],
+        way: Dispatch,
+        gemm_fn: GemmFn | None,
+        invariant: bool,
+    ) -> Tensor:
+        partial = None
+        if way.parts is not None:
+            own = self._parameters[name]
+            assert own is not None
+            # with the mode off one sum of all micro-batches: the stock path is to be as it would be without the mode
+            offsets = way.parts if invariant else way.offsets
+            partial = PartialSums(
+                offsets, self.group.size // self.holders.size, (own, self._parameters.get(f"{name}_bias"))
+            )
+        return grouped_linear(rows, *weight, way.offsets, self._stored(name), self.transposed, gemm_fn, partial)
 
     def _gate_invariantly(self, h: Tensor) -> Tensor:
         if self.gate_fn is None and self.gated and self.activation in ACTIVATIONS:
@@ -346,10 +407,10 @@ class Experts(ShardedModule):
                 "all-to-alls have sizes that follow from the routing, and a graph cannot. Leave it out of the capture"
             )
 
-    def _agree(self, x: Tensor, index: Tensor, weights: Tensor, invariant: bool) -> None:
+    def _facts(self, x: Tensor, index: Tensor, weights: Tensor, invariant: bool) -> dict[str, Any]:
         grad = torch.is_grad_enabled()
         parameters = {name: self._parameters.get(name) for name in self.SHARDED_PARAMETERS}
-        facts = {
+        return {
             "the TP-invariant mode": invariant,
             "the layer": self._name,
             "whether it is stored by expert": self.by_expert,
@@ -367,11 +428,88 @@ class Experts(ShardedModule):
                 *(grad and p is not None and p.requires_grad for p in parameters.values()),
             ),
         }
+
+    def _agree(self, x: Tensor, index: Tensor, weights: Tensor, invariant: bool) -> None:
+        """Compares the call over the ranks that hold the same tokens: all ranks, but for experts over data."""
         same = {} if self.sequence_parallel else {"top_k_index": index, "top_k_weights": weights}
+        weight = None if self.over_data else self._parameters.get(self.up_name)
         check_agreement(
-            facts, self.group, x.device, self._agreed, parameters[self.up_name], self.shards_may_be_equal,
-            same=same, whole=self._whole_parameters(),
+            self._facts(x, index, weights, invariant), self.holders, x.device, self._agreed_by_holders, weight,
+            self.shards_may_be_equal, same=same, whole={} if self.over_data else self._whole_parameters(),
         )  # fmt: skip
+
+    # --- over data-parallel ranks -----------------------------------------------------------------------------------
+
+    def _dispatch_over_data(
+        self, x: Tensor, index: Tensor, weights: Tensor, sequence_dim: int | None, invariant: bool
+    ) -> Dispatch:
+        try:
+            self._check_readers()
+            check_ids(index, self.num_experts, name="top_k_index", rank=self.group.rank)
+            if self.holders.size > 1:
+                self._agree(x, index, weights, invariant)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            self._meet(x, index, weights, invariant, error=error)
+            raise
+
+        def gather_counts(counts: Tensor) -> list[list[int]]:
+            return self._meet(x, index, weights, invariant, counts)
+
+        return dispatch_over_data(index, self.num_experts, self.group, self.holders, sequence_dim, gather_counts)
+
+    def _meet(
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        invariant: bool,
+        counts: Tensor | None = None,
+        error: Exception | None = None,
+    ) -> list[list[int]]:
+        """Gathers the numbers of rows for each owner, and compares the call: micro-batches may differ in their tokens.
+
+        Raises:
+            RuntimeError: on every rank: ranks make different calls, or one has found an error in its call.
+        """
+        facts: dict[str, Any] = {"the call": f"the forward of {self._name}, layer {self._agreed.number} of the group"}
+        if error is None:
+            facts |= self._facts(x, index, weights, invariant)
+            facts["the shape of hidden_states"] = self.hidden_size
+            facts["the shape of top_k_index"] = ("..", index.shape[-1])
+            facts["the ranks of a replica"] = self.holders.size
+        if counts is None:
+            counts = torch.zeros(self.group.size, dtype=torch.int64, device=x.device)
+        before, call_context.layer = call_context.layer, None
+        try:
+            table = gather_if_same_call(counts, facts, self.group, "expert_parallel_group", error)
+            weight = self._parameters.get(self.up_name)
+            check_agreement(facts, self.group, x.device, self._agreed, weight, self.shards_may_be_equal)
+        finally:
+            call_context.layer = before
+        return table
+
+    def _check_readers(self) -> None:
+        """Whether all gradients that backward would compute have a MicroBatchTree to go to.
+
+        Raises:
+            ValueError: a parameter that none has, or that is computed (a parametrization).
+        """
+        if not torch.is_grad_enabled():
+            return
+        for name in self.SHARDED_PARAMETERS:
+            p = self._parameters.get(name)
+            where = f"{name} of {self._name} on rank {self.group.rank} of expert_parallel_group"
+            if p is None:
+                raise ValueError(
+                    f"{where} is not a parameter (parametrize, prune), which experts over data-parallel ranks need: "
+                    "leave that out for them"
+                )
+            if p.requires_grad and partial_gradients_of(p) is None:
+                raise ValueError(
+                    f"{where} needs a gradient, and its experts are divided over data-parallel ranks: their gradients "
+                    "are partial sums, which data_parallel.MicroBatchTree adds in its order. Make one of "
+                    "model.parameters() before this forward, and keep it; or freeze the experts, or use torch.no_grad()"
+                )
 
     @property
     def _name(self) -> str:
@@ -379,7 +517,8 @@ class Experts(ShardedModule):
 
     def extra_repr(self) -> str:
         text = f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}"
-        text += f", tp={self.group.rank}/{self.group.size}"
+        text += f", tp={self.holders.rank}/{self.holders.size}"
+        text += f", ep={self.group.rank}/{self.group.size}" if self.over_data else ""
         text += ", by expert" if self.by_expert else ""
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
 
@@ -388,9 +527,12 @@ def _name_of(activation: str | Activation) -> str:
     return activation if isinstance(activation, str) else identify(activation)
 
 
-def check_same_ranks(group: Group, experts: Group) -> None:
-    if ranks_of(group) != ranks_of(experts):
+def check_replicas_of(group: Group, experts: Group) -> None:
+    """Whether a group for experts has the ranks of the tensor-parallel group, or of several such groups in turn."""
+    ranks, wanted = ranks_of(experts), ranks_of(group)
+    first = ranks.index(wanted[0]) if wanted[0] in ranks else -1
+    if first < 0 or first % group.size or len(ranks) % group.size or ranks[first : first + group.size] != wanted:
         raise ValueError(
-            f"expert_parallel_group has the global ranks {ranks_of(experts)} and tp_group {ranks_of(group)}: experts "
-            "over data parallel ranks are not supported; give the group of the tensor-parallel ranks"
+            f"expert_parallel_group has the global ranks {ranks} and tp_group {wanted}: it must have the ranks of "
+            "tp_group, or those of several replicas (data-parallel ranks), all ranks of each, one replica after another"
         )

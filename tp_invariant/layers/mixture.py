@@ -53,9 +53,14 @@ class Router(Linear):
         return torch.float32 if self.logits_in_fp32 else super()._product_dtype(device)
 
     def forward(self, x: Tensor) -> Any:
+        weights, index, _ = self.with_logits(x)
+        return weights, index
+
+    def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(weights, index, logits [.., E]): for the losses of functional/router_losses.py."""
         logits = super().forward(x)
         weights, index = route(logits, self.routing, self.e_score_correction_bias)
-        return (weights if self.weights_in_fp32 else weights.to(x.dtype)), index
+        return (weights if self.weights_in_fp32 else weights.to(x.dtype)), index, logits
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,6 +75,8 @@ class MixtureOfExperts(nn.Module):
         router_bias, correction, logits_in_fp32, weights_in_fp32: of Router.
         shared_experts: a module [.., H] -> [.., H] whose output is added, built by the caller with the same tp_group
             and sequence_parallel.
+        return_router_logits: whether the layer returns (y, the router's logits [.., E]), for load_balancing_loss and
+            router_z_loss. Under sequence parallelism the logits are those of this rank's tokens.
         tp_group, sequence_parallel, sequence_dim, gemm_fn, device, dtype: of both, as for Linear.
         expert_options: further arguments of Experts: bias, activation, expert_parallel_group, ..
 
@@ -89,6 +96,7 @@ class MixtureOfExperts(nn.Module):
         logits_in_fp32: bool = False,
         weights_in_fp32: bool = False,
         shared_experts: nn.Module | None = None,
+        return_router_logits: bool = False,
         tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
@@ -108,8 +116,14 @@ class MixtureOfExperts(nn.Module):
         )  # fmt: skip
         self.experts = Experts(num_experts, hidden_size, intermediate_size, **expert_options, **shared)
         self.shared_experts = shared_experts
+        self.return_router_logits = return_router_logits
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.gate(x)
+    def forward(self, x: Tensor) -> Any:
+        logits = None
+        if self.return_router_logits:
+            weights, index, logits = self.gate.with_logits(x)
+        else:
+            weights, index = self.gate(x)
         y = self.experts(x, index, weights)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        y = y if self.shared_experts is None else y + self.shared_experts(x)
+        return y if logits is None else (y, logits)

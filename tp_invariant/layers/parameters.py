@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTES = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
-    "shared",
+    "shared", "ranks_per_micro_batch",
 )  # fmt: skip
 
 
@@ -52,6 +52,9 @@ def mark_sharded(
         partition_sizes         the full sizes of its pieces where they differ, else None; Megatron-LM has no such word
         tp_group                the Group over whose ranks it is sharded, or which each hold it whole; None: no other
                                 rank has anything of it, or, with tensor_model_parallel=True, nobody has said
+        ranks_per_micro_batch   of experts over data-parallel ranks, which set it: how many ranks of tp_group have the
+                                same micro-batch; a backward gives gradients of all of the group's micro-batches. Else
+                                None, or not there
 
     A user may set two others: `shards_may_be_equal`, then equal parts on several ranks are no error (equal_shards.py);
     and `shared`, then another stage of a pipeline counts the parameter (grad_norm.py).

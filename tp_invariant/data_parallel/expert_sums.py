@@ -1,0 +1,238 @@
+"""Gradients of experts that are divided over data-parallel ranks, summed over a step's micro-batches.
+
+The rank that owns an expert computes its gradients of the micro-batches of all ranks of its expert-parallel group, in
+each backward one of each rank: here called the sources, for which this file keeps one tree each. Where dp_group has
+several such groups, ranks of different groups hold the same experts, and each has the sources of its own group alone.
+So reduce() exchanges nodes among the ranks that hold the same experts, and no others, then adds all sources' nodes in
+the order of the micro-batches: the order in which the nodes of a dense parameter are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Group, exchange_flat, ranks_of
+from ..comm.wire import gather_objects
+from ..consistency.same_call import gather_if_same_call
+from ..core.dtensors import is_dtensor, local_of
+from ..core.layout import split_sizes
+from ..functional.partial_gradients import PartialGradients, partial_gradients_of
+from ..layers.parameters import carried_group
+from .binary_tree import BinaryTree, nodes_of
+
+
+def expert_group(parameter: Tensor) -> Group | None:
+    """The expert-parallel group of an expert's parameter, if it has ranks of several replicas; None for any other."""
+    if getattr(parameter, "ranks_per_micro_batch", None) is None:
+        return None
+    return carried_group(parameter)
+
+
+class _Place(NamedTuple):
+    """What a rank of dp_group says of an expert-parallel group of its own."""
+
+    ranks: tuple[int, ...]  # of the group, global
+    rank: int  # this rank's place among them
+    each: int  # ranks per micro-batch
+
+    def sources(self, dp_ranks: Sequence[int]) -> list[int]:
+        """The ranks of dp_group whose micro-batches this rank computes gradients of, in order; -1 for one outside."""
+        mine = self.ranks[self.rank % self.each :: self.each]
+        return sorted(dp_ranks.index(rank) if rank in dp_ranks else -1 for rank in mine)
+
+
+class ExpertSums:
+    """The sums of the parameters of one expert-parallel group, for MicroBatchTree."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        indices: Sequence[int],
+        dp_group: Group,
+        shares: Sequence[range],
+        reader: object,
+    ) -> None:
+        """indices: of the parameters among all of the MicroBatchTree's. reader: the MicroBatchTree. A collective.
+
+        Raises:
+            ValueError: on every rank: dp_group does not have, for each expert, every data-parallel rank exactly once
+                as a source; or it does not divide the micro-batches.
+        """
+        self.parameters, self.indices = list(parameters), list(indices)
+        group = expert_group(parameters[0])
+        assert group is not None
+        self.group, self._dp, self._shares = group, dp_group, shares
+        self.micro_batches = shares[-1].stop
+        self._sizes = [local_of(p).numel() for p in parameters]
+        each: int = parameters[0].ranks_per_micro_batch  # type: ignore[attr-defined]
+        dp_ranks = ranks_of(dp_group)
+        places = gather_objects(_Place(tuple(ranks_of(group)), group.rank, each), dp_group)
+        owners: dict[tuple[int, int, int], list[int]] = {}  # the ranks of dp_group that hold the same experts
+        for rank, place in enumerate(places):
+            owners.setdefault((len(place.ranks), place.rank, place.each), []).append(rank)
+        for members in owners.values():
+            sources = [source for rank in members for source in places[rank].sources(dp_ranks)]
+            if sorted(sources) != list(range(dp_group.size)):
+                raise ValueError(
+                    f"dp_group has the global ranks {dp_ranks}, and the experts of global rank {dp_ranks[members[0]]} "
+                    f"are divided over the ranks {list(places[members[0]].ranks)}: dp_group must have a rank of each "
+                    "micro-batch of an expert_parallel_group, and be made of whole such groups of one size"
+                )
+        if self.micro_batches % dp_group.size:
+            raise ValueError(
+                f"micro_batches={self.micro_batches} over {dp_group.size} ranks of dp_group, with experts over "
+                "data-parallel ranks, which call their layers together: the number of ranks must divide micro_batches"
+            )
+        mine = places[dp_group.rank]
+        self._members = owners[len(mine.ranks), mine.rank, mine.each]
+        self._sources = {rank: places[rank].sources(dp_ranks) for rank in self._members}
+        # in the group's order, in which backward gives gradients, and which may not be dp_group's
+        self._own_sources = [dp_ranks.index(rank) for rank in mine.ranks[mine.rank % each :: each]]
+        for p in self.parameters:
+            waiting = partial_gradients_of(p) or PartialGradients()
+            waiting.read_by(reader)
+            p.partial_gradients = waiting  # type: ignore[attr-defined]
+        self.start()
+
+    def start(self) -> None:
+        """Starts a step; what was added before is dropped."""
+        self._trees = {source: BinaryTree(self.micro_batches) for source in self._own_sources}
+
+    def add(self, number: int | None) -> list[int]:
+        """Takes the gradients of this rank's micro-batch `number` of the step, and of the other sources' same number.
+
+        number: None for one too many, whose gradients are dropped. Returns the indices of parameters that got some.
+
+        Raises:
+            RuntimeError: a parameter has a .grad; another MicroBatchTree reads its gradients.
+        """
+        device = self.parameters[0].device
+        size = (sum(self._sizes),)
+        # -0.0 where there is no gradient: see MicroBatchTree.add
+        flats = {s: torch.full(size, -0.0, dtype=torch.float32, device=device) for s in self._own_sources}
+        parts = {source: flat.split(self._sizes) for source, flat in flats.items()}
+        found = []
+        for place, (p, index) in enumerate(zip(self.parameters, self.indices, strict=True)):
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts over "
+                    "data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the step "
+                    "before (call optimizer.zero_grad()), or another use of the parameter has made it (a regulariser), "
+                    "which would count on this rank only, and not in every micro-batch"
+                )
+            waiting = partial_gradients_of(p)
+            if waiting is None:
+                raise RuntimeError(
+                    f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group has lost its "
+                    "attribute partial_gradients, which this MicroBatchTree has set"
+                )
+            sums = waiting.take()
+            if sums is None:
+                continue
+            found.append(index)
+            for source, one in zip(self._own_sources, sums, strict=True):
+                if one is not None:
+                    parts[source][place].view(one.shape).copy_(one)
+        if number is not None:
+            for source, flat in flats.items():
+                self._trees[source].push(0, self._shares[source][number], flat)
+        return found
+
+    def meet(self, added: int) -> None:
+        """Lets a rank that is in reduce() meet those of its expert-parallel group that are still in a forward.
+
+        Raises:
+            RuntimeError: on every rank: some are in another call, or have added another number of micro-batches.
+        """
+        numbers = torch.zeros(self.group.size, dtype=torch.int64, device=self.parameters[0].device)
+        facts = {"the call": "MicroBatchTree.reduce", "the number of micro-batches added": added}
+        gather_if_same_call(numbers, facts, self.group, "expert_parallel_group")
+
+    def totals(self, divide_by: int | None, chunk: int) -> list[Tensor]:
+        """The sum of all micro-batches, divided, for each parameter; fp32. A collective of dp_group.
+
+        chunk: how many elements are summed at a time.
+        """
+        nodes = [
+            (level, index, value) for source in sorted(self._trees) for level, index, value in self._trees[source].nodes
+        ]
+        total = torch.empty(sum(self._sizes), dtype=torch.float32, device=self.parameters[0].device)
+        for start in range(0, total.numel(), chunk):
+            part = total[start : start + chunk]
+            ours = [(level, index, value[start : start + chunk]) for level, index, value in nodes]
+            summed = self._fold(ours) if len(self._members) == 1 else self._over_members(ours, part.numel())
+            part.copy_(summed if divide_by is None else summed / divide_by)
+        return [part.view(local_of(p).shape) for p, part in zip(self.parameters, total.split(self._sizes), strict=True)]
+
+    def _fold(self, nodes: list[tuple[int, int, Tensor]]) -> Tensor:
+        tree = BinaryTree(self.micro_batches)
+        for level, index, value in sorted(nodes, key=lambda node: node[1] << node[0]):
+            tree.push(level, index, value)
+        return tree.root()
+
+    def _over_members(self, nodes: list[tuple[int, int, Tensor]], elements: int) -> Tensor:
+        """The sum over the nodes of all ranks that hold the same experts: each adds a part of the elements."""
+        held = [
+            [
+                node
+                for source in sorted(self._sources[rank])
+                for node in nodes_of(self._shares[source], self.micro_batches)
+            ]
+            for rank in self._members
+        ]
+        sizes = split_sizes(elements, len(self._members))
+        own = sizes[self._members.index(self._dp.rank)]
+        most = max(map(len, held))  # each rank's columns, padded to the most
+        columns = [value for _, _, value in nodes]
+        columns += [torch.zeros_like(columns[0])] * (most - len(columns))
+        received = self._exchange(torch.stack(columns, dim=1), sizes, own, (elements, most))
+        every = [
+            (level, index, theirs[:, column])
+            for theirs, nodes_there in zip(received.view(len(held), own, most), held, strict=True)
+            for column, (level, index) in enumerate(nodes_there)
+        ]
+        return self._exchange_back(self._fold(every).contiguous(), sizes, own, elements)
+
+    def _exchange(self, x: Tensor, sizes: list[int], own: int, alike: tuple[int, ...]) -> Tensor:
+        """x [sum(sizes), ..]: rows to the members, by sizes -> [members * own, ..]."""
+        sent, received = [0] * self._dp.size, [0] * self._dp.size
+        for rank, size in zip(self._members, sizes, strict=True):
+            sent[rank], received[rank] = size, own
+        return exchange_flat(x.contiguous(), sent, received, self._dp, alike)
+
+    def _exchange_back(self, mine: Tensor, sizes: list[int], own: int, elements: int) -> Tensor:
+        """Every member's `mine` [own] -> [elements], on each."""
+        sent, received = [0] * self._dp.size, [0] * self._dp.size
+        for rank, size in zip(self._members, sizes, strict=True):
+            sent[rank], received[rank] = own, size
+        return exchange_flat(mine.repeat(len(self._members)), sent, received, self._dp, (elements,))
+
+
+def sums_by_group(
+    parameters: Sequence[Tensor],
+    dp_group: Group,
+    shares: Sequence[range],
+    reader: object,
+    check_alike: Callable[[dict[str, object]], None],
+) -> list[ExpertSums]:
+    """One ExpertSums for each expert-parallel group that parameters have, in the order of the parameters."""
+    members: dict[tuple, list[int]] = {}
+    for index, p in enumerate(parameters):
+        if (group := expert_group(p)) is not None:
+            members.setdefault((*ranks_of(group), p.ranks_per_micro_batch), []).append(index)  # type: ignore[attr-defined]
+    check_alike({"which parameters are experts over data-parallel ranks": repr([*members.values()])})
+    return [
+        ExpertSums([parameters[i] for i in indices], indices, dp_group, shares, reader) for indices in members.values()
+    ]
+
+
+def describe(parameter: Tensor) -> str:
+    """What all ranks of dp_group should say alike of an expert's parameter."""
+    group = expert_group(parameter)
+    assert group is not None
+    placed = f", placed as {parameter.placements}" if is_dtensor(parameter) else ""
+    return f", of experts over {group.size} ranks{placed}"
