@@ -348,11 +348,11 @@ def fit_copies(rows: Sequence[Row], table: Table, multiprocessors: int) -> tuple
         layout, m, n, k = row["shape"]
         unaligned = (m if layout == "wgrad" else k) % 8 > 0, (k if layout == "fwd" else n) % 8 > 0, n % 8 > 0
         x = product_of(row, multiprocessors)
+        generic.append((generic_features(x, torch.bfloat16), row["generic"]))
         x = x._replace(a_split=x.a_split and not unaligned[0], b_split=x.b_split and not unaligned[1])
         product = min(estimated_us(coefficients, features(config, x)) for config, coefficients in table[layout].items())
         if row["copied"] > product:
             copies.append((copy_features(m, n, k, unaligned, 2), row["copied"] - product))
-        generic.append((generic_features(m, n, k, unaligned, torch.bfloat16, multiprocessors), row["generic"]))
     return non_negative(copies), non_negative(generic)
 
 

@@ -30,15 +30,17 @@ def copy_features(m: int, n: int, k: int, unaligned: Unaligned, out_itemsize: in
     return a + b + c, 1e-6 * (4 * (a * m * k + b * n * k) + 2 * c * out_itemsize * m * n)
 
 
-def generic_features(
-    m: int, n: int, k: int, unaligned: Unaligned, dtype: torch.dtype, multiprocessors: int
-) -> tuple[float, ...]:
+def generic_features(x: Product, dtype: torch.dtype) -> tuple[float, ...]:
     """What a product makes the generic kernel do, as `features` in matmul_configs.py: a launch, rounds of tiles, K of
-    these, elements that are loaded one by one since they are not aligned, and products."""
-    config = fit(choose_config(m, n, k, dtype), dtype.itemsize, 227 * 1024)
-    rounds = -(-(-(-m // config.block_m) * -(-n // config.block_n)) // multiprocessors)
-    rounds_k = rounds * -(-k // config.block_k) * config.block_k
-    single = config.block_m * unaligned[0] + config.block_n * unaligned[1]
+    these, elements that are loaded one by one, and products.
+
+    Triton sees of a row's length only whether 16 divides it. So an operand is loaded one element at a time where 16
+    does not, also where 8 does, which is all that TMA needs.
+    """
+    config = fit(choose_config(x.m, x.n, x.k, dtype), dtype.itemsize, 227 * 1024)
+    rounds = -(-(-(-x.m // config.block_m) * -(-x.n // config.block_n)) // x.multiprocessors)
+    rounds_k = rounds * -(-x.k // config.block_k) * config.block_k
+    single = config.block_m * x.a_split + config.block_n * x.b_split
     return 1.0, rounds, 1e-3 * rounds_k, 1e-5 * rounds_k * single, 1e-7 * rounds_k * config.block_m * config.block_n
 
 
@@ -53,7 +55,7 @@ def _which(
     sizes, best = product[:3], None
     least = math.inf
     if any(unaligned):
-        least = estimated_us(GENERIC, generic_features(*sizes, unaligned, dtype, product.multiprocessors))
+        least = estimated_us(GENERIC, generic_features(product, dtype))
     for b_too in (False, True):
         copies = unaligned[0], unaligned[1] or b_too, unaligned[2]
         as_copied = product._replace(
