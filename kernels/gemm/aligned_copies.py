@@ -34,13 +34,14 @@ def generic_features(x: Product, dtype: torch.dtype) -> tuple[float, ...]:
     """What a product makes the generic kernel do, as `features` in matmul_configs.py: a launch, rounds of tiles, K of
     these, elements that are loaded one by one, and products.
 
-    Triton sees of a row's length only whether 16 divides it. So an operand is loaded one element at a time where 16
-    does not, also where 8 does, which is all that TMA needs.
+    Of a size or a stride Triton knows whether 16 divides it, and nothing else. So an operand is loaded one element at a
+    time where 16 does not divide the distance between its rows or their length: TMA needs 8, and of the distance alone.
     """
     config = fit(choose_config(x.m, x.n, x.k, dtype), dtype.itemsize, 227 * 1024)
     rounds = -(-(-(-x.m // config.block_m) * -(-x.n // config.block_n)) // x.multiprocessors)
     rounds_k = rounds * -(-x.k // config.block_k) * config.block_k
-    single = config.block_m * x.a_split + config.block_n * x.b_split
+    row_a, row_b = x.m if x.a_transposed else x.k, x.k if x.b_transposed else x.n
+    single = config.block_m * (x.a_split or row_a % 16 > 0) + config.block_n * (x.b_split or row_b % 16 > 0)
     return 1.0, rounds, 1e-3 * rounds_k, 1e-5 * rounds_k * single, 1e-7 * rounds_k * config.block_m * config.block_n
 
 

@@ -85,6 +85,8 @@ def test_what_is_copied():
     for m, n, k in ((823, 1949, 1384), (14495, 361, 376)):
         assert which(m, n, k, (False, False, True), True, True) == (False, False, True)
         assert which(m, n, k + 8, (False, False, True)) is None
+    padded = Product(4096, 50257, 768, False, False, False, False, 2, 132)  # 50257 of the 50304 of a row
+    assert _which(padded, (False, False, True), torch.bfloat16, False, False) == (False, False, True)
     assert which(65536, 4096, 6616, b_split=True) == (False, True, False)
     assert which(16, 4096, 6616, b_split=True) == (False, False, False)
 
