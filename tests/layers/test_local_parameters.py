@@ -200,3 +200,49 @@ def test_what_torch_would_add_up_is_refused():
 
     for text in run_ranks(on_rank, 2):
         assert "blocks.1.sinks: used by MulBackward0" in text and "tpi.attention as sinks, and to nothing else" in text
+
+
+def refused_later(tp_group, first):
+    """The first forward does not show that torch would add up a gradient, the second one does."""
+    model = tpi.parallelize(build(kind=Gain), tp_group, plan())
+    sinks = [block.sinks for block in model.blocks]
+    for parameter in sinks:
+        parameter.requires_grad_(first != "frozen")
+    for _ in range(2):
+        with tpi.set_tp_invariant_mode(first != "mode off"):
+            model(batch()).sum().backward()
+    for parameter in sinks:
+        parameter.requires_grad_(True)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        with (
+            tpi.set_tp_invariant_mode(True),
+            pytest.raises(ValueError, match=r"\n  blocks\.0\.sinks: used by MulBackward0\n"),
+        ):
+            one(batch())
+
+
+@pytest.mark.parametrize("first", ("frozen", "mode off"))
+def test_what_the_first_forward_does_not_show_is_refused_later(first):
+    run_ranks(refused_later, 2, first)
+
+
+class Mixing(nn.Module):
+    """A square parameter that is no Linear's, which may be cut along either dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.scale = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.scale.flatten()[0])
+
+
+def test_ranks_with_different_plans_for_a_parameter():
+    def on_rank(tp_group):
+        style = ("colwise", "rowwise")[tp_group.rank()]
+        with pytest.raises(RuntimeError, match=r"plan of scale"):
+            tpi.parallelize(Mixing(), tp_group, {"up": "colwise", "scale": style, "": "local_params", "down": "rowwise"})
+
+    run_ranks(on_rank, 2)

@@ -124,7 +124,7 @@ def parallelize(
         "over how many ranks experts are stored by expert": None if stored_over is None else stored_over.size,
         "verify": verify,
         "example_inputs": digest_of_tensors(example_inputs),
-        **{f"the plan of {name}": str(part) for name, part in survey.parts.items()},
+        **{f"the plan of {name}": str(part) for name, part in {**survey.parts, **survey.parameter_parts}.items()},
     }
     error = ValueError(
         f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "

@@ -18,6 +18,7 @@ that replace the model's own (FSDP's).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -65,6 +66,8 @@ _RULES: dict[type, _Rule] = {
     _VocabEmbedding: lambda node, states: WHOLE if node.call.sequence_dim is None else PART,
     _CrossEntropy: lambda node, states: WHOLE,
 }
+# Their backward adds the gradients of all ranks, so that what they take must be whole.
+_OF_WHOLE = (regions._ExpandHeads, stock._CopyToRegion)
 _OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's nodes that contain a part of the model
 # torch's own collectives that are not autograd functions in Python: operators, whose nodes are named after them, and
 # before about torch 2.12 classes in C++.
@@ -78,10 +81,15 @@ def _is_single_rank(node: Any) -> bool:
     return group is not None and group.size == 1
 
 
+def _function_of(node: Any) -> Any:
+    """The autograd function in Python whose node this is, or None."""
+    function = getattr(type(node), "_forward_cls", None)
+    return getattr(function, "of_plain", function)
+
+
 def _by_rule(node: Any, states: list[str]) -> str | None:
     """The state of a node's output by what is known of its kind; None where the general rule holds."""
-    function = getattr(type(node), "_forward_cls", None)  # of autograd functions in Python
-    function = getattr(function, "of_plain", function)
+    function = _function_of(node)
     if function in _RULES:
         return None if _is_single_rank(node) else _RULES[function](node, states)
     place = getattr(function, "__module__", "")
@@ -115,7 +123,9 @@ def _parameter_of(node: Any) -> Tensor | None:
 def incomplete_gradients(
     outputs: Iterable[Tensor], sharded: Mapping[int, bool], names: Mapping[int, str], inputs: Iterable[Tensor] = ()
 ) -> list[str]:
-    """What is whole and meets a part in the graph of `outputs`, one line each; [] where every gradient is complete.
+    """What is whole and meets a part in the graph of `outputs`, or is a part and taken as whole, one line each.
+
+    [] where every gradient is complete.
 
     Args:
         sharded: by the id of a parameter, whether ranks hold parts of it; others are unknown.
@@ -124,6 +134,7 @@ def incomplete_gradients(
     """
     states: dict[Any, str] = {_node_of(x): WHOLE for x in inputs if x.requires_grad}
     found: dict[tuple[str, ...], str] = {}
+    parts: dict[str, None] = {}  # lines, in their order
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     stack: list[tuple[Any, bool]] = [(root, False) for root in roots]
     while stack:  # depth first, a node after its inputs; graphs are deeper than Python's stack
@@ -141,6 +152,8 @@ def incomplete_gradients(
             states[node] = UNKNOWN if known is None else PART if known else WHOLE
             continue
         given = [states[other] for other in before]
+        if PART in given and _function_of(node) in _OF_WHOLE and not _is_single_rank(node):
+            parts.setdefault(f"this rank's part of the activations: taken as the same on every rank in {node.name()}")
         state = _by_rule(node, given)
         if state is None:
             state = _if_any(given)
@@ -150,7 +163,7 @@ def incomplete_gradients(
                         owners = _whole_parameters(other, states, names)
                         found.setdefault(tuple(owners), node.name())
         states[node] = state
-    return [_line(owners, name) for owners, name in found.items()]
+    return [*(_line(owners, name) for owners, name in found.items()), *parts]
 
 
 def _whole_parameters(node: Any, states: Mapping[Any, str], names: Mapping[int, str]) -> list[str]:
@@ -209,8 +222,7 @@ def sums_by_torch(outputs: Iterable[Tensor], names: Mapping[int, str]) -> list[s
         if parameter is not None and id(parameter) in names:
             carried[node] = names[id(parameter)]
             continue
-        function = getattr(type(node), "_forward_cls", None)
-        place = getattr(getattr(function, "of_plain", function), "__module__", "")
+        place = getattr(_function_of(node), "__module__", "")
         for name in {carried[other] for other in _inputs(node) if other in carried}:
             if node.name() in _SAME_ELEMENTS:
                 carried[node] = name
@@ -275,16 +287,34 @@ def _names_of_parts(model: nn.Module) -> dict[int, str]:
 class FirstForward:
     """A forward hook of a whole model that checks the first forward with an autograd graph, and then removes itself.
 
+    It stays as long as that forward has not shown all: parameters that were frozen, which have no part in the graph,
+    and with the mode off the sums of torch's, which count with the mode on. It then checks once more when one of the
+    former is trained, or the mode is on.
+
     All ranks have the same graph and so get the same error, without communication.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.handle: Any = None
+        self.seen: tuple[bool, list[Any]] | None = None  # of the last check: whether the mode was on, what was frozen
         if group.size > 1:  # alone, every gradient is complete
             self.handle = model.register_forward_hook(self, with_kwargs=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "seen": None}  # a copy has parameters of its own
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        mode = is_tp_invariant_mode_enabled()
+        if self.seen is not None:
+            before, frozen = self.seen
+            thawed = any([(p := reference()) is not None and p.requires_grad for reference in frozen])
+            if before >= mode and not thawed:
+                return
         if check_gradient_flow(model, output, (args, kwargs)):
-            self.handle.remove()
+            mode = mode or not _names_of_parts(model)
+            frozen = [weakref.ref(p) for p in model.parameters() if not p.requires_grad]
+            self.seen = mode, frozen
+            if mode and not frozen:
+                self.handle.remove()
