@@ -108,7 +108,7 @@ def _losses(
     loss = log_sum - (at_target - top)
     if SMOOTHING:
         mean = (shifts.to(tl.float64) / _shift_scale(top, lowest, EXP_BITS).to(tl.float64) / vocabulary).to(tl.float32)
-        mean = tl.where(lowest == -float("inf"), -float("inf"), mean)
+        mean = tl.where(top - lowest == float("inf"), -float("inf"), mean)  # fp32's largest number is less
         loss = rest * loss + smoothing * (log_sum - mean)
     if Z_LOSS:
         lse = top + log_sum

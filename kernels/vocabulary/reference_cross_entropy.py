@@ -96,7 +96,7 @@ def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spe
     if smoothing:
         lowest = extremes[:, 2].amin(0)
         mean_shift = (total[1].double() / _shift_scale(top, lowest, spec).double() / spec.vocabulary).float()
-        mean_shift = torch.where(lowest == -math.inf, -math.inf, mean_shift)
+        mean_shift = torch.where(top - lowest == math.inf, -math.inf, mean_shift)  # fp32's largest number is less
         losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean_shift)
     if spec.z_loss:
         losses = losses + spec.z_loss * (top + log_sum).square()

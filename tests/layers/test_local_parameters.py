@@ -243,6 +243,8 @@ def test_ranks_with_different_plans_for_a_parameter():
     def on_rank(tp_group):
         style = ("colwise", "rowwise")[tp_group.rank()]
         with pytest.raises(RuntimeError, match=r"plan of scale"):
-            tpi.parallelize(Mixing(), tp_group, {"up": "colwise", "scale": style, "": "local_params", "down": "rowwise"})
+            tpi.parallelize(
+                Mixing(), tp_group, {"up": "colwise", "scale": style, "": "local_params", "down": "rowwise"}
+            )
 
     run_ranks(on_rank, 2)

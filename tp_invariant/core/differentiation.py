@@ -7,19 +7,37 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable as torchs
+from torch import Tensor
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which cannot be differentiated; `mark` requires a gradient, so that they do."""
+
+    @staticmethod
+    def forward(ctx: Any, mark: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.detach() for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.autograd.function.once_differentiable, which turns gradients off even where they are off already.
+    """For backward of an autograd function: what it returns cannot be differentiated.
 
-    They are in every backward without create_graph=True, and to turn them off takes the host as long as to allocate
-    two tensors.
+    torch's of the same name returns gradients that pass as constants if those that come in require none, as in
+    autograd.grad(loss, x, create_graph=True): a penalty on them would have a gradient without a summand. It also turns
+    gradients off where they are off already, as they are in every backward without create_graph=True, and that takes
+    the host as long as to allocate two tensors.
     """
-    twice = torchs(backward)
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
-        return (twice if torch.is_grad_enabled() else backward)(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        marked = _Once.apply(torch.empty(0, requires_grad=True), *(found if isinstance(found, tuple) else (found,)))
+        return marked if isinstance(found, tuple) else marked[0]
 
     return once

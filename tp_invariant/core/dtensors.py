@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .differentiation import once_differentiable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -222,10 +223,8 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
         ctx.dtensors = dtensors
         return function.forward(ctx, *plain)
 
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return (twice if torch.is_grad_enabled() else once)(ctx, *grads)  # for create_graph=True, else off
-
-    def once(ctx: Any, *grads: Tensor) -> tuple:
         dtensors = ctx.dtensors
         for _, x in dtensors:
             _passed_on(x)  # so that autograd notices what was written to what is saved, as of plain tensors
@@ -238,8 +237,6 @@ def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autogra
                 grad = grad.clone(memory_format=torch.contiguous_format)
             found[place] = new_in_eager(type(x), grad, x._spec)
         return tuple(found)
-
-    twice = once_differentiable(once)
 
     name = function.__name__
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -1,0 +1,52 @@
+"""A second derivative of this library's functions is an error, also where torch's decorator would take a constant."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from meshes import mesh_or_group
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.comm.collectives import resolve_group
+from tp_invariant.functional.regions import expand_heads
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+
+FUNCTIONS = {
+    "linear": lambda x: tpi.Linear(8, 8)(x).sum(),
+    "norm": lambda x: tpi.ParallelNorm(8)(x).sum(),
+    "cross-entropy": lambda x: tpi.vocab_parallel_cross_entropy(x, torch.tensor([0, 3, 7]), tp_group=None),
+    "heads": lambda x: expand_heads(x.view(1, 1, 3, 8), 2, resolve_group(None)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_penalty_on_a_gradient_is_refused(name):
+    """autograd.grad of a sum hands the layer a gradient that requires none."""
+    x = torch.randn(3, 8, requires_grad=True)
+    with tpi.set_tp_invariant_mode(True):
+        loss = FUNCTIONS[name](x)
+        (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    testing.assert_bitwise_equal(grad.detach(), plain)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + grad.square().sum()).backward()
+
+
+def penalty(tp_group, kind):
+    layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=mesh_or_group(tp_group, kind))
+    with tpi.set_tp_invariant_mode(True):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        of_x, of_weight = torch.autograd.grad(layer(x).sum(), (x, layer.weight), create_graph=True)
+    for grad in (of_x, of_weight):
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ("group", "mesh"))
+def test_over_ranks(kind):
+    run_ranks(penalty, 2, kind)
