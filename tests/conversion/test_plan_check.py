@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.comm.collectives import Group
+from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.conversion.gradient_flow import FirstForward, IncompleteGradient
 from tp_invariant.conversion.plans import own_plan
 
@@ -255,6 +255,33 @@ def test_compiled_code_and_copies_have_the_check_too():
     assert len(checks(model)) == len(checks(twin)) == 1, "not while it is compiled"
     twin(example(model))
     assert (len(checks(model)), len(checks(twin))) == (1, 0), "a copy has a check of its own"
+
+
+def a_part_over_heads(tp_group, mode):
+    """What is expanded over this rank's heads is one of them: its gradient would be added to those of other ranks."""
+    from tp_invariant.conversion.gradient_flow import check_gradient_flow
+    from tp_invariant.hugging_face.shared_keys import SharedKeys
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = tpi.Linear(HIDDEN, 4)
+            self.own = tpi.Linear(HIDDEN, 8, parallel_mode="column", tp_group=tp_group)
+
+        def forward(self, x: Tensor, layer: str) -> Tensor:
+            return getattr(self, layer)(x).view(1, -1, 1, 4).transpose(1, 2).expand(-1, 3, -1, -1)
+
+    model = Heads()
+    SharedKeys(model, resolve_group(tp_group))
+    with tpi.set_tp_invariant_mode(mode):
+        assert check_gradient_flow(model, model(torch.ones(5, HIDDEN), "shared"))
+        with pytest.raises(IncompleteGradient, match="this rank's part of the activations: taken as the same on every"):
+            check_gradient_flow(model, model(torch.ones(5, HIDDEN), "own"))
+
+
+def test_a_part_is_not_expanded_over_heads():
+    for mode in (True, False):
+        run_ranks(a_part_over_heads, 2, mode)
 
 
 class OwnCollective(nn.Module):

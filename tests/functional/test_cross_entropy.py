@@ -674,3 +674,13 @@ def test_an_id_out_of_range_on_a_gpu_fails_an_assertion(bad):
     assert done.returncode != 0
     assert done.stdout.strip() == "in range"
     assert "target holds an id that is neither in the vocabulary nor ignore_index" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kernels", (select("cross-entropy", "cpu"), triton_kernels), ids=("reference", "triton"))
+def test_logits_further_apart_than_fp32_reaches(kernels):
+    """As torch in fp32: with label smoothing their mean is -inf, and without it the loss is finite."""
+    x, target = torch.tensor([[3e38, -3e38, 0.0, 0.0]]), torch.tensor([0])
+    for smoothing in (0.0, 0.1):
+        spec = cross_entropy_module.LossSpec(4, -100, smoothing, 0.0)
+        losses, _ = kernels.whole_losses(x, target, spec)
+        assert torch.equal(losses, F.cross_entropy(x, target, label_smoothing=smoothing, reduction="none"))
