@@ -428,6 +428,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """key: to remember the call by."""
     given = q, k, v
+    sinks = None if sinks is None else sinks.resolve_neg()
     p, shape, index = problem(q, k, spec, lengths, sinks, mask), q.shape, q.device.index
     out = empty_heads(q)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)

@@ -183,12 +183,17 @@ class Rows(NamedTuple):
 
 
 def aligned_flat(x: Tensor) -> Tensor:
-    """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes; see `aligned` about negated views."""
+    x = x.resolve_neg()
     return x if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [B, H, S, D], or a contiguous copy of it where a row does not begin at a multiple of 16 bytes."""
+    """x [B, H, S, D], or a contiguous copy of it where a row does not begin at a multiple of 16 bytes.
+
+    Copied too if torch negates it by a bit alone (z.conj().imag), which kernels do not see.
+    """
+    x = x.resolve_neg()
     batch, head, token, one = x.stride()
     if one != 1 or x.data_ptr() % _ALIGNMENT or (batch | head | token) % (_ALIGNMENT // x.element_size()):
         return x.clone(memory_format=torch.contiguous_format)
@@ -269,6 +274,7 @@ def matrix_arguments(mask: Tensor | None) -> tuple:
     """
     if mask is None:
         return (None,) * 5
+    mask = mask.resolve_neg()
     strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     if max(strides) > _MAX_SIDE:
         raise ValueError(

@@ -215,3 +215,25 @@ def test_chunks_and_single_steps_are_the_prefill(kind):
         naive = naively(q, k, v, **SMALL[kind])[:, :, start:stop]
         differ += not torch.equal(naively(*mine, **SMALL[kind]), naive)
     assert differ >= 4, "the control"
+
+
+def test_views_negated_by_a_flag_are_negated():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, 20, 32), (1, 2, 20, 32), (1, 2, 20, 32), (1, 2, 20, 20), (2,)]
+    given = [torch.randn(shape, generator=generator) for shape in shapes]
+    dout = torch.randn(shapes[0], generator=generator)
+    options = spec.AttentionSpec(causal=True, scale=0.2)
+
+    def results(q, k, v, mask, sinks, dout):
+        out, lse = kernels.forward(q, k, v, options, None, sinks, mask)
+        return out, lse, *kernels.backward(dout, q, k, v, out, lse, options, None, sinks, mask, True)
+
+    def negated(x):
+        return torch._neg_view(-x)
+
+    names = "out", "lse", "dq", "dk", "dv", "dsinks", "dmask"
+    expected = dict(zip(names, results(*given, dout), strict=True))
+    got = dict(zip(names, results(*map(negated, (*given, dout))), strict=True))
+    assert_same_bytes(got, expected, "negated views")
+    with_wrong_sign = results(*given, -dout)  # a flag that is not seen gives this
+    assert not torch.equal(with_wrong_sign[2], expected["dq"])
