@@ -35,7 +35,7 @@ def is_wanted(parameter: Tensor) -> bool:
         return False
     try:
         # torch has no public question for this; its own FullyShardedDataParallel asks the same
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError as error:
         if "autograd.grad()" not in str(error):
             raise
@@ -83,7 +83,7 @@ class PartialGradients:
         backward = torch._C._current_graph_task_id()
         if backward not in self._running:
             end: Any = functools.partial(self._end, backward, parameter)
-            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         self._running[backward] = _plus(self._running.get(backward), sums)
 
     def _end(self, backward: int, parameter: Tensor) -> None:
