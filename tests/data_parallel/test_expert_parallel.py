@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
+from tp_invariant.core.dtensors import local_of
 from tp_invariant.data_parallel import MicroBatchTree, fix_reduction_order, micro_batch_tree
 from tp_invariant.integrations.ranks import Ranks
 from tp_invariant.testing import assert_bitwise_equal, full_parameters, wide_randn
@@ -384,6 +385,83 @@ def test_parallelize_divides_a_mixtures_experts_over_data_parallel_ranks():
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
+def backwards(layer: Any, tree: Any, extra: str | None) -> list[Tensor]:
+    """A step's gradients; `extra` is what happens before each micro-batch's own backward, and counts for nothing."""
+    scale = torch.ones(3, HIDDEN, requires_grad=True)
+
+    def loss() -> Tensor:  # two uses of the layer in one backward
+        return (call(layer, expert=5) * scale).sum() + call(layer).square().sum()
+
+    for number in tree.share:
+        if extra == "warm-up":
+            loss().backward()
+            layer.zero_grad()
+        elif extra == "raises":
+            factor = torch.ones((), requires_grad=True)
+            y = call(layer) * factor
+            factor.register_hook(mock.Mock(side_effect=ZeroDivisionError))
+            with pytest.raises(ZeroDivisionError):
+                (y.sum() + (torch.zeros((), requires_grad=True) * factor)).backward()
+            layer.zero_grad()
+        elif extra == "other inputs":
+            torch.autograd.grad(loss(), scale)
+            loss().backward(inputs=[scale])
+        elif extra == "evaluation":
+            with torch.no_grad():
+                loss()
+            loss()
+        once = loss() * (number + 1)
+        once.backward(retain_graph=True)
+        once.backward()
+        tree.add()
+        layer.zero_grad(set_to_none=extra != "zeros")
+    tree.reduce()
+    return [local_of(p.grad) for p in layer.parameters()]
+
+
+def what_counts_for_nothing(world: Any, case: Case) -> tuple[list[list[Tensor]], Any]:
+    with tpi.set_tp_invariant_mode(True):
+        results = []
+        for extra in (None, "warm-up", "raises", "other inputs", "evaluation", "zeros"):
+            layer, tree = layer_and_tree(case)
+            results.append(backwards(layer, tree, extra))
+        return results, testing.full_grads(layer)
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["group", "mesh"])
+def test_backwards_that_count_for_nothing(mesh):
+    case = TWO.with_(mesh=mesh)
+    _, alone = what_counts_for_nothing(None, case.alone)
+    for results, full in run_ranks(what_counts_for_nothing, 2, case):
+        assert_bitwise_equal(full, alone)
+        for found in results[1:]:
+            assert_bitwise_equal(found, results[0])
+
+
+def saved_by_several(world: Any, case: Case, folder: str) -> str:
+    tp_group, dp_group, ep_group = groups(case)
+    torch.manual_seed(3)
+    model = Net(case, tp_group, ep_group)
+    tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=4)
+    found = error_text(tpi.checkpoint.save, f"{folder}/refused", model)
+    tpi.checkpoint.save(f"{folder}/a", model, group=dist.group.WORLD)
+    del tree
+    return found
+
+
+def test_a_checkpoint_of_several_groups_with_the_same_experts(tmp_path):
+    for found in run_ranks(saved_by_several, 4, Case(dp=4, ep=2), str(tmp_path)):
+        assert re.search(r"mixture.experts.* data-parallel ranks \[0, 1, 2, 3\], and the group has", found), found
+    torch.manual_seed(3)
+    model = Net(Case(), None, ONE_RANK)
+    whole = tpi.full_state_dict(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    tpi.checkpoint.load(str(tmp_path / "a"), model)
+    assert_bitwise_equal(tpi.full_state_dict(model), whole)
+
+
 def error_text(fn, *args: Any) -> str:
     try:
         fn(*args)
@@ -443,6 +521,16 @@ def mistakes(world: Any, name: str) -> str:
         if name == "regulariser":
             layer, tree = layer_and_tree(TWO)
             (call(layer).sum() + layer.down_proj.square().sum()).backward()
+            return error_text(tree.add)
+        if name == "autograd.grad":
+            layer, tree = layer_and_tree(TWO)
+            return error_text(torch.autograd.grad, call(layer).sum(), layer.down_proj)
+        if name in ("before reduce", "written to"):
+            layer, tree = layer_and_tree(TWO)
+            call(layer).sum().backward()
+            if name == "before reduce":
+                return f"{all(bool(p.grad.isnan().all()) for p in layer.parameters())}"
+            layer.zero_grad(set_to_none=False)
             return error_text(tree.add)
         if name == "number of experts":
             return error_text(lambda: tpi.Experts(7, HIDDEN, INNER, expert_parallel_group=groups(TWO)[2]))
@@ -517,6 +605,9 @@ def mistakes(world: Any, name: str) -> str:
         ("micro-batches", "ValueError: micro_batches=5 over 2 ranks .* must divide", None),
         ("dp_group", r"ValueError: dp_group .* ranks \[1\], .* over the ranks \[0, 1\]", r"dp_group .* \[0\]"),
         ("regulariser", "RuntimeError: parameter 1 .* has a .grad", None),
+        ("autograd.grad", "RuntimeError: torch.autograd.grad asks for the gradient of an expert", None),
+        ("before reduce", "True", None),
+        ("written to", "RuntimeError: parameter 0 .* has a .grad.* set_to_none", None),
         ("number of experts", "ValueError: num_experts=7 .*expert-parallel degree=2", None),
         ("parametrized", "ValueError: down_proj .* is not a parameter", None),
         ("DDP", r"ValueError: DistributedDataParallel over the ranks \[0, 1\]", None),

@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from ..comm.collectives import Group, resolve_group
+from ..comm.collectives import Group, ranks_of, resolve_group
 from ..comm.liveness import explain
 from ..comm.wire import gather_objects
 from ..consistency.differences import format_values, gather_differences
 from ..core.bits import leaves
+from ..functional.partial_gradients import partial_gradients_of
 from .full_optimizer_state import (
     TENSOR,
     check_optimizer,
@@ -96,6 +97,7 @@ def save(
     ranks = model_group(model) if group is None else resolve_group(group)
 
     def describe() -> tuple[dict[str, Entry], dict[str, Entry], dict[str, str], Any]:
+        _check_one_writer(model, ranks)
         safetensors = require_safetensors()
         entries, aliases = _once(model_entries(model))
         tensors = {f"model.{name}": entry for name, entry in entries.items()}
@@ -125,6 +127,18 @@ def save(
         _run(dcp.save, ranks, what, storage_writer=writer, planner=planner)
     finally:
         writer.close()
+
+
+def _check_one_writer(model: nn.Module, group: Group) -> None:
+    """Raises ValueError where ranks outside of the group hold the same experts: they would write the same files."""
+    for name, parameter in model.named_parameters():
+        waiting = partial_gradients_of(parameter)
+        if waiting is not None and not waiting.dp_ranks.issubset(ranks_of(group)):
+            raise ValueError(
+                f"{name} is a parameter of experts that a MicroBatchTree sums over the data-parallel ranks "
+                f"{sorted(waiting.dp_ranks)}, and the group has the ranks {ranks_of(group)}: others hold the same "
+                "experts, and would write the same files. Give the group of all ranks as `group`"
+            )
 
 
 def load(

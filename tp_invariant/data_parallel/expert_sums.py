@@ -94,7 +94,7 @@ class ExpertSums:
         self._own_sources = [dp_ranks.index(rank) for rank in mine.ranks[mine.rank % each :: each]]
         for p in self.parameters:
             waiting = partial_gradients_of(p) or PartialGradients()
-            waiting.read_by(reader)
+            waiting.read_by(reader, dp_ranks)
             p.partial_gradients = waiting  # type: ignore[attr-defined]
         self.start()
 
@@ -117,20 +117,21 @@ class ExpertSums:
         parts = {source: flat.split(self._sizes) for source, flat in flats.items()}
         found = []
         for place, (p, index) in enumerate(zip(self.parameters, self.indices, strict=True)):
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts over "
-                    "data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the step "
-                    "before (call optimizer.zero_grad()), or another use of the parameter has made it (a regulariser), "
-                    "which would count on this rank only, and not in every micro-batch"
-                )
             waiting = partial_gradients_of(p)
             if waiting is None:
                 raise RuntimeError(
                     f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group has lost its "
                     "attribute partial_gradients, which this MicroBatchTree has set"
                 )
-            sums = waiting.take()
+            sums = waiting.take(p)
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts over "
+                    "data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the step "
+                    "before (call optimizer.zero_grad(), with set_to_none=True), something has changed the NaN that "
+                    "stands there until add() (a clip, an unscale), or another use of the parameter has made it (a "
+                    "regulariser), which would count on this rank only, and not in every micro-batch"
+                )
             if sums is None:
                 continue
             found.append(index)

@@ -43,7 +43,7 @@ from ..core.layout import split_sizes
 from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
 from ..kernels.select import select
-from .partial_gradients import partial_gradients_of
+from .partial_gradients import is_wanted, partial_gradients_of
 from .vocab import check_ids
 
 # --- which rank computes which row ----------------------------------------------------------------------------------
@@ -396,14 +396,14 @@ class GroupedLinear(torch.autograd.Function):
             drows = grouped_matmul(gemm_fn, dy, w.mT if ctx.transposed else w, offsets)
         if need_w:
             a, b = (rows, dy) if ctx.transposed else (dy, rows)
-            if ctx.partial is not None:
+            if ctx.partial is not None and ctx.partial.is_wanted(0):
                 ctx.partial.add(0, grouped_outer(gemm_fn, a, b, ctx.partial.offsets, out_dtype=weight.dtype))
-            else:
+            elif ctx.partial is None:
                 dw = of_weight.to_shards(grouped_outer(gemm_fn, a, b, offsets, out_dtype=weight.dtype))
         if need_b:
-            if ctx.partial is not None:
+            if ctx.partial is not None and ctx.partial.is_wanted(1):
                 ctx.partial.add(1, grouped_column_sums(gemm_fn, dy, ctx.partial.offsets, out_dtype=ctx.bias_dtype))
-            else:
+            elif ctx.partial is None:
                 db = of_bias.to_shards(grouped_column_sums(gemm_fn, dy, offsets, out_dtype=ctx.bias_dtype))
         return drows, dw, db, None, None, None, None, None
 
@@ -420,6 +420,11 @@ class PartialSums:
     count: int
     parameters: tuple[Tensor, Tensor | None]
 
+    def is_wanted(self, place: int) -> bool:
+        """Whether this backward is to give the gradient of the weight (place 0) or the bias (1)."""
+        parameter: Any = self.parameters[place]
+        return is_wanted(parameter)
+
     def add(self, place: int, sums: Tensor) -> None:
         """sums [E_r * count, ..] or [E_r, ..], of the weight (place 0) or the bias (1).
 
@@ -435,7 +440,7 @@ class PartialSums:
             )
         own = local_of(parameter)
         each = sums.to(own.dtype).view(len(own), -1, *own.shape[1:]).unbind(1)
-        waiting.add([*each, *[None] * (self.count - len(each))])
+        waiting.add(parameter, [*each, *[None] * (self.count - len(each))])
 
 
 def grouped_linear(
