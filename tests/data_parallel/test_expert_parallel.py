@@ -13,7 +13,7 @@ import hf_models
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import init_device_mesh
+from meshes import init_device_mesh, new_group
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -61,12 +61,6 @@ class Case:
         return self.with_(dp=1, tp=1, ep=1, strided=False, sequence_dim=None, mesh=False)
 
 
-@functools.cache
-def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Called by these ranks alone: ranks of the pool that run no such case know nothing of it."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
-
-
 def groups(case: Case) -> tuple[Any, Any, Any]:
     """tp_group, dp_group and expert_parallel_group of this rank."""
     if case.dp * case.tp == 1:
@@ -84,7 +78,7 @@ def groups(case: Case) -> tuple[Any, Any, Any]:
     ep_groups = [tuple(block.flatten().tolist()) for block in blocks]
     mine = []
     for kind in (tp_groups, dp_groups, ep_groups):
-        mine.append(_new_group(next(ranks for ranks in kind if world in ranks)))
+        mine.append(new_group(next(ranks for ranks in kind if world in ranks)))
     return None if case.tp == 1 else mine[0], mine[1], mine[2]
 
 

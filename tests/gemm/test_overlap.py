@@ -222,20 +222,28 @@ def test_weights_are_foreseen_under_checkpointing():
         assert tokens <= 2 + 2 + 5
 
 
-def test_which_weight_backward_asks_for_does_not_depend_on_what_is_garbage(monkeypatch):
+def weights_asked_for(tp_group):
+    """Whether backward asks for the layer's own weight: the layer lives, or is let go."""
+    asked, right = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        product = lambda a, weight, **_: asked.append(weight.local) or (lambda: a)  # noqa: E731
+        patch.setattr(linear, "start_product", product)
+        for alive in (True, False):
+            with tpi.set_tp_invariant_mode(True):
+                layer = tpi.Linear(4, 8, bias=False, parallel_mode="column", tp_group=tp_group).requires_grad_(False)
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+                    y = layer(torch.randn(2, 4, requires_grad=True))
+            weight, garbage = torch.utils.weak.TensorWeakRef(layer.weight), layer if alive else None
+            del layer
+            y.sum().backward()
+            right.append(asked[-1] is weight())
+            del garbage
+    return right
+
+
+def test_which_weight_backward_asks_for_does_not_depend_on_what_is_garbage():
     """A frozen layer is let go before its backward, where hooks on saved tensors return others with their memory."""
-    asked = []
-    monkeypatch.setattr(linear, "start_product", lambda a, weight, **_: asked.append(weight.local) or (lambda: a))
-    for alive in (True, False):
-        with tpi.set_tp_invariant_mode(True):
-            layer = tpi.Linear(4, 4, bias=False, parallel_mode="column").requires_grad_(False)
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-                y = layer(torch.randn(2, 4, requires_grad=True))
-        weight, garbage = torch.utils.weak.TensorWeakRef(layer.weight), layer if alive else None
-        del layer
-        y.sum().backward()
-        assert asked[-1] is weight()
-        del garbage
+    assert run_ranks(weights_asked_for, 2) == [[True, True]] * 2
 
 
 # --- the gather that layers share -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +14,12 @@ import tp_invariant as tpi
 def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
     """torch's, once for each process of the pool, which all have made the same ones."""
     return device_mesh.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+@cache
+def new_group(ranks):
+    """torch's, once for each process. Called by these ranks alone: others of the pool know nothing of it."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def mesh_or_group(tp_group, kind):

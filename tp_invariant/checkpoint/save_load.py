@@ -82,7 +82,8 @@ def save(
 
     Raises:
         ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter whose
-            sharding is not known; without `group`, no tp_group of the layers contains all ranks.
+            sharding is not known; without `group`, no tp_group of the layers contains all ranks,
+            or a MicroBatchTree has experts of which the ranks of those groups hold only a part.
         TypeError: `extra`, param_groups or the state dict has a value that a checkpoint cannot store.
         RuntimeError: on every rank: names a rank that failed; copies of replicated parameters, buffers or param_groups
             differ; another save into the folder is under way.

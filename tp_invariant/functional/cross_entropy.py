@@ -77,7 +77,8 @@ def vocab_parallel_cross_entropy(
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         vocab_size: V, if n * P is larger: the columns from V on are padding, which has no effect and gets no gradient.
         label_smoothing: from 0 up to but not including 1, spread over all V ids.
-        ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits.
+        ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits (with the mode off as in
+            torch, which gives NaN where those are not finite).
         reduction: "mean" over the tokens that are not ignored (NaN if there are none), "sum" or "none".
         z_loss: times the square of log(sum of exp(logits)), added to each token's loss (PaLM, arXiv 2204.02311).
 
