@@ -54,11 +54,11 @@ def groups_of(world):
         width = size // 2 if size % 2 == 0 else 1
         first = rank - rank % width
         ranks = dist.get_process_group_ranks(world)[first : first + width]
-        _groups[world] = _group_of(ranks, f"ranks {ranks} of the {size} of {world.group_name}")
+        _groups[world] = group_of(ranks, f"ranks {ranks} of the {size} of {world.group_name}")
     return {"world": world, "half": _groups[world], "none": None}
 
 
-def _group_of(ranks, name):
+def group_of(ranks, name):
     """A process group that these ranks alone make.
 
     dist.new_group(.., use_local_synchronization=True) names it after how many groups a process has, which differs

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-import torch.distributed as dist
+from fuzz_runtime import group_of
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,8 +18,8 @@ def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
 
 @cache
 def new_group(ranks):
-    """torch's, once for each process. Called by these ranks alone: others of the pool know nothing of it."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    """A process group that these ranks alone make, once for each process: others of the pool know nothing of it."""
+    return group_of(list(ranks), f"the ranks {ranks} of a case")
 
 
 def mesh_or_group(tp_group, kind):
