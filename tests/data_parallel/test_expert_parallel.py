@@ -438,7 +438,7 @@ def saved_by_several(world: Any, case: Case, folder: str) -> str:
     model = Net(case, tp_group, ep_group)
     tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=4)
     found = error_text(tpi.checkpoint.save, f"{folder}/refused", model)
-    tpi.checkpoint.save(f"{folder}/a", model, group=dist.group.WORLD)
+    tpi.checkpoint.save(f"{folder}/a", model, group=world)
     del tree
     return found
 
