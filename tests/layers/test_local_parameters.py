@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 
+import cloudpickle
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
@@ -144,7 +145,7 @@ def copies(tp_group, kind):
     model = tpi.parallelize(build(), mesh_or_group(tp_group, kind), plan())
     twins = [copy.deepcopy(model)]
     if kind == "group":
-        twins.append(pickle.loads(pickle.dumps(model)))
+        twins.append(pickle.loads(cloudpickle.dumps(model)))
     with tpi.set_tp_invariant_mode(True):
         results = [train(one) for one in (model, *twins)]
     for twin in twins:
