@@ -147,7 +147,7 @@ def load_balancing_loss(
     to the loss of each micro-batch.
 
     Args:
-        router_logits: [.., E], or one such tensor for each layer.
+        router_logits: [.., E], in bfloat16, float16 or float32, or one such tensor for each layer.
         top_k: how many experts each token gets.
         mask: [..], of any dtype; tokens where it is 0 do not count.
         tp_group: of the layers. Needed with sequence_parallel alone.
@@ -159,6 +159,7 @@ def load_balancing_loss(
         A 0-dim fp32 tensor, the same on every rank; NaN if the mask leaves no token.
 
     Raises:
+        TypeError: logits in another dtype.
         ValueError: shapes that do not fit together, no tokens, or a top_k that is not from 1 to E.
         RuntimeError: ranks whose shapes or dtypes differ, under sequence parallelism.
     """
