@@ -155,3 +155,9 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=text):
             fn()
+
+
+@pytest.mark.parametrize("loss", [lambda x: tpi.load_balancing_loss(x, 2), tpi.router_z_loss])
+def test_other_dtypes_are_refused(loss):
+    with pytest.raises(TypeError, match=r"router_logits\[0\] is torch.float64 on rank 0; allowed: torch.bfloat16"):
+        loss(torch.randn(4, 8, dtype=torch.float64))

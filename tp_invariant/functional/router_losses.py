@@ -25,6 +25,7 @@ from ..comm.collectives import Group, gather_dim, resolve_group
 from ..core.compiled import outside_of_graphs
 from ..core.differentiation import once_differentiable
 from ..gemm.gemm_fn import GemmFn, column_sums
+from ..kernels.dtypes import DTYPES
 from ..kernels.select import select
 from .linear import flatten_tokens
 from .regions import gather_sequence
@@ -111,6 +112,9 @@ def _whole(
                 f"router_logits[{number}] is {logits.dtype} of shape {tuple(logits.shape)}, and the first "
                 f"{tuple(layers[0].shape)}: all must be floating point, of one shape [.., E], with a token dim"
             )
+        if logits.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise TypeError(f"router_logits[{number}] is {logits.dtype} on rank {group.rank}; allowed: {allowed}")
     lead = layers[0].shape[:-1]
     if mask is not None and mask.shape != lead:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: it must be {tuple(lead)}, that of the logits' tokens")
