@@ -128,7 +128,10 @@ def test_near_float64():
     exact, theirs = (plain_step(dtype) for dtype in (torch.float64, torch.float32))
     for name, value in exact.items():
         got = ours[0] if name == "y" else ours[1][name]
-        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
+        # A constant added to all keys moves only what the sink takes, so that the parts of a key's bias nearly
+        # cancel, and what is left of them is no measure of its error. The gradient of the same layer's weight is.
+        scale = exact[name.replace("bias", "weight")].norm()
+        errors = [float((x.double() - value).norm() / scale) for x in (got, theirs[name])]
         assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
 
 
