@@ -132,7 +132,7 @@ def test_near_float64():
         # cancel, and what is left of them is no measure of its error. The gradient of the same layer's weight is.
         scale = exact[name.replace("bias", "weight")].norm()
         errors = [float((x.double() - value).norm() / scale) for x in (got, theirs[name])]
-        assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
+        assert errors[0] <= max(2 * errors[1], 1e-5), (name, errors)
 
 
 def plain_step(dtype):
