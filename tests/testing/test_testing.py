@@ -43,7 +43,6 @@ def own_pool(monkeypatch, _own_pools):
     """A pool of two ranks for tests that break it, so that the other tests' larger pool stays alive."""
     monkeypatch.setattr(rank_pool, "_pools", _own_pools)
     monkeypatch.setattr(rank_pool, "_GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(rank_pool, "_STARTERS", 1)  # each test begins with a new pool, and each starter imports torch
     yield
     if "cpu" not in _own_pools:
         return
@@ -230,6 +229,30 @@ def test_ranks_that_end_while_they_start_are_named(monkeypatch):
 def test_arguments_in_the_wrong_order_are_refused(arguments, text):
     with pytest.raises(TypeError, match=text):
         run_ranks(*arguments)
+
+
+def test_a_starter_stays_for_the_next_pool_of_the_same_environment(own_pool, monkeypatch):
+    def starter(tp_group):
+        """Which process has forked this rank's session, and what else a pool decides."""
+        session = Path(f"/proc/{os.getppid()}/stat").read_text()
+        return int(session.rpartition(")")[2].split()[1]), os.environ.get("LANGUAGE_OF_TESTS"), Path.cwd().name
+
+    def ask(folder):
+        rank_pool.discard_pool("cpu")
+        monkeypatch.chdir(folder)
+        return run_ranks(starter, 2)[1]
+
+    monkeypatch.setattr(rank_pool, "_starters", [])
+    monkeypatch.setattr(rank_pool, "_STARTERS", 1)
+    first = ask("/usr")
+    process = first[0]
+    assert ask("/") == (process, None, "") and first == (process, None, "usr")
+    monkeypatch.setenv("LANGUAGE_OF_TESTS", "C")
+    other = ask("/")
+    assert other[1:] == ("C", "") and other[0] != process
+    assert not Path(f"/proc/{process}").exists()
+    rank_pool.discard_pool("cpu")
+    rank_pool._starters.pop().end()
 
 
 def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):

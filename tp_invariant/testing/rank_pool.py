@@ -1,10 +1,11 @@
 """A pool of rank processes that many cases use in turn: starting them takes seconds, a case milliseconds.
 
 Two new interpreters, the starters, import this library and then fork the ranks, which run `serve` of rank_process.py.
-A rank gets work from the parent and returns results through a pair of sockets: these have no address, so no other
-process can connect, and leave no file behind if the parent is killed. All ranks form the default process group (gloo,
-and NCCL if there are GPUs); the group of the first n ranks is created at its first use. If cloudpickle is installed,
-local functions can be sent too.
+They stay, and fork the ranks of the next pool in milliseconds, as long as the environment is the same. A rank gets work
+from the parent and returns results through a pair of sockets: these have no address, so no other process can connect,
+and leave no file behind if the parent is killed. All ranks form the default process group (gloo, and NCCL if there are
+GPUs); the group of the first n ranks is created at its first use. If cloudpickle is installed, local functions can be
+sent too.
 
 Two starters and not one: Python orders a set of strings by a number that it draws when an interpreter starts. Ranks of
 one starter would share it, and no case would show code in which ranks take another order of collectives from a set.
@@ -36,6 +37,10 @@ from ..core.processes import how_it_ended
 _GRACE_SECONDS = 20.0  # for the other ranks to answer once one has failed
 _START_SECONDS = 300.0  # starting takes seconds on an idle machine, longer on a loaded one
 _STARTERS = 2
+
+# Variables that differ between pools which the same starters may fork: what a rank is told anyway, and pytest's name of
+# the test that runs. Any other may be read by an import.
+_OF_A_POOL = {"MASTER_PORT", "PYTEST_CURRENT_TEST", mode.MODE_VARIABLE, mode.ALIAS_VARIABLE}
 
 imported_by_starters: list[str] = []  # modules beside this library, that ranks would otherwise import one by one
 
@@ -99,48 +104,112 @@ def _is_importable(name: str) -> bool:
 
 
 class _Starter:
-    """The process that forks some of the ranks, and reports how they ended.
+    """A process that has imported what ranks need, and forks some ranks of one pool after another.
 
-    It and its ranks are a session of their own, so that Ctrl-C reaches only the parent, which then ends them.
+    It is in a session of its own, so that Ctrl-C reaches only the parent, which then ends the ranks.
     """
 
-    def __init__(self, size: int, sockets: Mapping[int, socket.socket], environment: dict[str, str]) -> None:
-        command = "import sys; from tp_invariant.testing.rank_process import start_ranks; start_ranks(*sys.argv[1:])"
-        ours, theirs = socket.socketpair()
-        self._reports, self._endings = Connection(ours.detach()), dict[int, int]()
-        ranks = {rank: ranks_socket.fileno() for rank, ranks_socket in sockets.items()}
+    def __init__(self, environment: dict[str, str]) -> None:
+        command = "import sys; from tp_invariant.testing.rank_process import start_ranks; start_ranks(int(sys.argv[1]))"
+        self.pools = 0  # whose ranks have not ended
+        self._environment, self._parent, self._executable = environment, os.getpid(), sys.executable
+        self._requests, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(size), str(theirs.fileno()), repr(ranks), *imported_by_starters]
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", command, *arguments],
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", command, str(theirs.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno(), *ranks.values()],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+
+    def serves(self, environment: dict[str, str]) -> bool:
+        mine, others = ({k: v for k, v in e.items() if k not in _OF_A_POOL} for e in (self._environment, environment))
+        state = self._parent, self._executable, self.process.poll()
+        return mine == others and state == (os.getpid(), sys.executable, None)
+
+    def fork(self, size: int, sockets: Mapping[int, socket.socket], environment: dict[str, str]) -> _Ranks:
+        """Has it fork the ranks that have these ends of the parent's sockets, without waiting for it."""
+        ours, theirs = socket.socketpair()
+        request = pickle.dumps((size, list(sockets), environment, os.getcwd(), imported_by_starters))
+        with theirs, contextlib.suppress(OSError):  # if it has ended, so has the other end of `ours`
+            descriptors = [theirs.fileno(), *(end.fileno() for end in sockets.values())]
+            socket.send_fds(self._requests, [len(request).to_bytes(8, "little")], descriptors)
+            self._requests.sendall(request)
+        self.pools += 1
+        return _Ranks(self, Connection(ours.detach()))
+
+    def end(self) -> None:
+        self._requests.close()
+        self.process.kill()
+        self.process.wait()
+
+    def end_if_unused(self) -> None:
+        if self.pools == 0 and self not in _starters:
+            self.end()
+
+
+class _Ranks:
+    """The ranks of a pool that one starter has forked: a session, whose first process reports how the others ended."""
+
+    def __init__(self, starter: _Starter, reports: Connection) -> None:
+        self._starter, self._reports, self._endings = starter, reports, dict[int, int]()
+        self._session: int | None = None
+
+    def _read(self, seconds: float) -> bool:
+        """Whether a report came. An EOFError means that all have ended, or the starter before it forked them."""
+        if not self._reports.poll(seconds):
+            return False
+        rank, number = pickle.loads(self._reports.recv_bytes())
+        if rank is None:
+            self._session = number
+        else:
+            self._endings[rank] = number
+        return True
 
     def ending(self, rank: int) -> str:
         """How a rank's process ended, such as "the process of rank 3 ended by SIGILL"."""
         try:
-            while rank not in self._endings and self._reports.poll(1.0):
-                ended, status = pickle.loads(self._reports.recv_bytes())
-                self._endings[ended] = status
-        except (EOFError, OSError):  # before it had started this rank
-            self._endings[rank] = self._process.wait()
+            while rank not in self._endings and self._read(1.0):
+                pass
+        except (EOFError, OSError):  # before this rank was started
+            if self._session is None:
+                self._endings[rank] = self._starter.process.wait(_GRACE_SECONDS)
         if rank not in self._endings:
             return f"the process of rank {rank} has closed its connection"
         return f"the process of rank {rank} {how_it_ended(self._endings[rank])}"
 
     def end(self) -> None:
-        if self._process.poll() is None:  # so its process group's number is no other's yet
-            os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            while self._read(0.0):
+                pass
+        except (EOFError, OSError):  # they have ended
+            return
+        if self._session is not None:
+            os.killpg(self._session, signal.SIGKILL)
+        else:  # interrupted while the starter imports: it would fork ranks for nobody
+            self._starter.end()
 
     def wait(self) -> None:
-        """Returns when the starter and its ranks have ended: each of them holds the other end of the connection."""
-        self._process.wait()
+        """Returns when the ranks have ended: each of them holds the other end of the connection."""
         with contextlib.suppress(EOFError, OSError):
-            while self._reports.poll(_GRACE_SECONDS):
-                self._reports.recv_bytes()
+            while self._read(_GRACE_SECONDS):
+                pass
         self._reports.close()
+        self._starter.pools -= 1
+        self._starter.end_if_unused()
+
+
+_starters: list[_Starter] = []
+
+
+def _starter(number: int, environment: dict[str, str]) -> _Starter:
+    """The starter of this number for such an environment: one that is there, or a new one in its place."""
+    if number == len(_starters):
+        _starters.append(_Starter(environment))
+    elif not _starters[number].serves(environment):
+        before, _starters[number] = _starters[number], _Starter(environment)
+        before.end_if_unused()
+    return _starters[number]
 
 
 class RankPool:
@@ -157,13 +226,13 @@ class RankPool:
             MASTER_PORT=str(_free_port()),
             PYTHONPATH=os.pathsep.join(sys.path),
         )
-        self._starters: list[_Starter] = []
+        self._ranks: list[_Ranks] = []
         pairs = [socket.socketpair() for _ in range(size)]
         self._connections = [Connection(ours.detach()) for ours, _ in pairs]
         try:
             for first in range(min(_STARTERS, size)):
                 theirs = {rank: pairs[rank][1] for rank in range(first, size, _STARTERS)}
-                self._starters.append(_Starter(size, theirs, environment))
+                self._ranks.append(_starter(first, environment).fork(size, theirs, environment))
             for _, their in pairs:  # so that a connection ends with its rank
                 their.close()
             self._wait_for_all()
@@ -188,7 +257,7 @@ class RankPool:
                     raise RuntimeError(f"the {self.size} rank processes did not start: {self._ending(rank)}") from None
 
     def _ending(self, rank: int) -> str:
-        return self._starters[rank % _STARTERS].ending(rank)
+        return self._ranks[rank % _STARTERS].ending(rank)
 
     def run(self, work: bytes, world_size: int, timeout: float) -> list[Outcome | None]:
         """Runs what `packed` returned on ranks 0 .. world_size - 1; None for a rank that did not answer in time."""
@@ -220,10 +289,10 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the processes."""
-        for starter in self._starters:
-            starter.end()
-        for starter in self._starters:
-            starter.wait()
+        for ranks in self._ranks:
+            ranks.end()
+        for ranks in self._ranks:
+            ranks.wait()
         for connection in self._connections:
             connection.close()
 
@@ -273,3 +342,5 @@ def discard_pool(device: str) -> None:
 def _discard_all() -> None:
     for device in list(_pools):
         discard_pool(device)
+    while _starters:
+        _starters.pop().end()

@@ -5,16 +5,16 @@ And the process that starts it, which has imported what ranks need, and forks th
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import gc
 import importlib
 import itertools
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,17 +30,48 @@ from ..gemm.gemm_fn import set_default_gemm_fn
 from ..gemm.scheduler import scheduler
 from .rank_pool import Outcome, dumps
 
+_MOST_DESCRIPTORS = 253  # that the kernel passes with one message
 
-def start_ranks(size: str, reports: str, ranks: str, *modules: str) -> None:
-    """Forks a process for each rank of `ranks`, rank -> descriptor, and reports how each of them ended.
 
-    Nothing here may start a thread or touch a GPU before the last fork.
+def start_ranks(requests: int) -> None:
+    """Forks the ranks of one pool after another, as the parent asks through the socket `requests`, until it ends.
+
+    Nothing here may start a thread or touch a GPU: the ranks would be forked without the one and with half the other.
     """
-    for module in modules:
-        importlib.import_module(module)
-    gc.freeze()  # so that the collector of a rank does not write to, and so copy, every page of what was imported
-    os.set_inheritable(int(reports), False)
-    descriptors, pids = ast.literal_eval(ranks), {}
+    asked, parent = socket.socket(fileno=requests), os.getppid()
+    os.set_inheritable(requests, False)
+    messages = Connection(os.dup(requests))
+    while os.getppid() == parent:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not messages.poll(1.0):
+            continue
+        length, descriptors, _, _ = socket.recv_fds(asked, 8, _MOST_DESCRIPTORS)
+        if not length:
+            return
+        request = asked.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
+        size, ranks, environment, folder, modules = pickle.loads(request)
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()  # so that the collector of a rank does not write to, and so copy, every page of what was imported
+        if os.fork() == 0:
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            messages.close()
+            asked.close()
+            _fork_ranks(size, descriptors[0], dict(zip(ranks, descriptors[1:], strict=True)))
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_ranks(size: int, reports: int, descriptors: dict[int, int]) -> None:
+    """Forks a process for each rank of `descriptors`, rank -> descriptor, and reports how each of them ended."""
+    os.setsid()
+    connection, pids = Connection(reports), {}
+    connection.send_bytes(pickle.dumps((None, os.getpid())))
     while descriptors:
         rank, descriptor = descriptors.popitem()
         pid = os.fork()
@@ -48,7 +79,7 @@ def start_ranks(size: str, reports: str, ranks: str, *modules: str) -> None:
             for others in descriptors.values():
                 os.close(others)
             try:
-                serve(descriptor, rank, int(size))
+                serve(descriptor, rank, size)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -56,7 +87,6 @@ def start_ranks(size: str, reports: str, ranks: str, *modules: str) -> None:
         pids[pid] = rank
         os.close(descriptor)
     end_with_parent()
-    connection = Connection(int(reports))
     while pids:
         pid, status = os.wait()
         connection.send_bytes(pickle.dumps((pids.pop(pid), os.waitstatus_to_exitcode(status))))
@@ -121,7 +151,7 @@ def _share_one_device() -> None:
     distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
     """Yields the case in `message` with the parent's state set; resets the settings of the case afterwards."""
     state, case = pickle.loads(message)
