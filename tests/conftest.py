@@ -103,7 +103,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 MOST_RANKS = 8  # that a test on CPUs asks for
-IMPORTED_BY_RANKS = ["torch._dynamo", "transformers.models.qwen3.modeling_qwen3"]  # the first by torch's optimizers
+# the first by cases of test files, the second by torch's optimizers
+IMPORTED_BY_RANKS = ["pytest", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3"]
 
 
 @pytest.fixture(scope="session", autouse=True)

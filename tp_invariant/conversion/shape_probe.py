@@ -62,8 +62,9 @@ def sharded_inputs(
     Raises:
         ProbeError: the forward does not run, on all features or on a part of them.
     """
-    whole, longer = (_shapes(model, {}, {}, 1, names, experts, length) for length in _LENGTHS)
+    whole = _shapes(model, {}, {}, 1, names, experts, _LENGTHS[0])
     part = _shapes(model, options, shards or {}, degree, names, experts, _LENGTHS[0])
+    longer = whole if part == whole else _shapes(model, {}, {}, 1, names, experts, _LENGTHS[1])
     found: dict[str, ShardedInput | None] = {}
     for name, calls in whole.items():
         seen = {
