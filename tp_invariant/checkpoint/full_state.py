@@ -31,7 +31,7 @@ from ..core.bits import raw_bytes, tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..core.pieces import pieces_of
-from ..layers.parameters import ShardedModule, ShardSpec, named_shard_specs
+from ..layers.parameters import ShardedModule, ShardSpec, is_over_data, named_shard_specs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -161,11 +161,14 @@ def check_members(entries: Mapping[str, Entry], group: Group) -> None:
             )
 
 
-def layers_group(model: nn.Module) -> Group:
-    """`model_group` without the ranks over which fully_shard has cut parameters."""
+def layers_group(model: nn.Module, *, of_replica: bool = False) -> Group:
+    """`model_group` without the ranks over which fully_shard has cut parameters.
+
+    of_replica: the group of one replica: without experts that are divided over several of them.
+    """
     groups: dict[int, tuple[str, Group]] = {}
-    for name, _, spec in named_shard_specs(model):
-        if spec.group.size > 1:
+    for name, parameter, spec in named_shard_specs(model):
+        if spec.group.size > 1 and not (of_replica and is_over_data(parameter)):
             groups.setdefault(id(spec.group.process_group), (name, spec.group))
     if not groups:
         return WHOLE.group

@@ -7,7 +7,7 @@ summation, organised like a binary counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -41,9 +41,9 @@ class BinaryTree:
         return value
 
 
-def nodes_of(share: range, leaves: int) -> list[tuple[int, int]]:
-    """(level, index) of the nodes that a rank with the leaves `share` obtains."""
+def nodes_of(pushed: Iterable[int], leaves: int) -> list[tuple[int, int]]:
+    """(level, index) of the nodes that a tree has after the leaves `pushed`, in ascending order."""
     tree = BinaryTree(leaves, lambda left, right: None)
-    for leaf in share:
+    for leaf in pushed:
         tree.push(0, leaf, None)
     return [(level, index) for level, index, _ in tree.nodes]

@@ -1,14 +1,19 @@
 """Gradients of experts that are divided over data-parallel ranks, summed over a step's micro-batches.
 
 The rank that owns an expert computes its gradients of the micro-batches of all ranks of its expert-parallel group, in
-each backward one of each rank: here called the sources, for which this file keeps one tree each. Where dp_group has
-several such groups, ranks of different groups hold the same experts, and each has the sources of its own group alone.
-So reduce() exchanges nodes among the ranks that hold the same experts, and no others, then adds all sources' nodes in
-the order of the micro-batches: the order in which the nodes of a dense parameter are added.
+each backward one of each rank: here called the sources. Where dp_group has several such groups, ranks of different
+groups hold the same experts, and each has the sources of its own group alone. So reduce() exchanges nodes among the
+ranks that hold the same experts, and no others, then adds all nodes in the order of the micro-batches: the order in
+which the nodes of a dense parameter are added.
+
+A tree takes micro-batches in ascending order. Where shares are consecutive, that is one tree for each source. Where
+data-parallel ranks take turns, beside a model that fully_shard has sharded, it is one tree for all sources: what one
+backward gives is then mostly a node already, and all that is kept of it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,15 +26,13 @@ from ..consistency.same_call import gather_if_same_call
 from ..core.dtensors import is_dtensor, local_of
 from ..core.layout import split_sizes
 from ..functional.partial_gradients import PartialGradients, partial_gradients_of
-from ..layers.parameters import carried_group
+from ..layers.parameters import carried_group, is_over_data
 from .binary_tree import BinaryTree, nodes_of
 
 
 def expert_group(parameter: Tensor) -> Group | None:
     """The expert-parallel group of an expert's parameter, if it has ranks of several replicas; None for any other."""
-    if getattr(parameter, "ranks_per_micro_batch", None) is None:
-        return None
-    return carried_group(parameter)
+    return carried_group(parameter) if is_over_data(parameter) else None
 
 
 class _Place(NamedTuple):
@@ -67,6 +70,7 @@ class ExpertSums:
         assert group is not None
         self.group, self._dp, self._shares = group, dp_group, shares
         self.micro_batches = shares[-1].stop
+        self._take_turns = any(share.step > 1 for share in shares)
         self._sizes = [local_of(p).numel() for p in parameters]
         each: int = parameters[0].ranks_per_micro_batch  # type: ignore[attr-defined]
         dp_ranks = ranks_of(dp_group)
@@ -100,7 +104,11 @@ class ExpertSums:
 
     def start(self) -> None:
         """Starts a step; what was added before is dropped."""
-        self._trees = {source: BinaryTree(self.micro_batches) for source in self._own_sources}
+        if self._take_turns:
+            tree = BinaryTree(self.micro_batches)
+            self._trees = dict.fromkeys(self._own_sources, tree)
+        else:
+            self._trees = {source: BinaryTree(self.micro_batches) for source in self._own_sources}
 
     def add(self, number: int | None) -> list[int]:
         """Takes the gradients of this rank's micro-batch `number` of the step, and of the other sources' same number.
@@ -139,8 +147,8 @@ class ExpertSums:
                 if one is not None:
                     parts[source][place].view(one.shape).copy_(one)
         if number is not None:
-            for source, flat in flats.items():
-                self._trees[source].push(0, self._shares[source][number], flat)
+            for source in sorted(flats):
+                self._trees[source].push(0, self._shares[source][number], flats[source])
         return found
 
     def meet(self, added: int) -> None:
@@ -158,9 +166,8 @@ class ExpertSums:
 
         chunk: how many elements are summed at a time.
         """
-        nodes = [
-            (level, index, value) for source in sorted(self._trees) for level, index, value in self._trees[source].nodes
-        ]
+        trees = dict.fromkeys(self._trees[source] for source in sorted(self._trees))
+        nodes = [node for tree in trees for node in tree.nodes]
         total = torch.empty(sum(self._sizes), dtype=torch.float32, device=self.parameters[0].device)
         for start in range(0, total.numel(), chunk):
             part = total[start : start + chunk]
@@ -177,14 +184,7 @@ class ExpertSums:
 
     def _over_members(self, nodes: list[tuple[int, int, Tensor]], elements: int) -> Tensor:
         """The sum over the nodes of all ranks that hold the same experts: each adds a part of the elements."""
-        held = [
-            [
-                node
-                for source in sorted(self._sources[rank])
-                for node in nodes_of(self._shares[source], self.micro_batches)
-            ]
-            for rank in self._members
-        ]
+        held = [self._held_by(rank) for rank in self._members]
         sizes = split_sizes(elements, len(self._members))
         own = sizes[self._members.index(self._dp.rank)]
         most = max(map(len, held))  # each rank's columns, padded to the most
@@ -197,6 +197,12 @@ class ExpertSums:
             for column, (level, index) in enumerate(nodes_there)
         ]
         return self._exchange_back(self._fold(every).contiguous(), sizes, own, elements)
+
+    def _held_by(self, rank: int) -> list[tuple[int, int]]:
+        """(level, index) of the nodes that a rank of dp_group has of its sources, in the order of `totals`."""
+        shares = [self._shares[source] for source in sorted(self._sources[rank])]
+        pushed = [sorted(itertools.chain.from_iterable(shares))] if self._take_turns else shares
+        return [node for leaves in pushed for node in nodes_of(leaves, self.micro_batches)]
 
     def _exchange(self, x: Tensor, sizes: list[int], own: int, alike: tuple[int, ...]) -> Tensor:
         """x [sum(sizes), ..]: rows to the members, by sizes -> [members * own, ..]."""

@@ -145,7 +145,8 @@ class MicroBatchTree:
 
     Experts that are divided over data-parallel ranks (expert_parallel_group of tpi.Experts) are summed over the ranks
     that hold the same ones, from the partial sums that their layer gives for each micro-batch: the same bits. Make the
-    tree before the first forward. The degree must divide micro_batches, and dp_group have one rank of each replica.
+    tree before the first forward. The degree must divide micro_batches, and dp_group have one rank of each replica. Beside
+    a model that fully_shard has sharded they are among its ignored_params, and one tree has the parameters of both.
 
     Memory besides .grad: fp32 copies of this rank's gradients, log2(n) + 1 at most for n = 2^k micro-batches a rank,
     2 log2(n) + 1 at most for other n.
@@ -159,7 +160,8 @@ class MicroBatchTree:
     Raises:
         TypeError: parameters of another dtype; None for dp_group; micro_batches that is no int.
         ValueError: no parameters, parameters on several devices, micro_batches below 1; after fully_shard, what is said
-            above, or HSDP; of experts over data-parallel ranks, a dp_group that does not fit, or fully_shard besides.
+            above, or HSDP; of experts over data-parallel ranks, a dp_group that does not fit, or a tree of their own
+            beside that of a model that fully_shard has sharded.
         RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
             or in software and settings.
     """
@@ -218,6 +220,8 @@ class MicroBatchTree:
         ranks, n = self.group.size, self.micro_batches
         p: Any
         for index, p in enumerate(self._parameters):
+            if expert_group(p) is not None:
+                continue  # one of fully_shard's ignored_params
             begin = f"parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} of dp_group"
             if not is_cut_by(p, self.group):
                 raise ValueError(
@@ -253,9 +257,9 @@ class MicroBatchTree:
             both = ranks_of(self.group) == ranks_of(other.group) and self.group.size > 1
             if both and (self._experts or other._experts) and self._fully_sharded != other._fully_sharded:
                 raise ValueError(
-                    "experts over data-parallel ranks, beside a model that fully_shard has sharded over dp_group, "
-                    "whose micro-batches are shared out in another order: not supported. Leave fully_shard out, or "
-                    "give expert_parallel_group the tensor-parallel ranks"
+                    "one MicroBatchTree has experts over data-parallel ranks, and one of the same dp_group is of a "
+                    "model that fully_shard has sharded, where ranks take turns, so that the two share out "
+                    "micro-batches in different orders: make one MicroBatchTree of all parameters"
                 )
         _trees.add(self)
 

@@ -187,7 +187,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
 
     def _check_callbacks(self, callbacks: list[Any], ranks: Ranks) -> None:
         """Raises: ValueError: callbacks that take a rank for the whole run."""
-        cut = self.group.size > 1 or ranks.fully_sharded
+        cut = self.group.size > 1 or ranks.fully_sharded or ranks.experts_over_data
         averages = "it would write this rank's parts of averaged weights: average checkpoints of the whole model"
         own = "it goes by what this rank finds: run it on one, and give the other ranks its result"
         refused = {

@@ -19,40 +19,35 @@ from ..consistency.differences import differences, format_values, mark
 from ..core.bits import leaves, tensor_hash
 from ..core.dtensors import is_dtensor, local_of
 from ..data_parallel.micro_batch_tree import is_cut_by, is_cut_over, resolve_dp_group
-from ..layers.parameters import named_shard_specs
+from ..layers.parameters import is_over_data, named_shard_specs
 
 T = TypeVar("T")
 
 
 class Ranks:
     """tp: the ranks that the layers are sharded over; dp: those that hold the same shards, or, of a model of
-    fully_shard, parts of them (`fully_sharded`).
+    fully_shard, parts of them (`fully_sharded`). With `experts_over_data` experts are divided over both.
 
     The ranks are numbered with tp's first: 0 is the one that writes files and logs. `holders` are the ranks that
-    together hold the model once, of which there are several groups without fully_shard; `saves` says whether this rank
-    is in the first of them, which writes checkpoints.
+    together hold the model once, of which there are several groups with neither of these two; `saves` says whether this
+    rank is in the first of them, which writes checkpoints.
 
     Raises:
         ValueError: groups that have other ranks than this one in common; a first rank that is not rank 0 of the job,
             which alone writes files; of what fully_shard has sharded: over other ranks than dp_group's, or as HSDP;
-            layers without a DeviceMesh; a part of what is trained; experts that are divided over data parallel ranks.
+            layers without a DeviceMesh; a part of what is trained; experts that are divided over data parallel ranks, but not
+            over all ranks of both groups.
         TypeError: dp_group is no group.
     """
 
     def __init__(self, model: nn.Module, dp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> None:
-        for name, p in model.named_parameters():
-            if getattr(p, "ranks_per_micro_batch", None) is not None:
-                raise ValueError(
-                    f"{name} belongs to experts that are divided over data parallel ranks: not supported here. Give "
-                    "expert_parallel_group the ranks of tp_group, or write the loop with "
-                    "tp_invariant.data_parallel.MicroBatchTree"
-                )
         self.holders = model_group(model)
-        self.tp = layers_group(model)
+        self.tp = layers_group(model, of_replica=True)
         self.dp = resolve_group(None) if dp_group is None else resolve_dp_group(dp_group)
         self.size, self.index = self.tp.size * self.dp.size, self.dp.rank * self.tp.size + self.tp.rank
+        self.experts_over_data = self._check_experts(model)
         self.fully_sharded = self._check_fully_sharded(model)
-        self.saves = self.fully_sharded or self.dp.rank == 0
+        self.saves = self.fully_sharded or self.experts_over_data or self.dp.rank == 0
         if self.size == 1:
             return
         me, tp = dist.get_rank(), {*ranks_of(self.tp)}
@@ -67,10 +62,27 @@ class Ranks:
                 "the job, which alone writes files, must be the first of both"
             )
 
+    def _check_experts(self, model: nn.Module) -> bool:
+        """Whether there are experts that are divided over all ranks. Raises: ValueError: see the class."""
+        found = False
+        for name, p, spec in named_shard_specs(model):
+            if not is_over_data(p):
+                continue
+            found, ranks = True, ranks_of(spec.group)
+            if len(ranks) != self.size or not {*ranks_of(self.tp), *ranks_of(self.dp)} <= {*ranks}:
+                raise ValueError(
+                    f"{name} belongs to experts that are divided over the ranks {ranks}, and the model is sharded over "
+                    f"{ranks_of(self.tp)}, dp_group has {ranks_of(self.dp)}: give expert_parallel_group all ranks of "
+                    "both, or those of tp_group alone; or write the loop with tp_invariant.data_parallel.MicroBatchTree"
+                )
+        return found
+
     def _check_fully_sharded(self, model: nn.Module) -> bool:
         """Whether fully_shard has cut what is trained over dp. Raises: ValueError: see the class."""
         tp, cut, whole = {*ranks_of(self.tp)}, "", ""
         for name, p, spec in named_shard_specs(model):
+            if is_over_data(p):
+                continue  # its gradients are summed in the order of the others
             if not is_dtensor(p) or on_mesh(p.device_mesh).ranks <= tp:
                 whole = whole or (name if p.requires_grad else "")
                 continue
@@ -95,11 +107,11 @@ class Ranks:
 
     def check_shared(self, micro_batches: int, what: str) -> None:
         """Raises: ValueError: data parallel ranks cannot share so many micro-batches."""
-        if self.fully_sharded and micro_batches % self.dp.size:
+        if (self.fully_sharded or self.experts_over_data) and micro_batches % self.dp.size:
             raise ValueError(
                 f"{what} {micro_batches} micro-batches on rank {self.index}, and dp_group has {self.dp.size} ranks: of "
-                "a model of fully_shard each computes as many in every step, an epoch's last one too. Give a multiple, "
-                "and as many examples"
+                "a model of fully_shard, or with experts over data parallel ranks, each computes as many in every "
+                "step, an epoch's last one too. Give a multiple, and as many examples"
             )
 
     def gather(self, own: T) -> list[T]:
@@ -128,7 +140,7 @@ class Ranks:
         of which they do. A collective over all ranks; nothing without data parallel ranks."""
         if self.dp.size == 1:
             return
-        replicas = {name: x for name, x in tensors if not is_cut_by(x, self.dp)}
+        replicas = {name: x for name, x in tensors if not (is_cut_by(x, self.dp) or is_over_data(x))}
         found = gather_objects({name: int(tensor_hash(local_of(x).detach())) for name, x in replicas.items()}, self.dp)
         name = next((name for name in found[0] if any(each.get(name) != found[0][name] for each in found)), None)
         names = [each for each in gather_objects(name, self.tp) if each is not None]

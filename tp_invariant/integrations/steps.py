@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -49,7 +50,7 @@ class Step:
         self._trees: dict[Hashable, MicroBatchTree] = {}
         self._losses: list[Tensor] = []
         self._counts: list[Tensor] = []
-        self._waiting: tuple[int, Any] | None = None
+        self._waiting: deque[tuple[int, Any]] = deque()
         self._compared = False  # the buffers of data parallel ranks, after a step
         self._reshard()
         if ranks.fully_sharded:
@@ -67,7 +68,7 @@ class Step:
         self.ranks.check_shared(micro_batches, "a step has")
         self._reshard()
         self.micro_batches = micro_batches
-        self._waiting = None
+        self._waiting.clear()
         self._losses.clear()
         self._counts.clear()
         # one micro-batch of one rank is no sum
@@ -93,18 +94,22 @@ class Step:
     def due(self, index: int, micro_batch: T) -> tuple[int, T] | None:
         """What this rank computes now that every rank has read micro-batch `index`: a number and its micro-batch.
 
-        The one of `index`, if it is in the share. Of a model of fully_shard, whose forwards are collectives of all data
-        parallel ranks, each computes its own when the last of them has read its own: so these come in one order with
-        collectives of other code between micro-batches, an evaluation's or a callback's.
+        The one of `index`, if it is in the share. Of a model of fully_shard, and with experts over data parallel ranks,
+        whose forwards are collectives of all data parallel ranks, each computes its own when the last of them has read
+        its own: so these come in one order with collectives of other code between micro-batches, an evaluation's or a
+        callback's. Until then a micro-batch is kept.
         """
         if index in self.share:
-            self._waiting = index, micro_batch
-        if self.ranks.fully_sharded and (index + 1) % self.ranks.dp.size:
+            self._waiting.append((index, micro_batch))
+        of_last = self.ranks.dp.size - 1
+        if self.ranks.fully_sharded and index % self.ranks.dp.size != of_last:
             return None
-        due, self._waiting = self._waiting, None
-        if due is not None:
-            self._reshard()
-        return due
+        if self.ranks.experts_over_data and not self.ranks.fully_sharded and index < of_last * len(self.share):
+            return None
+        if not self._waiting:
+            return None
+        self._reshard()
+        return self._waiting.popleft()
 
     @property
     def added(self) -> int:

@@ -133,6 +133,11 @@ class DigestLogCallback(transformers.TrainerCallback):
             raise TypeError("DigestLogCallback is for tp_invariant.integrations.trainer.Trainer alone")
 
         def start() -> DigestLog | None:
+            if trainer.ranks.experts_over_data:
+                raise ValueError(
+                    f"DigestLogCallback on rank {trainer.ranks.index}: experts are divided over data parallel ranks, "
+                    "and it logs the parameters of one. Compare tp_invariant.full_state_dict(model)"
+                )
             if trainer.ranks.dp.rank:
                 return None  # all data parallel ranks have the same parameters
             return DigestLog(self.path, trainer.model, tp_group=trainer.ranks.tp)

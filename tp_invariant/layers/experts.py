@@ -396,10 +396,11 @@ class Experts(ShardedModule):
                 f"sequence_dim={self.sequence_dim} is not a token dim of hidden_states with shape {tuple(x.shape)} on "
                 f"rank {rank}: it must be from 0 to {x.dim() - 2}"
             )
-        if any(resharded_whole(local_of(p)) is not None for p in self.parameters(recurse=False)):
+        if self.over_data and any(resharded_whole(local_of(p)) is not None for p in self.parameters(recurse=False)):
             raise ValueError(
-                f"{self._name} on rank {rank} is sharded by fully_shard, which is not supported for experts: leave it "
-                "out (fully_shard(.., ignored_params=set(experts.parameters())))"
+                f"{self._name} on rank {rank} of expert_parallel_group is sharded by fully_shard, and its experts are "
+                "divided over data-parallel ranks already: leave its parameters out, in each call of fully_shard of a "
+                "module around it (fully_shard(.., ignored_params=set(experts.parameters())))"
             )
         if self.group.size > 1 and is_capturing():
             raise ValueError(

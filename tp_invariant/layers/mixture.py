@@ -119,6 +119,9 @@ class MixtureOfExperts(nn.Module):
         self.return_router_logits = return_router_logits
 
     def forward(self, x: Tensor) -> Any:
+        # x is used several times, and its gradients are added here first, before a residual's: so it is, too, where
+        # fully_shard makes the layer a unit
+        x = x.view_as(x)
         logits = None
         if self.return_router_logits:
             weights, index, logits = self.gate.with_logits(x)

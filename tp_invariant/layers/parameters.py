@@ -121,6 +121,11 @@ def carried_group(parameter: Tensor) -> Group | None:
     return carried if carried is None or isinstance(carried, Group) else resolve_group(carried)
 
 
+def is_over_data(parameter: Tensor) -> bool:
+    """Whether it belongs to experts that are divided over the ranks of several replicas (data-parallel ranks)."""
+    return getattr(parameter, "ranks_per_micro_batch", None) is not None
+
+
 def set_stride(parameter: Tensor, stride: Stride) -> None:
     """Sets the attributes that describe the stacked pieces of a parameter's sharded dim."""
     equal = isinstance(stride, int)
