@@ -606,7 +606,7 @@ def mistakes(world: Any, name: str) -> str:
         ("parametrized", "ValueError: down_proj .* is not a parameter", None),
         ("DDP", r"ValueError: DistributedDataParallel over the ranks \[0, 1\]", None),
         ("a copied shard", "RuntimeError: the weight of Experts.* is the same on rank 0, 1", None),
-        ("fully_shard", "ValueError: experts over data-parallel ranks, beside a model that fully_shard", None),
+        ("fully_shard", "ValueError: one MicroBatchTree has experts over data-parallel ranks, and one .* fully_shard", None),
         ("recomputed", "no error", None),
         ("index", "IndexError: top_k_index holds 8", "RuntimeError: .*top_k_index holds 8 .*on rank 1"),
         ("dtype", "TypeError: hidden_states is torch.float64", "RuntimeError: .*hidden_states is torch.float64"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import hf_models
@@ -28,17 +29,20 @@ HIDDEN, INNER, EXPERTS = 8, 16, 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """dp x tp ranks. Experts are divided over those of tp, or with over_data over all."""
+    """dp x tp ranks. Experts are divided over those of tp, or over those of `over_data` replicas."""
 
     dp: int = 1
     tp: int = 1
     model: str = "layers"  # or a family of transformers'
     by_expert: bool = False
-    over_data: bool = False
+    over_data: int = 0
+    strided: bool = False  # over every (dp / over_data)-th replica, not consecutive ones
     bias: bool = True
     transposed: bool = False
     sequence_parallel: bool = False
     alone: bool = False  # fully_shard of the experts by themselves, too
+    checkpointed: bool = False  # activations
+    low_precision: bool = False  # products in bfloat16, by fully_shard
     micro_batches: int = 4
     steps: int = 2
     mode: bool = True
@@ -48,7 +52,7 @@ class Case:
 
     @property
     def in_one_process(self) -> Case:
-        return self.with_(dp=1, tp=1, sequence_parallel=False)
+        return self.with_(dp=1, tp=1, over_data=min(self.over_data, 1), strided=False, sequence_parallel=False, checkpointed=False)
 
 
 class Net(nn.Module):
@@ -69,7 +73,7 @@ class Net(nn.Module):
         return x + self.mixture(x)
 
 
-def make(case: Case, seed: int = 3, **options: Any) -> tuple[nn.Module, Any]:
+def make(case: Case, seed: int = 3) -> tuple[nn.Module, Any]:
     """The model, fully_shard of it over dp if there are several ranks, and dp_group."""
     tp_group = dp_group = ep_group = None
     if case.dp * case.tp > 1:
@@ -77,14 +81,17 @@ def make(case: Case, seed: int = 3, **options: Any) -> tuple[nn.Module, Any]:
         tp_group, dp_group = mesh["tp"], mesh["dp"]
     if case.by_expert or case.over_data:
         ep_group = ONE_RANK if tp_group is None else tp_group
-        if case.over_data and tp_group is not None:
-            ep_group = init_device_mesh("cpu", (case.dp * case.tp,), mesh_dim_names=("ep",))
+        if case.over_data > 1:
+            assert case.over_data == case.dp or case.tp == 1
+            shape = case.dp // case.over_data, case.over_data * case.tp
+            names = ("ep", "copy") if case.strided else ("copy", "ep")
+            ep_group = init_device_mesh("cpu", shape[::-1] if case.strided else shape, mesh_dim_names=names)["ep"]
     if case.model == "layers":
         torch.manual_seed(seed)
         model: Any = Net(case, tp_group, ep_group)
         blocks = [model.mixture]
     else:
-        model = hf_models.build(case.model)
+        model = hf_models.build(case.model, num_hidden_layers=1)
         if seed != 3:
             with torch.no_grad():
                 for p in model.parameters():
@@ -93,13 +100,17 @@ def make(case: Case, seed: int = 3, **options: Any) -> tuple[nn.Module, Any]:
             model, tp_group, sequence_parallel=case.sequence_parallel, expert_parallel_group=ep_group
         )
         blocks = list(model.model.layers)
+        if case.checkpointed:
+            model.gradient_checkpointing_enable()
     if dp_group is not None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.low_precision else MixedPrecisionPolicy()
         experts = [module for module in model.modules() if isinstance(module, Experts)]
         ignored = {p for module in experts for p in module.parameters()} if case.over_data else set()
         for module in (*(experts if case.alone else ()), *blocks, model):
             fully_shard(
-                module, mesh=dp_group, shard_placement_fn=tpi.fsdp_placement, ignored_params=ignored, **options
+                module, mesh=dp_group, shard_placement_fn=tpi.fsdp_placement, ignored_params=ignored, mp_policy=policy
             )
+        fix_reduction_order(model)
     return model, ONE_RANK if dp_group is None else dp_group
 
 
@@ -116,11 +127,13 @@ def loss_of(model: nn.Module, case: Case, number: int) -> Tensor:
 
 
 def train(world: Any, case: Case) -> dict[str, Any]:
-    """Losses of this rank's share, and each step's whole gradients, norm and parameters."""
+    return trained(case)[2]
+
+
+def trained(case: Case) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """The model, its optimizer; losses of this rank's share, each step's whole gradients and norm, the parameters."""
     with tpi.set_tp_invariant_mode(case.mode):
         model, dp_group = make(case)
-        if case.dp * case.tp > 1:
-            fix_reduction_order(model)
         tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=case.micro_batches)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         found: dict[str, Any] = {}
@@ -137,7 +150,7 @@ def train(world: Any, case: Case) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         found["parameters"] = tpi.full_state_dict(model)
-    return found
+    return model, optimizer, found
 
 
 @functools.cache
@@ -159,26 +172,188 @@ def train_all(world: Any, cases: list[Case]) -> list[dict[str, Any]]:
     return [train(world, case) for case in cases]
 
 
-LAYERS = Case()
-TWO_BY_TWO = Case(dp=2, tp=2)
+LAYERS, TWO_BY_TWO = Case(), Case(dp=2, tp=2)
+BY_EXPERT, ALONE = LAYERS.with_(by_expert=True), LAYERS.with_(transposed=True, alone=True, sequence_parallel=True)
+QWEN, GPT_OSS = Case(model="qwen3_moe"), Case(model="gpt_oss")
+MIXTRAL = Case(model="mixtral", by_expert=True)
 
 
-def all_layouts(*cases: Case) -> list[list[Case]]:
-    return [[case.with_(dp=dp, tp=tp) for case in cases] for dp, tp in ((2, 1), (1, 2), (2, 2))]
+def at(dp: int, tp: int, *cases: Case) -> list[Case]:
+    return [case.with_(dp=dp, tp=tp) for case in cases]
 
 
 @pytest.mark.parametrize(
-    "cases", all_layouts(LAYERS, LAYERS.with_(by_expert=True), LAYERS.with_(transposed=True, alone=True)),
+    "cases",
+    [at(2, 1, LAYERS, BY_EXPERT, QWEN.with_(checkpointed=True)), at(1, 2, ALONE, GPT_OSS), at(2, 2, LAYERS, BY_EXPERT, ALONE, GPT_OSS, MIXTRAL)],
     ids=["2x1", "1x2", "2x2"],
 )
-def test_layers(cases):
+def test_experts_over_the_ranks_of_tp(cases):
     assert_as_one_process(cases)
 
 
 @pytest.mark.parametrize(
     "cases",
-    all_layouts(Case(model="qwen3_moe"), Case(model="gpt_oss"), Case(model="mixtral", by_expert=True)),
-    ids=["2x1", "1x2", "2x2"],
+    [
+        at(2, 1, LAYERS.with_(over_data=2)),
+        [
+            *at(2, 2, LAYERS.with_(over_data=2, sequence_parallel=True), Case(model="mixtral", over_data=2)),
+            *at(4, 1, LAYERS.with_(over_data=4), LAYERS.with_(over_data=2, micro_batches=8)),
+            *at(4, 1, LAYERS.with_(over_data=2, micro_batches=8, strided=True)),
+        ],
+    ],
+    ids=["2 ranks", "4 ranks"],
 )
-def test_models(cases):
+def test_experts_over_data_parallel_ranks(cases):
     assert_as_one_process(cases)
+
+
+def test_with_the_mode_off_the_values_are_right_and_the_bits_others():
+    cases = at(2, 2, LAYERS.with_(mode=False, steps=1), LAYERS.with_(mode=False, steps=1, over_data=2))
+    for results in run_ranks(train_all, 4, cases):
+        for case, got in zip(cases, results, strict=True):
+            on, off = (in_one_process(case.in_one_process.with_(mode=mode)) for mode in (True, False))
+            for name, gradient in got["gradients 0"].items():
+                torch.testing.assert_close(gradient, on["gradients 0"][name], rtol=1e-3, atol=1e-4)
+            assert not torch.equal(got["gradients 0"]["up.weight"], off["gradients 0"]["up.weight"])
+
+
+@pytest.mark.parametrize("case", [QWEN, GPT_OSS, MIXTRAL], ids=lambda case: case.model)
+def test_values_are_those_of_float64(case):
+    """Of the gradients that the other tests compare: at most twice the error of transformers' own in float32."""
+    found = in_one_process(case)["gradients 0"]
+    exact, theirs = (untouched(case, dtype) for dtype in (torch.float64, torch.float32))
+    for name, value in exact.items():
+        errors = [float((x[name].double() - value).norm() / value.norm()) for x in (found, theirs)]
+        assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
+
+
+def untouched(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The mean gradient of the first step's micro-batches."""
+    model: Any = hf_models.build(case.model, dtype, num_hidden_layers=1)
+    model.config._experts_implementation = "eager"
+    for number in range(case.micro_batches):
+        loss_of(model, case, number).backward()
+    return {n: p.grad / case.micro_batches for n, p in model.named_parameters() if p.grad is not None}
+
+
+def in_low_precision(world: Any, case: Case) -> dict[str, Any]:
+    """As `train`; and, with TokenCount, two micro-batches of each of two ranks that are added before they are summed."""
+    found = train(world, case)
+    if case.dp == 2:
+        with tpi.set_tp_invariant_mode(True):
+            model, dp_group = make(case)
+            tokens = TokenCount(dp_group)
+            fix_reduction_order(model, tokens)
+            tokens.set(2)
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)  # type: ignore[operator]
+                loss_of(model, case, 2 * last + dp_group.get_local_rank()).backward()
+            found["accumulated"] = testing.full_grads(model)
+    return found
+
+
+def test_mixed_precision_and_accumulated_gradients():
+    case = QWEN.with_(low_precision=True, steps=1)
+    wanted = run_ranks(in_low_precision, 2, case.with_(dp=2))[0]
+    exact, theirs = (untouched(QWEN, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for name, value in exact.items():
+        found = wanted["gradients 0"][name], wanted["accumulated"][name], theirs[name]
+        *ours, stock = (float((x.double() - value).norm() / value.norm()) for x in found)
+        assert max(ours) <= 2 * stock, (name, ours, stock)
+    for dp, ranks in ((1, 2), (2, 4)):
+        names = ("gradients 0", "norm 0", "parameters", "accumulated")[: 4 if dp == 2 else 3]
+        for got in run_ranks(in_low_precision, ranks, case.with_(dp=dp, tp=2)):
+            assert_bitwise_equal({name: got[name] for name in names}, {name: wanted[name] for name in names})
+
+
+# --- states and checkpoints -----------------------------------------------------------------------------------------
+
+
+def states(model: nn.Module, optimizer: Any) -> Any:
+    return tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer)
+
+
+def saved(world: Any, cases: list[Case], folder: str) -> list[Any]:
+    results = []
+    for number, case in enumerate(cases):
+        model, optimizer, _ = trained(case)
+        full = states(model, optimizer)
+        found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert_bitwise_equal({name: found[name] for name in full[0]}, full[0])
+        tpi.checkpoint.save(f"{folder}/{number}", model, optimizer)
+        results.append(full)
+        for other in cases:
+            if other.by_expert or other.over_data or not (case.by_expert or case.over_data):
+                assert_bitwise_equal(loaded(other, f"{folder}/{number}", full), [full, full])
+    return results
+
+
+def loaded(case: Case, folder: str, full: Any) -> list[Any]:
+    """From the folder, and from full states, into models of other values."""
+    results = []
+    for way in range(2):
+        model, dp_group = make(case, seed=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=case.dp)
+        loss_of(model, case, 0).backward()
+        tree.add()
+        tree.reduce()
+        optimizer.step()
+        if way:
+            tpi.load_full_state_dict(model, full[0])
+            tpi.load_full_optimizer_state_dict(model, optimizer, full[1])
+        else:
+            tpi.checkpoint.load(folder, model, optimizer)
+        results.append(states(model, optimizer))
+    return results
+
+
+def test_checkpoints_and_full_states(tmp_path):
+    short = LAYERS.with_(steps=1)
+    cases = at(2, 2, short, short.with_(by_expert=True), short.with_(over_data=2))
+    with tpi.set_tp_invariant_mode(True):
+        for results in run_ranks(saved, 4, cases, str(tmp_path)):
+            for number, (case, full) in enumerate(zip(cases, results, strict=True)):
+                one = case.in_one_process
+                assert_bitwise_equal(full, states(*trained(one)[:2]))
+                assert_bitwise_equal(loaded(one, str(tmp_path / str(number)), full), [full, full])
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def error_text(fn: Any, *args: Any, **options: Any) -> str:
+    try:
+        fn(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused(world: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    whole = tpi.MixtureOfExperts(4, 8, 8, tpi.Routing(2), expert_parallel_group=mesh.get_group())
+    fully_shard(whole, mesh=mesh)
+    x = torch.ones(3, 8)
+    with tpi.set_tp_invariant_mode(True):
+        texts = [error_text(whole, x)]
+        with torch.no_grad():
+            texts.append(error_text(whole, x))
+        layer = tpi.MixtureOfExperts(4, 8, 8, tpi.Routing(2), expert_parallel_group=mesh)
+        fully_shard(layer, mesh=mesh, ignored_params=set(layer.experts.parameters()))
+        texts.append(error_text(MicroBatchTree, layer.parameters(), mesh, 4))
+        fix_reduction_order(layer)
+        texts.append(error_text(MicroBatchTree, layer.parameters(), mesh, 3))
+        dense = MicroBatchTree(layer.gate.parameters(), mesh, 4)
+        texts.append(error_text(MicroBatchTree, layer.experts.parameters(), mesh, 4))
+        del dense
+    return texts
+
+
+def test_what_is_refused():
+    for texts in run_ranks(refused, 2):
+        for text in texts[:2]:
+            assert re.search(r"ValueError: .*Experts\(4, 8, 8\) on rank \d .* leave its parameters out.*ignored_params", text)
+        assert "call fix_reduction_order(model), without tokens, before MicroBatchTree" in texts[2]
+        assert "ValueError: micro_batches=3 over 2 ranks" in texts[3]
+        assert "make one MicroBatchTree of all parameters" in texts[4]

@@ -483,18 +483,6 @@ def test_a_captured_layer_over_several_ranks(monkeypatch):
         assert bool(graph_checks.problem_with(layer, "layers[0]")) == bool(problem)
 
 
-def test_experts_of_fully_shard_are_refused():
-    def sharded(tp_group):
-        from torch.distributed.fsdp import fully_shard
-
-        layer = tpi.Experts(4, 8, 8)
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-        with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match="is sharded by fully_shard"):
-            layer(torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))
-
-    run_ranks(sharded, 2)
-
-
 def test_ranks_with_different_routings_are_told():
     def differ(tp_group):
         layer = tpi.Experts(4, 8, 8, tp_group=tp_group)
