@@ -606,7 +606,7 @@ def mistakes(world: Any, name: str) -> str:
         ("parametrized", "ValueError: down_proj .* is not a parameter", None),
         ("DDP", r"ValueError: DistributedDataParallel over the ranks \[0, 1\]", None),
         ("a copied shard", "RuntimeError: the weight of Experts.* is the same on rank 0, 1", None),
-        ("fully_shard", "ValueError: one MicroBatchTree has experts over data-parallel ranks, and one .* fully_shard", None),
+        ("fully_shard", "ValueError: one MicroBatchTree has experts .*, and one .* fully_shard", None),
         ("recomputed", "no error", None),
         ("index", "IndexError: top_k_index holds 8", "RuntimeError: .*top_k_index holds 8 .*on rank 1"),
         ("dtype", "TypeError: hidden_states is torch.float64", "RuntimeError: .*hidden_states is torch.float64"),
@@ -635,8 +635,12 @@ def odd_groups(world: Any) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _, _, whole = groups(case)
     found.append(error_text(lambda: tpi.Experts(8, HIDDEN, INNER, tp_group=mesh["tp"], expert_parallel_group=whole)))
-    model = Net(case, tp_group, whole)
-    found.append(error_text(Ranks, model, dp_group))
+    found.append(error_text(Ranks, Net(case, tp_group, whole), None))
+    _, all_ranks, some = groups(Case(dp=4, ep=2))
+    found.append(error_text(Ranks, Net(case, None, some), all_ranks))
+    ranks = Ranks(Net(case, tp_group, whole), dp_group)
+    assert (ranks.tp.size, ranks.dp.size, ranks.holders.size) == (2, 2, 4) and ranks.experts_over_data and ranks.saves
+    found.append(error_text(ranks.check_shared, 3, "a step has"))
     return found
 
 
@@ -644,4 +648,6 @@ def test_groups_that_do_not_fit_are_named():
     for text in run_ranks(odd_groups, 4):
         assert re.search(r"ValueError: expert_parallel_group has the global ranks \[\d, \d\] and tp_group", text[0])
         assert re.search("ValueError: of tp_group and expert_parallel_group one is a DeviceMesh", text[1])
-        assert re.search("ValueError: mixture.experts.gate_up_proj belongs to experts that are divided", text[2])
+        for refused in text[2:4]:
+            assert re.search("ValueError: mixture.experts.gate_up_proj belongs to experts that are divided", refused)
+        assert re.search("ValueError: a step has 3 micro-batches .* or with experts over data parallel ranks", text[4])

@@ -52,7 +52,9 @@ class Case:
 
     @property
     def in_one_process(self) -> Case:
-        return self.with_(dp=1, tp=1, over_data=min(self.over_data, 1), strided=False, sequence_parallel=False, checkpointed=False)
+        return self.with_(
+            dp=1, tp=1, over_data=min(self.over_data, 1), strided=False, sequence_parallel=False, checkpointed=False
+        )
 
 
 class Net(nn.Module):
@@ -96,9 +98,7 @@ def make(case: Case, seed: int = 3) -> tuple[nn.Module, Any]:
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(2.0)
-        tpi.parallelize(
-            model, tp_group, sequence_parallel=case.sequence_parallel, expert_parallel_group=ep_group
-        )
+        tpi.parallelize(model, tp_group, sequence_parallel=case.sequence_parallel, expert_parallel_group=ep_group)
         blocks = list(model.model.layers)
         if case.checkpointed:
             model.gradient_checkpointing_enable()
@@ -184,7 +184,11 @@ def at(dp: int, tp: int, *cases: Case) -> list[Case]:
 
 @pytest.mark.parametrize(
     "cases",
-    [at(2, 1, LAYERS, BY_EXPERT, QWEN.with_(checkpointed=True)), at(1, 2, ALONE, GPT_OSS), at(2, 2, LAYERS, BY_EXPERT, ALONE, GPT_OSS, MIXTRAL)],
+    [
+        at(2, 1, LAYERS, BY_EXPERT, QWEN.with_(checkpointed=True)),
+        at(1, 2, ALONE, GPT_OSS),
+        at(2, 2, LAYERS, BY_EXPERT, ALONE, GPT_OSS, MIXTRAL),
+    ],
     ids=["2x1", "1x2", "2x2"],
 )
 def test_experts_over_the_ranks_of_tp(cases):
@@ -237,7 +241,7 @@ def untouched(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def in_low_precision(world: Any, case: Case) -> dict[str, Any]:
-    """As `train`; and, with TokenCount, two micro-batches of each of two ranks that are added before they are summed."""
+    """As `train`; and, with TokenCount, two micro-batches of each of two ranks, which are added before the ranks'."""
     found = train(world, case)
     if case.dp == 2:
         with tpi.set_tp_invariant_mode(True):
@@ -347,13 +351,26 @@ def refused(world: Any) -> list[str]:
         dense = MicroBatchTree(layer.gate.parameters(), mesh, 4)
         texts.append(error_text(MicroBatchTree, layer.experts.parameters(), mesh, 4))
         del dense
+        layer = tpi.MixtureOfExperts(4, 8, 8, tpi.Routing(2), expert_parallel_group=mesh)
+        texts.append(error_text(fully_shard, layer, mesh=mesh))
+        layer = tpi.MixtureOfExperts(4, 8, 8, tpi.Routing(2), expert_parallel_group=mesh)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard(layer, mesh=mesh, ignored_params=set(layer.experts.parameters()), mp_policy=policy)
+        fix_reduction_order(layer)
+        tree = MicroBatchTree(layer.parameters(), mesh, 4)
+        texts.append(error_text(layer, x))
+        assert tree.share == range(mesh.get_local_rank(), 4, 2)
     return texts
 
 
 def test_what_is_refused():
     for texts in run_ranks(refused, 2):
         for text in texts[:2]:
-            assert re.search(r"ValueError: .*Experts\(4, 8, 8\) on rank \d .* leave its parameters out.*ignored_params", text)
+            assert re.search(
+                r"ValueError: .*Experts\(4, 8, 8\) on rank \d .* leave its parameters out.*ignored_params", text
+            )
         assert "call fix_reduction_order(model), without tokens, before MicroBatchTree" in texts[2]
         assert "ValueError: micro_batches=3 over 2 ranks" in texts[3]
         assert "make one MicroBatchTree of all parameters" in texts[4]
+        assert texts[5] != "no error"  # torch's own
+        assert "TypeError: hidden_states is torch.bfloat16 and gate_up_proj is torch.float32" in texts[6]

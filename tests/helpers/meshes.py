@@ -28,7 +28,15 @@ def mesh_or_group(tp_group, kind):
 
 
 def shard_fully(model, mesh, reshard=True):
-    """fully_shard of each layer, and the rest. reshard=False: gathered parameters stay after forward and backward."""
+    """fully_shard of each layer, and the rest. reshard=False: gathered parameters stay after forward and backward.
+
+    Not of experts that are divided over data-parallel ranks already.
+    """
+    experts = [m for m in model.modules() if isinstance(m, tpi.Experts) and m.over_data]
+    options = dict(
+        mesh=mesh, shard_placement_fn=tpi.fsdp_placement, reshard_after_forward=reshard,
+        ignored_params={p for m in experts for p in m.parameters()},
+    )  # fmt: skip
     for module in (*(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")), model):
-        fully_shard(module, mesh=mesh, shard_placement_fn=tpi.fsdp_placement, reshard_after_forward=reshard)
+        fully_shard(module, **options)
     model.set_reshard_after_backward(reshard)

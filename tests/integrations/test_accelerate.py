@@ -70,8 +70,8 @@ def reset() -> None:
     accelerate_state.GradientState._reset_state()
 
 
-def build(dtype: torch.dtype = torch.float32) -> Any:
-    return hf_models.build("llama", dtype, num_hidden_layers=1)
+def build(dtype: torch.dtype = torch.float32, family: str = "llama") -> Any:
+    return hf_models.build(family, dtype, num_hidden_layers=1)
 
 
 def groups_of(tp_group: Any, kind: str, dp: int) -> tuple[Any, Any]:
@@ -82,21 +82,32 @@ def groups_of(tp_group: Any, kind: str, dp: int) -> tuple[Any, Any]:
     return mesh["tp"].get_group() if kind == "group" else mesh["tp"], mesh["dp"]
 
 
-def parallel(tp: Any, dp_group: Any, kind: str) -> Any:
-    """The model; kind "fully" is a mesh with fully_shard."""
-    model = tpi.parallelize(build(), tp)
+def parallel(tp: Any, dp_group: Any, kind: str, experts: Any = None) -> Any:
+    """The model; kind "fully" is a mesh with fully_shard. experts: over which group, of a mixture of them."""
+    model = tpi.parallelize(build(family="llama" if experts is None else "mixtral"), tp, expert_parallel_group=experts)
     if kind == "fully":
         shard_fully(model, dp_group)
     return model
 
 
-def ours(tp_group: Any, kind: str, mode: bool, dp: int = 1, steps: int = 10, count: int = 20, **options: Any) -> Any:
+def ours(
+    tp_group: Any,
+    kind: str,
+    mode: bool,
+    dp: int = 1,
+    steps: int = 10,
+    count: int = 20,
+    over_all: bool = False,
+    **options: Any,
+) -> Any:
+    """over_all: a mixture's experts are divided over all ranks."""
     from tp_invariant.integrations.accelerate import Accelerator
 
     tp, dp_group = groups_of(tp_group, kind, dp)
     try:
         with tpi.set_tp_invariant_mode(mode):
-            model = parallel(tp, dp_group, kind)
+            experts = mesh_or_group(tp_group, "group" if kind == "group" else "mesh") if over_all else None
+            model = parallel(tp, dp_group, kind, experts)
             accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, **options)
             return loop(accelerator, model, steps, count), testing.full_parameters(model)
     finally:
@@ -120,8 +131,9 @@ def trained(tp_group: Any, kind: str, mode: bool, options: dict[str, Any]) -> An
         ({}, [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh")]),
         ({"mixed_precision": "bf16"}, [(4, 2, "group")]),
         ({"count": 16}, [(4, 2, "fully"), (4, 4, "fully")]),  # steps of four micro-batches alone
+        ({"count": 16, "over_all": True, "steps": 3}, [(4, 2, "fully"), (2, 2, "group")]),
     ],
-    ids=["float32", "bf16", "fully_shard"],
+    ids=["float32", "bf16", "fully_shard", "experts"],
 )
 def test_ten_steps_have_the_bits_of_one_process(options, degrees):
     (expected,) = run_ranks(trained, 1, "group", True, options)

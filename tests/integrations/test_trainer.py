@@ -103,7 +103,8 @@ def ours(tp_group: Any, folder: Any, kind: str = "group", dp: int = 1, family: s
         for name in ("eval_dataset", "callbacks", "optimizers", "data_collator")
         if name in options
     }
-    model = tpi.parallelize(hf_models.build(family, options.pop("dtype", torch.float32), num_hidden_layers=1), tp)
+    model = hf_models.build(family, options.pop("dtype", torch.float32), num_hidden_layers=1)
+    tpi.parallelize(model, tp, expert_parallel_group=experts_of(tp_group, tp, options.pop("experts", "")))
     if options.pop("lora", False):
         from tp_invariant.integrations.peft import register
 
@@ -112,6 +113,13 @@ def ours(tp_group: Any, folder: Any, kind: str = "group", dp: int = 1, family: s
         shard_fully(model, dp_group, options.pop("reshard", True))
     data = options.pop("train_dataset", Examples())
     return Trainer(model, arguments(folder, **options), train_dataset=data, dp_group=dp_group, **others)
+
+
+def experts_of(tp_group: Any, tp: Any, over: str) -> Any:
+    """What divides experts: nothing, "tp", which stores them by expert, or "all" ranks of the case."""
+    if not over or over == "tp":
+        return tp if over else None
+    return mesh_or_group(tp_group, "group" if isinstance(tp, torch.distributed.ProcessGroup) else "mesh")
 
 
 def with_lora(model: Any, register: Any = lambda config: config) -> Any:
@@ -310,6 +318,25 @@ def test_a_model_of_fully_shard(tmp_path):
         assert_bitwise_equal(run["parameters"], one["parameters"])
     files = [tmp_path / name / "checkpoint-10" / "model.safetensors" for name in ("1", "2 x 2", "4 x 1")]
     assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_experts_over_data_parallel_ranks(tmp_path):
+    """Of a mixture, with fully_shard of the rest and without; and its checkpoint, from one to the other."""
+    options: dict[str, Any] = dict(
+        family="mixtral", gradient_accumulation_steps=4, max_steps=3, train_dataset=Examples(8)
+    )
+    saves = dict(save_strategy="steps", save_steps=2)
+    (want,) = run_on(1, tmp_path / "1", experts="tp", **options)
+    over_all = dict(options, experts="all", dp=2)
+    for got in run_on(4, tmp_path / "4", kind="mesh", **over_all, **saves):
+        assert_bitwise_equal(got, want)
+    for got in run_on(
+        2, tmp_path / "2", kind="mesh", fully_sharded=True, resume=str(tmp_path / "4" / "checkpoint-2"), **over_all
+    ):
+        assert_bitwise_equal(got["parameters"], want["parameters"])
+    (off,) = run_on(1, tmp_path / "off", mode=False, experts="tp", **options)
+    for got in run_on(2, tmp_path / "off", mode=False, kind="group", **over_all):
+        assert testing.digest(got["parameters"]) != testing.digest(off["parameters"])
 
 
 def test_a_model_of_fully_shard_with_adapters_and_autocast(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshes import init_device_mesh, mesh_or_group
+from meshes import mesh_or_group
 from same_as_alone import assert_as_alone
 from torch import Tensor
 

@@ -145,8 +145,9 @@ class MicroBatchTree:
 
     Experts that are divided over data-parallel ranks (expert_parallel_group of tpi.Experts) are summed over the ranks
     that hold the same ones, from the partial sums that their layer gives for each micro-batch: the same bits. Make the
-    tree before the first forward. The degree must divide micro_batches, and dp_group have one rank of each replica. Beside
-    a model that fully_shard has sharded they are among its ignored_params, and one tree has the parameters of both.
+    tree before the first forward. The degree must divide micro_batches, and dp_group have one rank of each replica.
+    Beside a model that fully_shard has sharded they are among its ignored_params, and one tree has the parameters of
+    both.
 
     Memory besides .grad: fp32 copies of this rank's gradients, log2(n) + 1 at most for n = 2^k micro-batches a rank,
     2 log2(n) + 1 at most for other n.

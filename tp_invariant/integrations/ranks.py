@@ -35,8 +35,8 @@ class Ranks:
     Raises:
         ValueError: groups that have other ranks than this one in common; a first rank that is not rank 0 of the job,
             which alone writes files; of what fully_shard has sharded: over other ranks than dp_group's, or as HSDP;
-            layers without a DeviceMesh; a part of what is trained; experts that are divided over data parallel ranks, but not
-            over all ranks of both groups.
+            layers without a DeviceMesh; a part of what is trained; experts that are divided over data parallel ranks,
+            but not over all ranks of both groups.
         TypeError: dp_group is no group.
     """
 
