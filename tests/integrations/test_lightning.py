@@ -35,8 +35,8 @@ def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def build(dtype: torch.dtype = torch.float32) -> Any:
-    return hf_models.build("llama", dtype, num_hidden_layers=1)
+def build(dtype: torch.dtype = torch.float32, family: str = "llama") -> Any:
+    return hf_models.build(family, dtype, num_hidden_layers=1)
 
 
 def module_of(model: Any, optimizer: str = "AdamW", dropout: float = 0.0) -> Any:
@@ -113,8 +113,10 @@ def trained(
     dp: int = 1,
     dropout: float = 0.0,
     change: Any = None,
+    over_all: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
+    """over_all: the model is a mixture, whose experts are divided over all ranks."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from tp_invariant.integrations.lightning import TensorParallelStrategy
@@ -124,7 +126,8 @@ def trained(
         mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
         group, dp_group = mesh["tp"].get_group() if kind == "group" else mesh["tp"], mesh["dp"]
     with tpi.set_tp_invariant_mode(mode):
-        model = tpi.parallelize(build(), group)
+        experts = mesh_or_group(tp_group, "group" if kind == "group" else "mesh") if over_all else None
+        model = tpi.parallelize(build(family="mixtral" if over_all else "llama"), group, expert_parallel_group=experts)
         if kind == "fully":
             shard_fully(model, dp_group)
         module = module_of(model, dropout=dropout)
@@ -219,6 +222,16 @@ def test_a_model_of_fully_shard(tmp_path):
     assert len(rest["norms"]) == 2
     for got in run_on(2, tmp_path / "two", kind="fully", dp=2, **options):
         assert_bitwise_equal(of_all(got), of_all(rest))
+
+
+def test_experts_over_data_parallel_ranks(tmp_path):
+    """Of a mixture, with fully_shard of the rest and without; and what is written."""
+    options: dict[str, Any] = dict(accumulate_grad_batches=4, count=16, steps=2, over_all=True)
+    (one,) = run_on(1, tmp_path / "1", **options)
+    for ranks, kind in ((4, "fully"), (2, "group")):
+        for got in run_on(ranks, tmp_path / kind, kind=kind, dp=2, **options):
+            assert_bitwise_equal(of_all(got), of_all(one))
+        assert_bitwise_equal(files_of(tmp_path / kind), files_of(tmp_path / "1"))
 
 
 def watched(tp_group: Any, folder: Any, **options: Any) -> dict[str, Any]:
