@@ -614,6 +614,9 @@ def refusals_of_fully_shard(tp_group: Any, folder: Any) -> dict[str, str]:
 
     log = [DigestLogCallback(str(folder / "log"))]
     said["log"] = refused(tp_group, folder, **options, train=True, callbacks=log, **FULLY)
+    options = dict(error=ValueError, dp=2, family="mixtral", experts="all")
+    said["log of experts"] = refused(tp_group, folder, **options, train=True, callbacks=log, **FULLY)
+    said["odd with experts"] = refused(tp_group, folder, **options, gradient_accumulation_steps=3)
     return said
 
 
@@ -627,6 +630,8 @@ def test_what_is_refused_of_a_model_of_fully_shard(tmp_path):
         assert said["last step"].startswith("an epoch's last step has 1 micro-batches on rank")
         assert "is sharded by fully_shard and torch.bfloat16" in said["bfloat16"]
         assert "(fully_shard): DigestLog needs slices that a rank holds whole" in said["log"]
+        assert "experts are divided over data parallel ranks, and it logs" in said["log of experts"]
+        assert said["odd with experts"].startswith("gradient_accumulation_steps says 3 micro-batches on rank")
 
 
 def by_example(tp_group: Any, folder: str, dp: int) -> None:
