@@ -8,6 +8,7 @@ are divided over data-parallel ranks.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, on_mesh, ranks_of, resolve_group
 from ..comm.liveness import DeadRankError
+from ..comm.wire import gather_objects
 from ..consistency.agreement import compare_environments
 from ..consistency.differences import format_values, gather_differences
 from ..core.dtensors import grad_like, is_dtensor, local_of
@@ -253,16 +255,29 @@ class MicroBatchTree:
             )
 
     def _check_shares(self) -> None:
-        """Whether all trees of this process have the same shares, where one has experts over data-parallel ranks."""
-        for other in list(_trees):
-            both = ranks_of(self.group) == ranks_of(other.group) and self.group.size > 1
-            if both and (self._experts or other._experts) and self._fully_sharded != other._fully_sharded:
+        """Whether all trees of this process have the same shares, where one has experts over data-parallel ranks.
+
+        A collective: when a tree that nobody uses any more is freed, each rank's Python decides. So it is an error
+        where all ranks have such trees, and then on all of them.
+        """
+        if self.group.size > 1:
+            if self._has_others_order():
+                gc.collect()  # trees that are unreachable but not yet freed
+            if all(gather_objects(self._has_others_order(), self.group)):
                 raise ValueError(
                     "one MicroBatchTree has experts over data-parallel ranks, and one of the same dp_group is of a "
                     "model that fully_shard has sharded, where ranks take turns, so that the two share out "
                     "micro-batches in different orders: make one MicroBatchTree of all parameters"
                 )
         _trees.add(self)
+
+    def _has_others_order(self) -> bool:
+        return any(
+            ranks_of(self.group) == ranks_of(other.group)
+            and bool(self._experts or other._experts)
+            and self._fully_sharded != other._fully_sharded
+            for other in list(_trees)
+        )
 
     def _start(self) -> None:
         self._tree = BinaryTree(self.micro_batches)
