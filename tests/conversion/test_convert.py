@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import os
+import re
 import subprocess
 import sys
 from typing import Any

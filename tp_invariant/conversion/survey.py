@@ -534,8 +534,8 @@ class Survey:
                 self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
             if "capacity" in name and isinstance(value, (int, float)) and value > 0:
                 self.problems.append(
-                    f"config.{name}={value}: experts that drop the tokens beyond a capacity are not supported, only such "
-                    "as take every token that the router sends them"
+                    f"config.{name}={value}: experts that drop the tokens beyond a capacity are not supported, "
+                    "only such as take every token that the router sends them"
                 )
             if "jitter" in name and isinstance(value, (int, float)) and value and self.experts:
                 self.problems.append(f"config.{name}={value}: random noise would depend on the rank; set it to 0")
