@@ -103,7 +103,8 @@ def five_steps_are_near(family):
     for name, value in exact.items():
         if name.startswith(("loss", "norm")):
             torch.testing.assert_close(ours[name].double(), value.detach().double(), rtol=1e-4, atol=0.0, msg=name)
-    start = dict(mixture_layouts.build(family, ROUTERS[0], torch.float64).named_parameters())
+    untrained = mixture_layouts.build(family, ROUTERS[0], torch.float64)
+    start = {name: parameter.detach() for name, parameter in untrained.named_parameters()}
     moved, off = (
         sum(float((found["parameters"][name].double() - other[name]).square().sum()) for name in start) ** 0.5
         for found, other in ((exact, start), (ours, exact["parameters"]))
