@@ -259,6 +259,11 @@ def test_a_capacity_in_a_config_is_refused():
         tpi.parallelize(hf_models.build("qwen3_moe", moe_capacity_factor=unlimited), None)
 
 
+def test_layers_have_no_capacity():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'capacity_factor'"):
+        tpi.MixtureOfExperts(4, 8, 16, tpi.Routing(top_k=2), capacity_factor=1.25)
+
+
 @pytest.fixture(scope="module")
 def gpt_oss():
     """Its config; attn_implementation as transformers sets it."""
