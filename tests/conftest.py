@@ -160,6 +160,10 @@ def pytest_addoption(parser):
     group.addoption(
         "--fuzz-scripts", default=tempfile.gettempdir(), metavar="DIR", help="where failing ones are written"
     )
+    parser.addoption(
+        "--all-layouts", action="store_true",
+        help="each mixture of experts in each layout (tests/conversion/test_mixture_layouts.py), not a few of them",
+    )  # fmt: skip
 
 
 # --- tiers: what a test needs is read off what it calls ---------------------------------------------------------------

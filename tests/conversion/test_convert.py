@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -301,6 +302,83 @@ def test_blocks_without_a_row_parallel_layer(gather):
     model(x).square().mul(torch.arange(64)).sum().backward()
     torch.testing.assert_close(dx, x.grad, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(grads["layers.0.up.0.weight"], model.layers[0].up[0].weight.grad, rtol=1e-3, atol=1e-4)
+
+
+class Mixer(nn.Module):
+    """Of which no plan shards anything: each token's result depends on all tokens before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.randn(64)), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(2).cumsum(1) * self.scale / x.shape[1])
+
+
+class MixingLayer(nn.Module):
+    """call: how the layer hands its hidden states to the last mixer."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.norm, self.call = nn.LayerNorm(64), call
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.mixers = nn.ModuleList([Mixer(), Mixer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.mixers
+        y = self.norm(x)
+        x = x + first(y) + self.mlp(y)
+        if self.call == "inner":
+            return x + last.linear(x)
+        return x + (last(x.unflatten(2, (8, 8))) if self.call == "four dims" else last(x=x) if self.call else last(x))
+
+
+def mixed_on_rank(tp_group, sp, mode, call=""):
+    torch.manual_seed(0)
+    model = Stack(False)
+    model.layers = nn.ModuleList([MixingLayer(call), MixingLayer(call)])
+    alone = copy.deepcopy(model)
+    plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+    parallelize(model, tp_group, plan, sequence_parallel=sp)
+    found = []
+    for one in (model, alone):
+        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with tpi.set_tp_invariant_mode(mode):
+            try:
+                y = one(x)
+            except (ValueError, TypeError) as error:
+                return str(error)
+            y.square().mul(torch.arange(64)).sum().backward()
+        found.append((y.detach(), x.grad, testing.full_grads(one)))
+    return found
+
+
+def test_blocks_that_the_plan_leaves_whole():
+    """Under sequence parallelism they see all tokens, in a list of modules, too."""
+    ((want, exact),) = run_ranks(mixed_on_rank, 1, False, True)
+    torch.testing.assert_close(want, exact, rtol=1e-3, atol=1e-4)
+    assert want[2]["layers.0.mixers.1.scale"].any()
+    for got, _ in run_ranks(mixed_on_rank, 4, True, True):
+        assert_bitwise_equal(got, want)
+    ((off, _),) = run_ranks(mixed_on_rank, 1, False, False)
+    for got, _ in run_ranks(mixed_on_rank, 4, True, False):
+        assert any(not torch.equal(grad, off[2][name]) for name, grad in got[2].items())
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("inner", r"layers\.0\.mixers\.1\.linear\.weight: the same on every rank, and meets this rank's part"),
+        ("four dims", r"Mixer is whole on every rank.* it got a tensor of shape \(2, 4, 8, 8\)"),
+        ("by another name", r"Mixer is whole on every rank.* it got a NoneType"),
+    ],
+)
+def test_whole_blocks_that_do_not_get_the_hidden_states(call, text):
+    """Where nothing is sharded they work, and under sequence parallelism every rank says what is wrong."""
+    ((want, exact),) = run_ranks(mixed_on_rank, 1, False, True, call)
+    torch.testing.assert_close(want[0], exact[0], rtol=1e-3, atol=1e-4)
+    for said in run_ranks(mixed_on_rank, 2, True, True, call):
+        assert isinstance(said, str) and re.search(text, said), said
 
 
 def twice_normed(dtype=torch.float32):

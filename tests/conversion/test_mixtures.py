@@ -20,8 +20,6 @@ from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 FAMILIES = sorted(hf_models.MIXTURES)
-# their plans leave projections of the attention whole, which sequence parallelism refuses by name
-WITHOUT_SP = {"deepseek_v3": "self_attn.q_a_proj", "granitemoe": "self_attn.q_proj"}
 ONE_RANK = Group(None, 0, 1)
 
 
@@ -47,13 +45,11 @@ def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, 
     return train_on_rank(None, family, dict(dtype=dtype, by_expert=by_expert), mode)
 
 
-# (family, degree, options)
+# (family, degree, options); whole layouts with data parallelism, and more of experts by expert: test_mixture_layouts.py
 CASES: list[tuple[str, int, dict[str, Any]]] = [
-    *((family, 2, {}) for family in ("glm4_moe", "mixtral", "qwen2_moe")),
-    *((family, 4, dict(sequence_parallel=family not in WITHOUT_SP)) for family in FAMILIES),
+    *((family, 2, {}) for family in ("mixtral", "qwen2_moe")),
+    *((family, 4, dict(sequence_parallel=True)) for family in FAMILIES),
     ("qwen3_moe", 2, dict(by_expert=True)),
-    ("mixtral", 4, dict(by_expert=True, sequence_parallel=True)),
-    ("glm4_moe", 4, dict(by_expert=True)),
     ("qwen3_moe", 4, dict(dtype=torch.bfloat16)),
     ("deepseek_v3", 8, {}),  # fewer experts than ranks
     ("gpt_oss", 2, dict(mesh=True)),
@@ -232,10 +228,40 @@ def test_sizes_that_the_degree_does_not_divide():
         assert "mlp.experts: intermediate size=33 is not divisible by TP degree=2" in text
 
 
-def test_sequence_parallelism_of_projections_that_stay_whole():
-    for family, name in WITHOUT_SP.items():
-        text = refused(family, sp=True)
-        assert f"layers.0.{name}: is in no pattern of the plan, and under sequence_parallel sees this rank's" in text
+CAPACITY = {
+    "SwitchTransformers": dict(expert_capacity=3),
+    "NllbMoe": dict(expert_capacity=64, moe_eval_capacity_token_fraction=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CAPACITY)
+def test_models_that_drop_tokens_are_refused(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, encoder_layers=2, decoder_layers=2,
+                 encoder_ffn_dim=32, decoder_ffn_dim=32, num_heads=4, encoder_attention_heads=4,
+                 decoder_attention_heads=4, num_experts=4)  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**sizes, **CAPACITY[name])
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    with pytest.raises(ValueError, match=f"{name}ForConditionalGeneration brings no tensor-parallel plan"):
+        tpi.parallelize(model, None)
+    names = [name for name, module in model.named_modules() if re.search(r"\.(q|q_proj)$", name)]
+    with pytest.raises(ValueError) as caught:
+        tpi.parallelize(model, None, dict.fromkeys(names, "colwise_gather_output"))
+    for key, value in CAPACITY[name].items():
+        assert f"config.{key}={value}: experts that drop the tokens beyond a capacity are not supported" in str(
+            caught.value
+        )
+
+
+def test_a_capacity_in_a_config_is_refused():
+    assert "config.moe_capacity_factor=1.25: experts that drop the tokens" in refused(moe_capacity_factor=1.25)
+    for unlimited in (None, -1.0, 0):
+        tpi.parallelize(hf_models.build("qwen3_moe", moe_capacity_factor=unlimited), None)
+
+
+def test_layers_have_no_capacity():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'capacity_factor'"):
+        tpi.MixtureOfExperts(4, 8, 16, tpi.Routing(top_k=2), capacity_factor=1.25)
 
 
 @pytest.fixture(scope="module")

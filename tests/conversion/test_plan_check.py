@@ -353,6 +353,29 @@ def test_a_plain_norm_in_a_sequence_parallel_region():
         assert ours is True
 
 
+def whole_activation_gathered(tp_group):
+    """By a layer of one's own that takes what is the same on every rank for this rank's tokens."""
+    from tp_invariant.conversion.gradient_flow import check_gradient_flow
+    from tp_invariant.functional.regions import gather_sequence, scatter_sequence
+
+    linear = tpi.Linear(HIDDEN, HIDDEN, tp_group=tp_group)
+    said = []
+    for enter in (lambda x: x, lambda x: scatter_sequence(x, tp_group)):
+        x = torch.randn(4, 3, HIDDEN)
+        y = gather_sequence(enter(linear(x)), tp_group)
+        try:
+            said.append(check_gradient_flow(linear, y))
+        except IncompleteGradient as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_whole_activation_that_is_gathered():
+    for whole, right in run_ranks(whole_activation_gathered, 2):
+        assert "a whole activation: taken as this rank's part of the tokens in " in whole
+        assert right is True
+
+
 # --- verify=True ----------------------------------------------------------------------------------------------------
 
 

@@ -534,12 +534,14 @@ def test_ties_that_are_sharded_in_two_ways():
 def test_what_sequence_parallel_cannot_place():
     model = hf_models.build("llama")
     model.model.layers[1].extra = nn.Linear(64, 64)
-    model.model.layers[1].inner = nn.Sequential(nn.LayerNorm(64), nn.Conv1d(4, 4, 1))
+    model.model.layers[1].norms = nn.ModuleList([nn.LayerNorm(64)])
+    model.model.layers[1].inner = nn.Sequential(nn.Embedding(4, 4), nn.Conv1d(4, 4, 1))
     assert isinstance(parallelize(copy.deepcopy(model), None).model.layers[1].extra, tpi.Linear)
     assert refusal(model, sequence_parallel=True).splitlines()[1:] == [
         "  model.layers.1.extra: is in no pattern of the plan, and under sequence_parallel sees this rank's tokens",
-        "  model.layers.1.inner.0: is a norm neither of a decoder layer itself nor in a block: which tokens it "
+        "  model.layers.1.norms.0: is a norm neither of a decoder layer itself nor in a block: which tokens it "
         "sees is unknown",
+        "  model.layers.1.inner.0: is an embedding inside a decoder layer: not supported under sequence_parallel",
         "  model.layers.1.inner.1: Conv1d has parameters and would see this rank's tokens only",
     ]
     assert "no decoder layers, or several" in refusal(

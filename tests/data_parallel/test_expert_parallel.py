@@ -13,7 +13,7 @@ import hf_models
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import init_device_mesh, new_group
+from meshes import init_device_mesh, replica_groups
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -65,21 +65,7 @@ def groups(case: Case) -> tuple[Any, Any, Any]:
     """tp_group, dp_group and expert_parallel_group of this rank."""
     if case.dp * case.tp == 1:
         return None, ONE_RANK, ONE_RANK
-    world = dist.get_rank()
-    if case.mesh:
-        mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-        whole = init_device_mesh("cpu", (case.dp * case.tp,), mesh_dim_names=("ep",))
-        assert case.ep == case.dp
-        return mesh["tp"], mesh["dp"], whole["ep"]
-    ranks = torch.arange(case.dp * case.tp).view(case.dp, case.tp)
-    tp_groups = [tuple(row) for row in ranks.tolist()]
-    dp_groups = [tuple(column) for column in ranks.T.tolist()]
-    blocks = ranks.view(case.ep, -1, case.tp).transpose(0, 1) if case.strided else ranks.view(-1, case.ep, case.tp)
-    ep_groups = [tuple(block.flatten().tolist()) for block in blocks]
-    mine = []
-    for kind in (tp_groups, dp_groups, ep_groups):
-        mine.append(new_group(next(ranks for ranks in kind if world in ranks)))
-    return None if case.tp == 1 else mine[0], mine[1], mine[2]
+    return replica_groups(case.dp, case.tp, case.ep, case.strided, case.mesh)
 
 
 class Net(nn.Module):

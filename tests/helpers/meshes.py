@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import torch
+import torch.distributed as dist
 from fuzz_runtime import group_of
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +22,24 @@ def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
 def new_group(ranks):
     """A process group that these ranks alone make, once for each process: others of the pool know nothing of it."""
     return group_of(list(ranks), f"the ranks {ranks} of a case")
+
+
+def replica_groups(dp, tp, ep, strided=False, mesh=False):
+    """This rank's tp_group (None for one rank), dp_group and expert_parallel_group, over dp replicas of tp ranks.
+
+    ep: over how many replicas experts are divided, consecutive ones or, strided, every (dp / ep)-th one.
+    mesh: DeviceMeshes, with all replicas in one group of experts.
+    """
+    if mesh:
+        assert ep == dp
+        both = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        return both["tp"], both["dp"], init_device_mesh("cpu", (dp * tp,), mesh_dim_names=("ep",))["ep"]
+    ranks = torch.arange(dp * tp).view(dp, tp)
+    blocks = ranks.view(ep, -1, tp).transpose(0, 1) if strided else ranks.view(-1, ep, tp)
+    mine = []
+    for kind in (ranks, ranks.T, blocks.flatten(1)):
+        mine.append(new_group(next(tuple(row) for row in kind.tolist() if dist.get_rank() in row)))
+    return None if tp == 1 else mine[0], mine[1], mine[2]
 
 
 def mesh_or_group(tp_group, kind):

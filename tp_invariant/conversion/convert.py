@@ -174,7 +174,10 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
         norm = model.get_submodule(survey.stack.norm_name)
         for name in survey.blocks:
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(hooks.enter_block, with_kwargs=True)
+            unsharded = name in survey.unsharded
+            block.register_forward_pre_hook(
+                hooks.enter_unsharded_block if unsharded else hooks.enter_block, with_kwargs=True
+            )
             if hooks.group.size > 1 and name in survey.whole_blocks:
                 block.register_forward_hook(hooks.leave_block)
         if hooks.group.size > 1:
@@ -231,6 +234,21 @@ class _SequenceHooks:
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return _with_first(_gather_into_block, self.group, args, kwargs)
+
+    def enter_unsharded_block(
+        self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """For a block in which the plan shards nothing: whether hidden states come first, nothing has said."""
+        first = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(first, Tensor) and first.dim() == 3:
+            return self.enter_block(block, args, kwargs)
+        if self.group.size == 1:
+            return args, kwargs
+        what = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
+        raise ValueError(
+            f"{type(block).__name__} is whole on every rank, so that sequence_parallel gathers its hidden states "
+            f"[B, S, H]: they must come first, or as hidden_states=.., and it got {what}. Use sequence_parallel=False"
+        )
 
     def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
         """For a block that gathers its features itself, so that no row-parallel layer has scattered the tokens."""

@@ -68,6 +68,8 @@ _RULES: dict[type, _Rule] = {
 }
 # Their backward adds the gradients of all ranks, so that what they take must be whole.
 _OF_WHOLE = (regions._ExpandHeads, stock._CopyToRegion)
+# Their forward gathers the tokens of all ranks, so that what they take must be a part.
+_OF_PARTS = (regions._GatherSequence,)
 _OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's nodes that contain a part of the model
 # torch's own collectives that are not autograd functions in Python: operators, whose nodes are named after them, and
 # before about torch 2.12 classes in C++.
@@ -123,7 +125,7 @@ def _parameter_of(node: Any) -> Tensor | None:
 def incomplete_gradients(
     outputs: Iterable[Tensor], sharded: Mapping[int, bool], names: Mapping[int, str], inputs: Iterable[Tensor] = ()
 ) -> list[str]:
-    """What is whole and meets a part in the graph of `outputs`, or is a part and taken as whole, one line each.
+    """What is whole and meets a part in the graph of `outputs`, or is taken for the other kind, one line each.
 
     [] where every gradient is complete.
 
@@ -154,6 +156,8 @@ def incomplete_gradients(
         given = [states[other] for other in before]
         if PART in given and _function_of(node) in _OF_WHOLE and not _is_single_rank(node):
             parts.setdefault(f"this rank's part of the activations: taken as the same on every rank in {node.name()}")
+        if WHOLE in given and _function_of(node) in _OF_PARTS and not _is_single_rank(node):
+            parts.setdefault(f"a whole activation: taken as this rank's part of the tokens in {node.name()}")
         state = _by_rule(node, given)
         if state is None:
             state = _if_any(given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,7 @@ class Survey:
     stack: Stack | None = None
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
     whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
+    unsharded: frozenset[str] = frozenset()  # those of them of whose parameters every rank has the whole
     # norm's name: where its input is sharded, None if it is not; for the norms that a run on fake tensors has called
     sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
     unseen: str = ""  # why such a run was not possible
@@ -144,6 +145,8 @@ class Survey:
             return
         mixtures = {name for name in self.mixtures if name.startswith(self.stack.prefix)}
         blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)} | mixtures
+        self.unsharded = frozenset(self._unsharded_blocks(self.stack))
+        blocks |= self.unsharded
         if self.sequence_parallel:
             for name in filter(self._is_layer, blocks):
                 self._problem(
@@ -157,7 +160,38 @@ class Survey:
             row.startswith(within) for row in rows if row.startswith(self.stack.prefix)
         ):  # none takes a block's output
             self.whole_blocks = frozenset(n for n in self.blocks if not any(s.startswith(f"{n}.") for s in sharded))
-        self.whole_blocks |= mixtures  # experts put out all tokens, and so do row-parallel layers beside them
+        # experts put out all tokens, and so do row-parallel layers beside them
+        self.whole_blocks |= mixtures | self.unsharded
+
+    def _unsharded_blocks(self, stack: Stack) -> Iterator[str]:
+        """The submodules of decoder layers of which the plan shards nothing: attention that it leaves whole, say.
+
+        Every rank has all their parameters, so that it must run them on all tokens. Not among them are norms and linear
+        layers that a decoder layer holds itself, which have rules of their own, and what holds an embedding, whose
+        first argument is no hidden states.
+        """
+        sharded = [name for name, part in self.parts.items() if part.style not in WHOLE_STYLES]
+        sharded += [name.rpartition(".")[0] for name in self.parameter_parts]
+        waiting = [f"{stack.prefix}{index}.{child}" for index, layer in enumerate(stack.layers)
+                   for child, _ in layer.named_children()]  # fmt: skip
+        while waiting:
+            name = waiting.pop()
+            module = self.modules.get(name)
+            if module is None:  # it stands at another place, too
+                continue
+            if type(module).forward is nn.Module.forward:  # a list or dict, whose modules are called one by one
+                waiting += [f"{name}.{child}" for child, _ in module.named_children()]
+                continue
+            kinds = list(module.modules())
+            if (
+                isinstance(module, (nn.Linear, nn.Embedding))
+                or is_norm(module)
+                or not any(True for _ in module.parameters())
+                or any(isinstance(kind, nn.Embedding) for kind in kinds)
+                or any(other == name or other.startswith(f"{name}.") for other in sharded)
+            ):
+                continue
+            yield name
 
     def _is_layer(self, name: str) -> bool:
         return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
@@ -498,6 +532,11 @@ class Survey:
         for name, value in vars(self.config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:
                 self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
+            if "capacity" in name and isinstance(value, (int, float)) and value > 0:
+                self.problems.append(
+                    f"config.{name}={value}: experts that drop the tokens beyond a capacity are not supported, "
+                    "only such as take every token that the router sends them"
+                )
             if "jitter" in name and isinstance(value, (int, float)) and value and self.experts:
                 self.problems.append(f"config.{name}={value}: random noise would depend on the rank; set it to 0")
         colwise = [name for name, part in self.parts.items() if part.style == "colwise"]

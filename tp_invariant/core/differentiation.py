@@ -41,3 +41,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return marked if isinstance(found, tuple) else marked[0]
 
     return once
+
+
+def is_executed(node: Any) -> bool | None:
+    """Whether the backward that runs executes `node`; None if torch.autograd.grad asks for the gradient of its leaf.
+
+    `ctx.needs_input_grad` says what some backward may want; this one may be of other inputs, or the first half of a
+    pipeline stage's backward. torch has no public question for it; its own FullyShardedDataParallel asks the same.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        # it answers False for a leaf that is not wanted, and refuses one that torch.autograd.grad was given as input
+        if "A leaf node was passed" not in str(error):
+            raise
+        return None

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.differentiation import is_executed
+
 
 @dataclass(frozen=True, eq=False)
 class MainGrad:
@@ -70,18 +72,9 @@ class MainGrad:
 def is_asked_for(ctx: Any, index: int) -> bool:
     """In a backward: whether this run of it wants the gradient of the forward's tensor argument `index`.
 
-    `ctx.needs_input_grad` says what some run may want. Another may be of torch.autograd.grad with other inputs, or the
-    first half of a pipeline stage's backward, and what such a run adds to main_grad would be added again by the next.
+    What a run adds to main_grad that is not to have this gradient would be added again by the one that is.
     """
-    if not ctx.needs_input_grad[index]:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
-    except RuntimeError as error:
-        # it answers False for a leaf that is not wanted, and refuses one that torch.autograd.grad was given as input
-        if "A leaf node was passed" not in str(error):
-            raise
-        return True
+    return ctx.needs_input_grad[index] and is_executed(ctx.next_functions[index][0]) is not False
 
 
 def refuse_fused(parameters: Iterable[Tensor], caller: str, start: int = 0) -> None:

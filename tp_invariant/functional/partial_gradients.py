@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..core.differentiation import is_executed
 from ..core.dtensors import grad_like, is_dtensor, local_of
 
 _Sums = list[Tensor | None]
@@ -33,17 +34,14 @@ def is_wanted(parameter: Tensor) -> bool:
     """
     if not parameter.requires_grad:
         return False
-    try:
-        # torch has no public question for this; its own FullyShardedDataParallel asks the same
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError as error:
-        if "autograd.grad()" not in str(error):
-            raise
+    executed = is_executed(get_gradient_edge(parameter).node)
+    if executed is None:
         raise RuntimeError(
             f"torch.autograd.grad asks for the gradient of an expert parameter of shape {tuple(parameter.shape)}, "
             "whose experts are divided over data-parallel ranks: its gradients are partial sums, which "
             "data_parallel.MicroBatchTree adds. Call backward(), then the tree's add() and reduce()"
-        ) from error
+        )
+    return executed
 
 
 def _plus(old: _Sums | None, new: Sequence[Tensor | None]) -> _Sums:

@@ -73,6 +73,8 @@ class Experts(ShardedModule):
     differ, the bits of outputs and gradients do not. The bits of the gradient norm are the same at every degree, but
     differ between the two ways: clip_grad_norm_ adds the squares slice by slice of the dim that is sharded.
 
+    There is no capacity: every token gets all experts that its top_k_index names, and none is dropped.
+
     Over several replicas each has a micro-batch of its own, of any number of tokens, and all call the layer together.
     The gradients of an expert are then one partial sum for each micro-batch, which data_parallel.MicroBatchTree folds
     as it folds those of dense parameters: the bits are those of one replica that computes all micro-batches. Make the

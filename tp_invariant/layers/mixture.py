@@ -68,6 +68,7 @@ class MixtureOfExperts(nn.Module):
 
     `gate` is the Router, `experts` are the Experts, `shared_experts` is a module or None; parameters have the names
     that transformers gives them: gate.weight, experts.gate_up_proj, experts.down_proj. The same bits at every degree.
+    There is no capacity factor: no token is dropped.
 
     Args:
         num_experts, hidden_size, intermediate_size: of Experts.
