@@ -202,7 +202,7 @@ def matmul(
     key = None
     if out is None and config is None:
         key = call_key(a, b, bias, out_dtype, promote_every)
-        if (c := repeat_call(key)) is not None:
+        if (c := repeat_call(key, a, b, bias)) is not None:
             return c
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
@@ -286,7 +286,7 @@ def matmul_rank_major(
     key = call_key(a, b, bias, out_dtype, promote_every)
     if key is not None and type(stride) is int:
         key = (b_k_dim, stride, key)
-        if (c := repeat_call(key)) is not None:
+        if (c := repeat_call(key, a, b, bias)) is not None:
             return c
     _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)
