@@ -162,6 +162,11 @@ def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
 
+def repeat(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor | None:
+    """`matmul` if it remembers a call with operands of the same layouts; else None, and nothing is checked."""
+    return repeat_call(call_key(a, b, bias, out_dtype, None), a, b, bias)
+
+
 def matmul(
     a: Tensor,
     b: Tensor,

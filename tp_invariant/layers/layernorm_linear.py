@@ -36,7 +36,9 @@ class LayerNormLinear(Linear):
     """
 
     SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
-    _OPTIONS = (*Linear._OPTIONS, "the norm", "whether the norm's parameters need a gradient", "return_layernorm_output")
+    _OPTIONS = (
+        *Linear._OPTIONS, "the norm", "whether a parameter of the norm needs a gradient", "return_layernorm_output",
+    )  # fmt: skip
 
     def __init__(
         self,

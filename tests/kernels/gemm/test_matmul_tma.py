@@ -215,7 +215,7 @@ def test_keys_of_remembered_calls(interpreted):
     unaligned = torch.ones(65)[1:].view(8, 8)
     known = [
         interpreted.call_key(x, y, bias, out_dtype, every)
-        for x, y in ((a, b), (unaligned, b), (a, unaligned), (a.t(), b), (a[:4], b), (a.view(torch.int32), b), (a, b.t()))
+        for x, y in ((a, b), (a, unaligned), (unaligned, b), (a.t(), b), (a[:4], b), (a.view(torch.int32), b))
         for bias in (None, a[0], unaligned[0], a[:, 0], a[0].view(torch.int32))
         for out_dtype in (None, torch.float16)
         for every in (None, 128, 512)
