@@ -47,7 +47,7 @@ def shorten() -> None:
         module: Any = sys.modules.get(f"torch.optim.{name}")
         if callable(function := getattr(module, name, None)):
             setattr(module, name, _with_local_tensors(function, refused))
-        kind = getattr(module, {"adam": "Adam", "sgd": "SGD"}[name], None)
+        kind: Any = getattr(module, {"adam": "Adam", "sgd": "SGD"}[name], None)
         if callable(listing := getattr(kind, "_init_group", None)):
             kind._init_group = _listing_quickly(listing)
     _shortened = True
