@@ -359,16 +359,17 @@ class Linear(ShardedModule, nn.Linear):
         """To which x and the parameters are converted before the product; None: they have its dtype."""
         return autocast_dtype(device)
 
-    # what LayerNormLinear does before the product
-
     def _norm_call(self) -> NormCall | None:
+        """The norm of x before the product, which LayerNormLinear has."""
         return None
 
     def _normalized(self, x: Tensor, norm: NormCall, invariant: bool) -> Tensor:
-        raise NotImplementedError
+        """x after that norm."""
+        return x
 
     def _with_normalized(self, result: Any, x: Tensor) -> Any:
-        raise NotImplementedError
+        """What forward returns of a product's result and of its x after the norm."""
+        return result
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
         if bias is None:
