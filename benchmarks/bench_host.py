@@ -42,6 +42,7 @@ from tp_invariant.layers.parameters import KeepsAttributes
 CALLS = 20  # of a run
 PROFILED = 50
 HEADS = 4
+_TELLING = (Tensor, torch.dtype)  # arguments on which the form of a kernel's results depends
 
 
 # --- kernels that only allocate -------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def allocating(function: Callable) -> Callable:
     known: dict[tuple, Any] = {}
 
     def allocate(*args: Any, **kwargs: Any) -> Any:
-        key = tuple([x.shape for x in args if isinstance(x, Tensor)])
+        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in args if isinstance(x, _TELLING)])
         if key not in known:
             known[key] = function(*args, **kwargs)
         made = known[key]

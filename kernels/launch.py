@@ -138,7 +138,7 @@ class Launch:
         position: the how manieth descriptor of the kernel it is, not counting those that are None. A tensor map holds
         an address and sizes, and no tensor: it is made once for each.
         """
-        shape, strides = shape or x.shape, strides or x.stride()
+        shape, strides = shape or tuple(x.shape), strides or x.stride()
         if self._direct is None:
             if x.is_cuda:
                 bind_context(x.get_device())

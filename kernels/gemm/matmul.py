@@ -162,6 +162,11 @@ def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
 
+def repeat(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor | None:
+    """`matmul` if it remembers a call with operands of the same layouts; else None, and nothing is checked."""
+    return repeat_call(call_key(a, b, bias, out_dtype, None), a, b, bias)
+
+
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -202,7 +207,7 @@ def matmul(
     key = None
     if out is None and config is None:
         key = call_key(a, b, bias, out_dtype, promote_every)
-        if (c := repeat_call(key)) is not None:
+        if (c := repeat_call(key, a, b, bias)) is not None:
             return c
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
@@ -286,7 +291,7 @@ def matmul_rank_major(
     key = call_key(a, b, bias, out_dtype, promote_every)
     if key is not None and type(stride) is int:
         key = (b_k_dim, stride, key)
-        if (c := repeat_call(key)) is not None:
+        if (c := repeat_call(key, a, b, bias)) is not None:
             return c
     _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)

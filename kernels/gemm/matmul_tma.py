@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import Launch, cdiv, empty
+from ..launch import Launch, cdiv, empty, layout
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
 from .output import written
@@ -294,16 +294,19 @@ def _plan(
 
 
 class _Prepared(NamedTuple):
-    """An earlier call without its output. It holds addresses instead of tensors, so that it keeps no memory alive."""
+    """A call without its data: all that the next call with operands of the same layouts has in common with it.
+
+    matrices: of a and of b the block of a tile, and the shape and strides that they have in memory. In training the
+    addresses of activations change from step to step, so a call goes by none.
+    """
 
     launch: Launch
     index: int
     shape: tuple[int, int]
-    strides: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    operands: tuple
-    c_position: int
+    matrices: tuple[tuple, tuple]
+    narrow_block: tuple[int, int] | None
     c_block: tuple[int, int]
     others: tuple
 
@@ -316,41 +319,43 @@ autotune.on_change.append(lambda: _prepared.clear())
 def call_key(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
 ) -> tuple | None:
-    """All that a call depends on, except the data at its addresses.
+    """All that a call depends on, except addresses and values.
 
-    None for a call that must not be remembered: arguments that are not tensors, views negated by a flag (they have the
-    address of the tensor that they negate), a promote_every that is not an int but may equal one (512.0). Devices are
-    included, because an address that one device has freed may be in use on another.
+    None for a call that must not be remembered: arguments that are not tensors, views negated by a flag, which are
+    copied first, a promote_every that is not an int but may equal one (512.0).
     """
     if promote_every is not None and type(promote_every) is not int:
         return None
     try:
-        if a.is_neg() or b.is_neg():
+        if a.is_neg() or b.is_neg() or (bias is not None and bias.is_neg()):
             return None
-        key = (
-            a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(),
-            b.data_ptr(), b.shape, b.stride(), b.dtype, b.get_device(), out_dtype, promote_every,
-        )  # fmt: skip
-        if bias is None:
-            return key
-        if bias.is_neg():
-            return None
-        return (key, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype, bias.get_device())
-    except AttributeError:
+        return out_dtype, promote_every, layout(a), layout(b), None if bias is None else layout(bias)
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
         return None
 
 
-def repeat_call(key: tuple | None) -> Tensor | None:
+def repeat_call(key: tuple | None, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
     """The product if an earlier call had this key, else None: preparing a call takes most of the host's time."""
     prepared = _prepared.get(key)  # type: ignore[arg-type]
-    if prepared is None:
+    if prepared is None or prepared.index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda's
         return None
-    launch, index, shape, strides, dtype, device, operands, c_position, c_block, others = prepared
-    if index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda.current_device()
-        return None
-    c = empty(shape, dtype, device)
-    launch(index, *operands, *launch.descriptor(c_position, c, c_block, shape, strides), *others)
+    c = empty(prepared.shape, prepared.dtype, prepared.device)
+    _launch(prepared, a, b, bias, c, (prepared.shape[1], 1))
     return c
+
+
+def _launch(
+    prepared: _Prepared, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, c_strides: tuple[int, ...]
+) -> None:
+    launch, index, shape, _, _, (of_a, of_b), narrow_block, c_block, others = prepared
+    describe, pointer = launch.descriptor, c if bias is None else bias
+    # a kernel without a narrow block is told None, which is no descriptor and has no position
+    narrow = (None,) if narrow_block is None else describe(2, b, narrow_block, *of_b[1:])
+    launch(
+        index, *describe(0, a, *of_a), *describe(1, b, *of_b), *narrow,
+        *describe(2 if narrow_block is None else 3, c, c_block, shape, c_strides),
+        pointer.data_ptr() if launch.direct else pointer, *others,
+    )  # fmt: skip
 
 
 def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
@@ -400,22 +405,14 @@ def tma_matmul(
         m, n, k, ranks, piece_k, a_transposed, b_transposed, *_split(a, b),
         a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
     )  # fmt: skip
-    c_position = 2 if narrow_block is None else 3
-    operands = (
-        *launch.descriptor(0, a, a_block),
-        *launch.descriptor(1, b, b_block),
-        *((None,) if narrow_block is None else launch.descriptor(2, b, narrow_block)),
-    )
     others = (
         m, n, steps, promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k, *constants,
     )  # fmt: skip
-    pointer = c if bias is None else bias
+    matrices = (a_block, tuple(a.shape), a.stride()), (b_block, tuple(b.shape), b.stride())
+    prepared = _Prepared(launch, index, (m, n), out_dtype, a.device, matrices, narrow_block, c_block, others)
     if key is not None and launch.direct:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
-        remembered = (pointer.data_ptr(), *others)
-        _prepared[key] = _Prepared(
-            launch, index, (m, n), (n, 1), out_dtype, a.device, operands, c_position, c_block, remembered
-        )
-    launch(index, *operands, *launch.descriptor(c_position, c, c_block), pointer, *others)
+        _prepared[key] = prepared
+    _launch(prepared, a, b, bias, c, c.stride())
     return c if out is None else written(out)

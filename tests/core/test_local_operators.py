@@ -459,3 +459,26 @@ def test_a_gradient_that_somebody_holds_is_detached():
 
     for grad in testing.run_ranks(on_rank, 2, device="cpu"):
         assert grad.tolist() == [[1.0, 1.0]] * 4
+
+
+def test_parameters_of_other_kinds_are_listed_in_torchs_way():
+    """An optimizer's list of its parameters looks for no __torch_function__, unless one of them may have one."""
+    local_operators.shorten()
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    plain, watched = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).as_subclass(Watched))
+    for kind in (torch.optim.Adam, torch.optim.SGD):
+        optimizer = kind([plain, watched], lr=0.1)
+        watched.grad = torch.ones(2)
+        seen.clear()
+        optimizer.step()
+        assert torch.Tensor.grad.__get__ in seen
+    looks = local_operators._listing_quickly(lambda self, group: torch._C._is_torch_function_enabled())
+    assert looks(None, {"params": [plain, watched]}) and not looks(None, {"params": [plain]})
+    assert torch._C._is_torch_function_enabled()

@@ -1,4 +1,4 @@
-"""Calls of norms and attention that repeat an earlier one: the same launches, and every error that a first call raises.
+"""Calls of products, norms and attention that repeat an earlier one: the same launches, and each error of a first call.
 
 Launches are recorded instead of made, on CPU tensors, so that the path which GPUs take is seen here.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
+from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.launch import Launch
 from tp_invariant.kernels.rowwise import norm
 
@@ -146,3 +147,57 @@ def test_attention(launches, kv_heads, dtype):
     known = len(attention_backward._known)
     backward(**{**tensors, "q": q.transpose(2, 3).contiguous().transpose(2, 3)})  # must be copied
     assert len(attention_backward._known) == known
+
+
+@pytest.fixture
+def products(launches, monkeypatch):
+    """`launches`, also of products by TMA, on a GPU of 132 multiprocessors."""
+    monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, c_stride, out_dtype: True)
+    monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 132)
+    monkeypatch.setattr(matmul_tma, "_prepared", {})
+    monkeypatch.setattr(Launch, "direct", True)
+    matmul_tma._plan.cache_clear()
+    yield launches
+    matmul_tma._plan.cache_clear()
+
+
+def new(*shape, transposed=False):
+    return (
+        torch.empty(shape[::-1], dtype=torch.bfloat16).t() if transposed else torch.empty(shape, dtype=torch.bfloat16)
+    )
+
+
+PRODUCTS = {
+    "plain": lambda: ((new(256, 512), new(512, 384)), {}),
+    "transposed": lambda: ((new(256, 512, transposed=True), new(512, 384, transposed=True)), {}),
+    "rows of a wider matrix": lambda: ((new(256, 640)[:, :512], new(512, 384)), {}),
+    "a bias": lambda: ((new(256, 512), new(512, 384)), {"bias": new(384)}),
+    "fp32": lambda: ((new(256, 512), new(512, 384)), {"out_dtype": torch.float32, "promote_every": 128}),
+    "two descriptors of b": lambda: ((new(2048, 4096), new(4096, 1536, transposed=True)), {}),
+    "rank-major": lambda: ((new(2, 256, 64), new(2, 384, 64)), {"b_k_dim": 1}),
+    "rank-major, K first": lambda: ((new(2, 256, 64), new(2, 64, 384)), {"b_k_dim": 0, "bias": new(384)}),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_the_same_layouts_elsewhere_in_memory(products, name):
+    """The launch of a first call, with the addresses of the second one's operands."""
+    found, kept = [], []
+    for call in range(3):
+        products.clear()
+        (a, b), options = PRODUCTS[name]()
+        c = (matmul.matmul_rank_major if "b_k_dim" in options else matmul.matmul)(a, b, **options)
+        kept.append((a, b, c, options))  # so that no address is used again
+        names = {
+            x.data_ptr(): text
+            for text, x in {"a": a, "b": b, "c": c, "bias": options.get("bias")}.items()
+            if x is not None
+        }
+        found.append([tuple(names.get(x, x) for x in one) for one in products])
+        assert len(matmul_tma._prepared) == 1, f"call {call} was not taken for the first one's like"
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1
+    assert {"a", "b", "c"} <= {x for x in found[0][0] if isinstance(x, str)}
+    (prepared,) = matmul_tma._prepared.values()
+    assert (prepared.narrow_block is not None) == (name == "two descriptors of b")
+    product = kept[0][2]
+    assert (tuple(product.shape), product.dtype) == (prepared.shape, options.get("out_dtype", torch.bfloat16))

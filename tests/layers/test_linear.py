@@ -411,7 +411,7 @@ def selective(tp_group, recompute):
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    mlp = torch.nn.Sequential(up, down)
+    mlp = torch.nn.Sequential(up, down, tpi.ParallelNorm(64, **options))
     y = checkpoint(mlp, x, use_reentrant=False, context_fn=contexts) if recompute else mlp(x)
     y.square().sum().backward()
     whole = [tpi.regions.gather_sequence(t, tp_group, 0) for t in (y.detach(), x.grad)]

@@ -86,6 +86,10 @@ def frozen(layer, x, stack):
     layer.weight.requires_grad_(False)
 
 
+def with_a_trained_norm(layer, x, stack):
+    layer.layer_norm_weight.requires_grad_()
+
+
 # (the fact, what changes it: in the layer, or the x that it returns)
 OF_BOTH = [
     ("the TP-invariant mode", context(lambda: tpi.set_tp_invariant_mode(False))),
@@ -128,6 +132,7 @@ OF_LAYERNORM_LINEAR = [
     ("the norm", attribute("normalization", "RMSNorm")),
     ("the norm", attribute("eps", 1e-3)),
     ("the norm", attribute("zero_centered_gamma", True)),
+    ("whether a parameter of the norm needs a gradient", with_a_trained_norm),
     ("return_layernorm_output", attribute("return_layernorm_output", False)),
     ("return_layernorm_output", attribute("return_layernorm_output_gathered", True)),
 ]
@@ -151,7 +156,7 @@ def linear(tp_group):
 def layernorm_linear(tp_group):
     options = dict(parallel_mode="column", tp_group=tp_group, sequence_parallel=True, return_layernorm_output=True)
     layer = tpi.LayerNormLinear(8, 8, **options)
-    layer.layer_norm_weight.requires_grad_(False)  # so that what the linear layer gets needs a gradient if x does
+    layer.layer_norm_weight.requires_grad_(False)
     layer.layer_norm_bias.requires_grad_(False)
     return layer
 

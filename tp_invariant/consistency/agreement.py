@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import call_records, liveness
 from ..comm.call_records import call_context
@@ -180,15 +181,17 @@ def check_agreement(
         facts[_NUMBER] = agreed.number
         agreed.name = facts.get("the layer", agreed.name)
     shard = 0
-    if sharded_weight is not None and not agreed:
-        allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
-        shard = shard_hash(local_of(sharded_weight), allowed)
     hashed = {f"{_HASH_OF} {name}": tensor for name, tensor in (same or {}).items()}
     if not agreed or is_call_check_enabled():
         hashed |= {f"{_HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
-    for name, tensor in hashed.items():
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
-            facts[name] = int(tensor_hash(tensor))
+    # selective checkpointing would give what these operators return to the same operators of the recomputed layer
+    with _disable_current_modes():
+        if sharded_weight is not None and not agreed:
+            allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
+            shard = shard_hash(local_of(sharded_weight), allowed)
+        for name, tensor in hashed.items():
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
+                facts[name] = int(tensor_hash(tensor))
     _compare(facts, group, device, agreed, shard)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls

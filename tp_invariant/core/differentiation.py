@@ -10,6 +10,22 @@ import torch
 from torch import Tensor
 
 
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply, for a function without setup_context, in two thirds of the host's time.
+
+    torch's looks into every argument for what is left of an earlier torch.func transform. Such a tensor has no memory,
+    and the kernels refuse it. Inside of a transform torch's own is called, which raises: see `Function.apply`.
+    """
+    direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return direct(*args)
+
+    return apply
+
+
 class _Once(torch.autograd.Function):
     """Gradients as they are, which cannot be differentiated; `mark` requires a gradient, so that they do."""
 

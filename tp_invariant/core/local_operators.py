@@ -47,6 +47,9 @@ def shorten() -> None:
         module: Any = sys.modules.get(f"torch.optim.{name}")
         if callable(function := getattr(module, name, None)):
             setattr(module, name, _with_local_tensors(function, refused))
+        kind: Any = getattr(module, {"adam": "Adam", "sgd": "SGD"}[name], None)
+        if callable(listing := getattr(kind, "_init_group", None)):
+            kind._init_group = _listing_quickly(listing)
     _shortened = True
 
 
@@ -103,6 +106,22 @@ def _with_local_tensors(function: Callable[..., None], refused: list[str]) -> Ca
             increment_version([x for given in written for x in given if type(x) is _DTensor])  # others have counted it
 
     return with_local_tensors
+
+
+def _listing_quickly(init_group: Callable[..., Any]) -> Callable[..., Any]:
+    """`_init_group` of an optimizer, which reads a dozen attributes of each parameter and makes lists of them.
+
+    Of a DTensor each takes twice as long, since torch looks for a __torch_function__, which DTensors have turned off.
+    """
+
+    @functools.wraps(init_group)
+    def listing(self: Any, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not {Tensor, torch.nn.Parameter, _DTensor}.issuperset(map(type, group["params"])):
+            return init_group(self, group, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return init_group(self, group, *args, **kwargs)
+
+    return listing
 
 
 def _local_lists(lists: Sequence[Any], options: dict[str, Any]) -> list[list[Tensor]] | None:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..core.differentiation import applier
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..kernels.select import select
@@ -141,7 +142,7 @@ def _apply(arguments: tuple) -> Tensor:
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors[:5]])
     ):
-        return _Attention.apply(*tensors, options)
+        return _differentiable(*tensors, options)
     out, _ = _forward(*arguments)
     return out
 
@@ -412,6 +413,9 @@ class _Attention(torch.autograd.Function):
         # for create_graph=True a function whose own backward refuses; else it would only cost time
         run: Any = _AttentionBackward.apply if torch.is_grad_enabled() else _backward
         return _gradients(ctx, run(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))[:8]
+
+
+_differentiable = applier(_Attention)
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.dtensors import as_local, is_dtensor, refuse_dtensor
+from ..core.dtensors import as_local
 from ..core.layout import Stride, TokenSharding
 from ..core.options import Normalization, ParallelMode
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
 from ..functional.regions import gather_sequence
-from ..gemm.gemm_fn import check_norm_dtype
-from .call_signature import mode_if_cacheable
-from .linear import Linear, autocast_dtype
+from .linear import Linear
 from .parameters import ShardSpec
 
 
@@ -38,7 +36,9 @@ class LayerNormLinear(Linear):
     """
 
     SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
-    _OPTIONS = (*Linear._OPTIONS, "the norm", "return_layernorm_output")
+    _OPTIONS = (
+        *Linear._OPTIONS, "the norm", "whether a parameter of the norm needs a gradient", "return_layernorm_output",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -114,61 +114,36 @@ class LayerNormLinear(Linear):
             nn.init.zeros_(self.layer_norm_bias)
 
     def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
+        own = [self._parameters.get(name) for name in ("layer_norm_weight", "layer_norm_bias")]
+        trained = any([p is None or p.requires_grad for p in own[: 2 if self.normalization == "LayerNorm" else 1]])
         norm = self.normalization, self.eps, self.zero_centered_gamma
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
-        return *super()._options(device, bias, stride), norm, returned
+        return *super()._options(device, bias, stride), norm, trained, returned
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
         return super().forward(x)
 
-    def _forward(self, x: Tensor) -> Any:
-        if is_dtensor(x):
-            refuse_dtensor(x, f"x of {self._name}")
-        dtype = autocast_dtype(x.device)
-        x = x if dtype is None else x.to(dtype)
-        call, invariant = self._resolve_norm(x, dtype)
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+    def _norm_call(self) -> NormCall:
+        world = self.group.size if self.sequence_parallel else 1
+        sharding = TokenSharding(world, self.sequence_dim)
+        return NormCall(self.group, sharding, self.eps, self.normalization == "RMSNorm", self.zero_centered_gamma)
+
+    def _normalized(self, x: Tensor, norm: NormCall, invariant: bool) -> Tensor:
+        own = self._parameters
+        gamma, beta = own.get("layer_norm_weight"), own.get("layer_norm_bias")
+        if gamma is None or (beta is None and not norm.rms):  # computed by a parametrization
+            gamma, beta = self.layer_norm_weight, self.layer_norm_bias
         for name, p in (("layer_norm_weight", gamma), ("layer_norm_bias", beta)):
             if p is not None and getattr(p, "partition_stride", None) is None:  # of torch.func.functional_call
                 self._mark_replacement(name, p, self.shard_spec(name))
         if invariant:
-            normed = invariant_norm(x, gamma, beta, call)
-        else:
-            normed = stock_norm(x, as_local(gamma), as_local(beta), call)
-        y = super()._forward(normed)
+            return invariant_norm(x, gamma, beta, norm)
+        return stock_norm(x, as_local(gamma), as_local(beta), norm)
+
+    def _with_normalized(self, result: Any, x: Tensor) -> Any:
         if not self.return_layernorm_output:
-            return y
-        if call.sharding.world > 1 and self.return_layernorm_output_gathered:
-            normed = gather_sequence(normed, self.group, self.sequence_dim)
-        return (*y, normed) if isinstance(y, tuple) else (y, normed)
-
-    def _resolve_norm(self, x: Tensor, dtype: torch.dtype | None) -> tuple[NormCall, bool]:
-        """The norm's call, and whether the mode is on: checked here once for a kind of call, as `_resolve_call` does.
-
-        dtype: autocast's, or None.
-        """
-        weight, mode, key = self.weight, mode_if_cacheable(), None
-        weight_dtype = weight.dtype if dtype is None else dtype
-        if mode is not None and not self.fuse_wgrad_accumulation:
-            key = (
-                "the norm", mode, x.shape, x.dtype, weight.shape, weight_dtype, self.sequence_parallel,
-                self.sequence_dim, self.eps, self.normalization, self.zero_centered_gamma,
-            )  # fmt: skip
-        found = self._agreed.lookup(key)
-        if found is not None and found[0].group is self.group:
-            return found
-
-        def check() -> None:
-            check_norm_dtype(x, f"x on rank {self.group.rank}")
-
-        invariant = self._check_call(x, weight_dtype, check)
-        sharded = self.sequence_parallel and self.group.size > 1
-        call = NormCall(
-            self.group,
-            TokenSharding(self.group.size if sharded else 1, self.sequence_dim),
-            self.eps,
-            self.normalization == "RMSNorm",
-            self.zero_centered_gamma,
-        )
-        return self._agreed.store(key, (call, invariant))
+            return result
+        if self.sequence_parallel and self.group.size > 1 and self.return_layernorm_output_gathered:
+            x = gather_sequence(x, self.group, self.sequence_dim)
+        return (*result, x) if isinstance(result, tuple) else (result, x)

@@ -24,9 +24,10 @@ from ..functional import linear as functions
 from ..functional import stock
 from ..functional.linear import LinearCall
 from ..functional.main_grad import MainGrad
+from ..functional.norm import NormCall
 from ..functional.regions import gather_features, scatter_features
 from ..gemm.cost_model import costs_of
-from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
+from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, check_norm_dtype, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.scheduler import scheduler
 from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, signature_of
@@ -330,13 +331,15 @@ class Linear(ShardedModule, nn.Linear):
         if dtype is not None:
             x, weight = x.to(dtype), as_local(weight).to(dtype)
             bias = None if bias is None else as_local(bias).to(dtype)
-        call, invariant = self._resolve_call(x, weight, bias, stride)
+        call, invariant, norm = self._resolve_call(x, weight, bias, stride)
         if not invariant:  # else the functions of functional/linear.py take them
             weight, bias = as_local(weight), as_local(bias)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             call_context.layer = self._agreed
         try:
+            if norm is not None:
+                x = self._normalized(x, norm, invariant)
             if self.parallel_mode == "row" and not self.input_is_parallel:
                 x = scatter_features(x, self.group, stride)
             paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
@@ -346,7 +349,8 @@ class Linear(ShardedModule, nn.Linear):
                 y = check_gradient(y, self._name, self.group, self._agreed, self._parameters.get("weight"))
             if self.gather_output:
                 y = gather_features(y, self.group, stride)
-            return (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+            result = (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
+            return result if norm is None else self._with_normalized(result, x)
         finally:
             if not compiling:
                 call_context.layer = None
@@ -354,6 +358,18 @@ class Linear(ShardedModule, nn.Linear):
     def _product_dtype(self, device: torch.device) -> torch.dtype | None:
         """To which x and the parameters are converted before the product; None: they have its dtype."""
         return autocast_dtype(device)
+
+    def _norm_call(self) -> NormCall | None:
+        """The norm of x before the product, which LayerNormLinear has."""
+        return None
+
+    def _normalized(self, x: Tensor, norm: NormCall, invariant: bool) -> Tensor:
+        """x after that norm."""
+        return x
+
+    def _with_normalized(self, result: Any, x: Tensor) -> Any:
+        """What forward returns of a product's result and of its x after the norm."""
+        return result
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:
         if bias is None:
@@ -369,7 +385,9 @@ class Linear(ShardedModule, nn.Linear):
 
     # --- what a call is checked for ---------------------------------------------------------------------------------
 
-    def _resolve_call(self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride) -> tuple[LinearCall, bool]:
+    def _resolve_call(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
+    ) -> tuple[LinearCall, bool, NormCall | None]:
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
         mode, signature = mode_if_cacheable(), None
         # without a bundled kernel for x it is up to a default gemm_fn, which may be another by then
@@ -404,7 +422,7 @@ class Linear(ShardedModule, nn.Linear):
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
         else:
             stock.log_once(self.group)
-        return self._agreed.store(signature, (call, invariant))
+        return self._agreed.store(signature, (call, invariant, self._norm_call()))
 
     def _signature(
         self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
@@ -439,13 +457,13 @@ class Linear(ShardedModule, nn.Linear):
             )
         return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
 
-    def _check_call(self, x: Tensor, weight_dtype: torch.dtype, more: Callable[[], None] | None = None) -> bool:
+    def _check_call(self, x: Tensor, weight_dtype: torch.dtype) -> bool:
         """Whether the mode is on; what this rank finds wrong with the call, all ranks get to know."""
         try:
             self._check_input(x, weight_dtype)
             invariant = is_tp_invariant_mode_enabled()
-            if invariant and more is not None:
-                more()
+            if invariant and self._norm_call() is not None:
+                check_norm_dtype(x, f"x on rank {self.group.rank}")
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
                 self._main_grad().buffer()
             return invariant

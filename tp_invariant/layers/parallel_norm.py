@@ -144,7 +144,11 @@ class ParallelNorm(ShardedModule):
 
     def _forward(self, x: Tensor) -> Tensor:
         refuse_dtensor(x, "x of a ParallelNorm")
-        weight, bias = self.weight, self.bias  # read once: nn.Module.__getattr__ is slow
+        own = self._parameters  # nn.Module.__getattr__ is slow
+        weight = own.get("weight")
+        if weight is None:  # computed by a parametrization
+            weight = self.weight
+        bias = self.bias
         for name, p in (("weight", weight), ("bias", bias)):
             if p is not None and getattr(p, "partition_stride", None) is None:  # of torch.func.functional_call
                 self._mark_replacement(name, p, self.shard_spec(name))

@@ -208,14 +208,15 @@ def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
 
 
 def test_keys_of_remembered_calls(interpreted):
-    """Everything that may differ at the same addresses; and calls that are never remembered."""
+    """Everything but addresses that calls may differ in; memory that differs alone; calls that are never remembered."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     a, b = torch.ones(8, 8), torch.ones(8, 8)
+    unaligned = torch.ones(65)[1:].view(8, 8)
     known = [
         interpreted.call_key(x, y, bias, out_dtype, every)
-        for x, y in ((a, b), (b, a), (a.t(), b), (a[:4], b), (a.view(torch.int32), b), (a, b.t()))
-        for bias in (None, a[0], b[0], a[:, 0], a[0].view(torch.int32))
+        for x, y in ((a, b), (a, unaligned), (unaligned, b), (a.t(), b), (a[:4], b), (a.view(torch.int32), b))
+        for bias in (None, a[0], unaligned[0], a[:, 0], a[0].view(torch.int32))
         for out_dtype in (None, torch.float16)
         for every in (None, 128, 512)
     ]
@@ -223,6 +224,7 @@ def test_keys_of_remembered_calls(interpreted):
         there = [torch.empty(8, 8, device=f"cuda:{index}") for index in (0, 1)]
         known += [interpreted.call_key(*each, None, None) for each in itertools.product(there, repeat=3)]
     assert None not in known and len(set(known)) == len(known)
+    assert interpreted.call_key(b, a, b[0], None, None) == interpreted.call_key(a, b, a[0], None, None) in known
     negated = torch._neg_view(a)
     for args in ((negated, b), (a, negated), (a, b, negated[0]), (a, b, None, None, 512.0), (a, [1])):
         assert interpreted.call_key(*args, *[None] * (5 - len(args))) is None
@@ -239,12 +241,15 @@ def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     served = []
     original = interpreted.repeat_call
-    monkeypatch.setattr(matmul_module, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
+    monkeypatch.setattr(matmul_module, "repeat_call", lambda *args: (served.append(c := original(*args)), c)[1])
     a, b = (torch.randint(-8, 9, shape).float() for shape in ((8, 32), (32, 20)))
     for call in range(3):
         a += 1
         assert_bitwise_equal(matmul_module.matmul(a, b, promote_every=512), a @ b)
         assert (served.pop() is not None) == (call > 0)
+    elsewhere = 3 * a, b + 1
+    assert_bitwise_equal(matmul_module.matmul(*elsewhere, promote_every=512), elsewhere[0] @ elsewhere[1])
+    assert served.pop() is not None
     assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
     with pytest.raises(TypeError, match=r"promote_every=512\.0 must be an int"):
         matmul_module.matmul(a, b, promote_every=512.0)
@@ -277,7 +282,7 @@ def test_repeated_calls(monkeypatch):
     monkeypatch.setattr(matmul_tma, "_prepared", {})
     served = []
     original = matmul_tma.repeat_call
-    monkeypatch.setattr(matmul_module, "repeat_call", lambda key: (served.append(c := original(key)), c)[1])
+    monkeypatch.setattr(matmul_module, "repeat_call", lambda *args: (served.append(c := original(*args)), c)[1])
     for _ in range(4):
         a.mul_(2)  # other values, in the same memory
         for x, y, options in variants:
