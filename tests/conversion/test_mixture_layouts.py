@@ -1,8 +1,8 @@
 """Whole mixtures of experts trained over ranks: tensor, expert, data and sequence parallelism have one rank's bytes.
 
-By itself a few of the cases; `pytest tests/conversion/test_mixture_layouts.py --all-layouts` runs each of seven
-families in each layout and with each kind of router, the control with the mode off, and the comparison with
-transformers' own training.
+By itself a few of the cases, for two steps. `pytest tests/conversion/test_mixture_layouts.py --all-layouts` runs each
+of seven families in each layout and with each kind of router for five steps, the control with the mode off, and the
+comparison with transformers' own training.
 """
 
 import functools
@@ -50,11 +50,11 @@ def test_the_layouts_are_those_that_are_promised():
     assert {family for family, _, _ in SAMPLE} == set(FAMILIES) and set(SAMPLE) <= set(TABLE)
 
 
-def test_training_has_the_bytes_of_one_rank(family, layout, router):
-    """Logits, losses and norms of five steps, every gradient of the first and the last, and the parameters."""
-    want, _ = alone(family, layout, router)
-    steps = mixture_layouts.STEPS
-    for rank, (got, _) in enumerate(run_ranks(mixture_layouts.train, layout.ranks, family, layout, router)):
+def test_training_has_the_bytes_of_one_rank(family, layout, router, pytestconfig):
+    """Logits, losses and norms of all steps, every gradient of the first and the last, and the parameters."""
+    steps = mixture_layouts.STEPS if pytestconfig.getoption("--all-layouts") else 2
+    want, _ = alone(family, layout, router, steps=steps)
+    for rank, (got, _) in enumerate(run_ranks(mixture_layouts.train, layout.ranks, family, layout, router, steps)):
         assert {f"norm {step}" for step in range(steps)} | {"gradients 0", "parameters"} <= got.keys()
         assert sum(name.startswith("logits") for name in got) * min(layout.dp, 4) == steps * (4 if layout.dp > 1 else 1)
         assert_bitwise_equal(got, {name: want[name] for name in got}, f"{family} on rank {rank} of {layout}, {router}")
@@ -62,7 +62,7 @@ def test_training_has_the_bytes_of_one_rank(family, layout, router):
 
 def test_with_the_mode_off_the_bytes_depend_on_the_layout(family, layout):
     want, _ = alone(family, layout, ROUTERS[0], mode=False, steps=1)
-    on, _ = alone(family, layout, ROUTERS[0])
+    on, _ = alone(family, layout, ROUTERS[0], steps=1)
     for got, _ in run_ranks(mixture_layouts.train, layout.ranks, family, layout, ROUTERS[0], 1, False):
         gradients = got["gradients 0"]
         assert not all(torch.equal(grad, want["gradients 0"][name]) for name, grad in gradients.items())
@@ -74,7 +74,7 @@ def test_with_the_mode_off_the_bytes_depend_on_the_layout(family, layout):
 def test_values_are_those_of_transformers(family, router):
     """The first step's, as near to the model in float64 as the model in float32."""
     layout = LAYOUTS[0]
-    ours, counts = alone(family, layout, router)
+    ours, counts = alone(family, layout, router, steps=1)
     exact, theirs = (
         mixture_layouts.train_by_transformers(family, router, dtype, 1, 1) for dtype in (torch.float64, torch.float32)
     )

@@ -106,7 +106,11 @@ def before_the_first_call(outcomes, rank, port):
             except RuntimeError as error:
                 Path(outcomes, f"{what} {rank}").write_text(str(error))
         store.set(f"{what} {rank}", "")
-        store.wait([f"{what} 0", f"{what} 2"], patience)  # rank 0 has the store
+        store.wait([f"{what} 0", f"{what} 2"], patience)
+    if rank == 0:  # it has the store, so that the other's wait would fail if it ended now
+        store.wait(["all seen"], patience)
+    else:
+        store.set("all seen", "")
 
 
 def a_hook_alone_and_a_death(folder, rank):
