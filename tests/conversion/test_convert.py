@@ -381,6 +381,94 @@ def test_whole_blocks_that_do_not_get_the_hidden_states(call, text):
         assert isinstance(said, str) and re.search(text, said), said
 
 
+class Attends(nn.Module):
+    """Of hidden states that are given three times; `flat`: its result has the tokens of all sequences in one dim."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+        self.flat = flat
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(2, (-1, 16)).transpose(1, 2) for x in (self.q(q), self.k(k), self.v(v)))
+        y = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y.flatten(0, 1) if self.flat else y
+
+
+class AttendingLayer(nn.Module):
+    """others: of what keys and values are made: the "same" tensor as queries, or "another"."""
+
+    def __init__(self, others: str, attention: Attends) -> None:
+        super().__init__()
+        self.norm, self.other_norm, self.others, self.attention = nn.LayerNorm(64), nn.LayerNorm(64), others, attention
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z = y if self.others == "same" else self.other_norm(x)
+        x = x + self.attention(y, z, v=z).view(x.shape)
+        return x + self.mlp(x)
+
+
+def attending_on_rank(tp_group, sp, sharded, grad=True, others="same", flat=False, outside=False):
+    torch.manual_seed(0)
+    model = Stack(False)
+    attention = Attends(flat)
+    if outside:
+        model.attention = attention
+    model.layers = nn.ModuleList([AttendingLayer(others, attention if outside else Attends(flat)) for _ in range(2)])
+    alone = copy.deepcopy(model)
+    plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+    if sharded:
+        plan |= {f"layers.*.attention.{name}": "colwise" for name in "qkv"} | {"layers.*.attention.o": "rowwise"}
+    found = []
+    try:
+        parallelize(model, tp_group, plan, sequence_parallel=sp)
+        for one in (model, alone):
+            x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            with tpi.set_tp_invariant_mode(True), torch.set_grad_enabled(grad):
+                y = one(x)
+            if grad:
+                y.square().mul(torch.arange(64)).sum().backward()
+            found.append((y.detach(), x.grad, testing.full_grads(one) if grad else None))
+    except ValueError as error:
+        return str(error)
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_hidden_states_that_a_block_gets_several_times(sharded):
+    """Keys and values are of all tokens, too, and not of this rank's alone, which no shape says."""
+    ((want, exact),) = run_ranks(attending_on_rank, 1, False, sharded)
+    torch.testing.assert_close(want, exact, rtol=1e-3, atol=1e-4)
+    for got, _ in run_ranks(attending_on_rank, 2, True, sharded):
+        assert_bitwise_equal(got, want)
+    for got, _ in run_ranks(attending_on_rank, 2, True, sharded, False):
+        assert_bitwise_equal(got[0], want[0])
+
+
+OTHER_TOKENS = r"Attends is whole on every rank.* it also got another tensor of their shape \(2, 4, 64\)"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),  # sharded, grad, others, flat, outside
+    [
+        ((False, True, "another"), OTHER_TOKENS),
+        ((False, False, "another"), OTHER_TOKENS),
+        ((True, True, "another"), "this rank's part of the activations: taken as the same on every rank"),
+        ((False, True, "same", True), r"Attends got all tokens .* \(2, 8, 64\).* is of shape \(16, 64\)"),
+        (
+            (False, True, "same", False, True),
+            r"layers\.0\.attention\.q and .* attention\.q: is one module, inside and outside",
+        ),
+    ],
+    ids=["another", "another, without gradients", "another, sharded", "flat", "two places"],
+)
+def test_tokens_of_this_rank_that_nothing_gathers(options, text):
+    for said in run_ranks(attending_on_rank, 2, True, *options):
+        assert isinstance(said, str) and re.search(text, said), said
+
+
 def twice_normed(dtype=torch.float32):
     """Whose norm has a weight and is used before the layers, too."""
     import transformers

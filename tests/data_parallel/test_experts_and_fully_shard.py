@@ -270,6 +270,68 @@ def test_mixed_precision_and_accumulated_gradients():
             assert_bitwise_equal({name: got[name] for name in names}, {name: wanted[name] for name in names})
 
 
+def stepped(world: Any, dp: int, frozen: bool) -> dict[str, Any]:
+    """Two steps of the integrations', which train the experts alone where the rest is frozen."""
+    from tp_invariant.integrations.ranks import Ranks
+    from tp_invariant.integrations.steps import Step
+
+    case = LAYERS.with_(dp=dp, over_data=dp)
+    found: dict[str, Any] = {}
+    with tpi.set_tp_invariant_mode(True):
+        model, dp_group = make(case)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or ".experts." in name)
+        step = Step(Ranks(model, None if dp == 1 else dp_group), [model])
+        for number, micro_batches in enumerate((8, 4)):
+            step.start(micro_batches)
+            computed = []
+            for index in range(micro_batches):
+                due = step.due(index, 8 * number + index)
+                if due is not None:
+                    loss = loss_of(model, case, due[1])
+                    loss.backward()
+                    step.add(loss)
+                    computed.append(due[0])
+            assert computed == list(range(dp_group.get_local_rank() if dp > 1 else 0, micro_batches, dp))
+            found[f"loss {number}"] = step.finish()
+            found[f"gradients {number}"] = testing.full_grads(model)
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "experts alone"])
+def test_steps_of_the_integrations(frozen):
+    want = stepped(None, 1, frozen)
+    assert (want["gradients 0"]["up.weight"] is None) == frozen
+    for got in run_ranks(stepped, 2, 2, frozen):
+        assert_bitwise_equal(got, want)
+
+
+def clipped_after_an_evaluation(world: Any) -> list[Any]:
+    """What clip_grad_norm_ says to the model's parameters, and the norm of the optimizer's, or after reshard."""
+    with tpi.set_tp_invariant_mode(True):
+        model, dp_group = make(LAYERS.with_(dp=2))
+        parameters = list(model.parameters())
+        tree = MicroBatchTree(parameters, dp_group, 2)
+        for index in tree.share:
+            loss_of(model, LAYERS, index).backward()
+            tree.add()
+        tree.reduce()
+        with torch.no_grad():
+            loss_of(model, LAYERS, 2)
+        said = error_text(tpi.clip_grad_norm_, model.parameters(), 1e9)
+        norms = [tpi.clip_grad_norm_(parameters, 1e9)]
+        model.reshard()
+        return [said, *norms, tpi.clip_grad_norm_(model.parameters(), 1e9)]
+
+
+def test_gradients_of_parameters_that_are_gathered_are_not_left_out():
+    """fully_shard's root keeps gathered parameters after a forward alone."""
+    for said, norm, again in run_ranks(clipped_after_an_evaluation, 2):
+        assert re.search(r"ValueError: the gradient of parameter \d+ .* would be left out: .*module.reshard\(\)", said)
+        assert torch.equal(norm, again) and norm > 0
+
+
 # --- states and checkpoints -----------------------------------------------------------------------------------------
 
 

@@ -179,7 +179,7 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
                 hooks.enter_unsharded_block if unsharded else hooks.enter_block, with_kwargs=True
             )
             if hooks.group.size > 1 and name in survey.whole_blocks:
-                block.register_forward_hook(hooks.leave_block)
+                block.register_forward_hook(hooks.leave_block, with_kwargs=True)
         if hooks.group.size > 1:
             owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
             owner.register_forward_pre_hook(hooks.start)
@@ -233,14 +233,16 @@ class _SequenceHooks:
         return args, kwargs
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return _with_first(_gather_into_block, self.group, args, kwargs)
+        return _with_first(_gather_into_block, self.group, args, kwargs, everywhere=True)
 
     def enter_unsharded_block(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """For a block in which the plan shards nothing: whether hidden states come first, nothing has said."""
-        first = args[0] if args else kwargs.get("hidden_states")
+        first = _first(args, kwargs)
         if isinstance(first, Tensor) and first.dim() == 3:
+            if self.group.size > 1:
+                self._check_others(block, first, [*args, *kwargs.values()])
             return self.enter_block(block, args, kwargs)
         if self.group.size == 1:
             return args, kwargs
@@ -250,11 +252,32 @@ class _SequenceHooks:
             f"[B, S, H]: they must come first, or as hidden_states=.., and it got {what}. Use sequence_parallel=False"
         )
 
-    def leave_block(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """For a block that gathers its features itself, so that no row-parallel layer has scattered the tokens."""
-        if isinstance(output, tuple):
-            return scatter_sequence(output[0], self.group, SEQUENCE_DIM), *output[1:]
-        return scatter_sequence(output, self.group, SEQUENCE_DIM)
+    def _check_others(self, block: nn.Module, first: Tensor, given: list[Any]) -> None:
+        """Raises: ValueError: besides its hidden states the block gets what may be this rank's tokens, too."""
+        for other in given:
+            if isinstance(other, Tensor) and other is not first and other.shape == first.shape:
+                raise ValueError(
+                    f"{type(block).__name__} is whole on every rank, so that sequence_parallel gathers its hidden "
+                    f"states. On rank {self.group.rank} it also got another tensor of their shape "
+                    f"{tuple(first.shape)}, which nothing gathers. Use sequence_parallel=False"
+                )
+
+    def leave_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """For a block that gathers its features itself, so that no row-parallel layer has scattered the tokens.
+
+        Raises:
+            ValueError: its output does not have the tokens of its input in dims 0 and 1.
+        """
+        whole, first = (output[0] if isinstance(output, tuple) and output else output), _first(args, kwargs)
+        if not isinstance(whole, Tensor) or whole.shape[:2] != first.shape[:2]:
+            what = f"of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
+            raise ValueError(
+                f"{type(block).__name__} got all tokens of hidden states [B, S, H] on rank {self.group.rank}, of shape "
+                f"{tuple(first.shape)}, and sequence_parallel scatters what it puts out: that must begin with the same "
+                f"B and S, and is {what}. Use sequence_parallel=False"
+            )
+        part = scatter_sequence(whole, self.group, SEQUENCE_DIM)
+        return (part, *output[1:]) if isinstance(output, tuple) else part
 
     def scatter_before_layers(self, norm: nn.Module, args: tuple) -> tuple:
         return args if self.inside else (scatter_sequence(args[0], self.group, SEQUENCE_DIM), *args[1:])
@@ -289,10 +312,24 @@ def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:
     return gather_sequence(x.view_as(x), group, dim)
 
 
-def _with_first(move: Callable, group: Group, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a layer or block after `move` of its hidden states: the first argument, or `hidden_states`."""
-    if args:
-        return (move(args[0], group, SEQUENCE_DIM), *args[1:]), kwargs
-    if "hidden_states" not in kwargs:
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The hidden states among the arguments of a layer or block: the first one, or `hidden_states`."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def _with_first(
+    move: Callable, group: Group, args: tuple, kwargs: dict[str, Any], *, everywhere: bool = False
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a layer or block after `move` of its hidden states.
+
+    everywhere: they are replaced wherever the same tensor is given, as in attention(x, x, x).
+    """
+    if not args and "hidden_states" not in kwargs:
         raise TypeError(f"hidden states must come first or as hidden_states=..; got {', '.join(kwargs) or 'nothing'}")
-    return args, {**kwargs, "hidden_states": move(kwargs["hidden_states"], group, SEQUENCE_DIM)}
+    first = _first(args, kwargs)
+    moved = move(first, group, SEQUENCE_DIM)
+    if everywhere:
+        return tuple(moved if x is first else x for x in args), {
+            k: moved if x is first else x for k, x in kwargs.items()
+        }
+    return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": moved})

@@ -66,8 +66,10 @@ _RULES: dict[type, _Rule] = {
     _VocabEmbedding: lambda node, states: WHOLE if node.call.sequence_dim is None else PART,
     _CrossEntropy: lambda node, states: WHOLE,
 }
-# Their backward adds the gradients of all ranks, so that what they take must be whole.
-_OF_WHOLE = (regions._ExpandHeads, stock._CopyToRegion)
+# Their backward adds the gradients of all ranks, or gathers them, so that what they take must be whole.
+_OF_WHOLE = (
+    regions._ExpandHeads, regions._ScatterSequence, regions._ScatterFeatures, stock._CopyToRegion, linear.ColumnLinear,
+)  # fmt: skip
 # Their forward gathers the tokens of all ranks, so that what they take must be a part.
 _OF_PARTS = (regions._GatherSequence,)
 _OPAQUE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # torch's nodes that contain a part of the model
@@ -81,6 +83,12 @@ def _is_single_rank(node: Any) -> bool:
     holder = getattr(node, "call", node)
     group = getattr(getattr(holder, "shard", holder), "group", None)
     return group is not None and group.size == 1
+
+
+def _takes_whole(node: Any) -> bool:
+    function = _function_of(node)
+    gathers = function is linear.ColumnLinear and node.call.sequence_parallel  # the tokens of its input by itself
+    return function in _OF_WHOLE and not gathers and not _is_single_rank(node)
 
 
 def _function_of(node: Any) -> Any:
@@ -154,7 +162,7 @@ def incomplete_gradients(
             states[node] = UNKNOWN if known is None else PART if known else WHOLE
             continue
         given = [states[other] for other in before]
-        if PART in given and _function_of(node) in _OF_WHOLE and not _is_single_rank(node):
+        if _takes_whole(node) and states.get(node.next_functions[0][0]) == PART:
             parts.setdefault(f"this rank's part of the activations: taken as the same on every rank in {node.name()}")
         if WHOLE in given and _function_of(node) in _OF_PARTS and not _is_single_rank(node):
             parts.setdefault(f"a whole activation: taken as this rank's part of the tokens in {node.name()}")

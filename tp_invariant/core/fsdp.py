@@ -1,12 +1,13 @@
 """Weights whose memory torch's fully_shard (FSDP2) frees and fills again, at another address, and at no other version.
 
 A tensor does not say so. fully_shard keeps the parameters that forward and backward compute with, and this looks there.
+While a model has these, as the root has them after a forward alone, its gradients and the optimizer's are of others.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +41,16 @@ def resharded_whole(weight: Tensor) -> Tensor | None:
     return whole
 
 
+def sharded_parameters(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
+    """By the id of each that fully_shard has gathered for now: the parameter that is this rank's part of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    asked = {id(parameter) for parameter in parameters}
+    if fsdp is None or not asked:
+        return {}
+    found = ((getattr(each, "_unsharded_param", None), each.sharded_param) for each in _of_fsdp(fsdp.FSDPState))
+    return {id(whole): part for whole, part in found if id(whole) in asked}
+
+
 def _of_memory(known: dict[int, WeakIdRef], memory: int) -> Tensor | None:
     reference = known.get(memory)
     whole = None if reference is None else reference()
@@ -47,12 +58,17 @@ def _of_memory(known: dict[int, WeakIdRef], memory: int) -> Tensor | None:
 
 
 def _wholes(kind: type) -> Iterator[Tensor]:
+    for whole in map(_whole, _of_fsdp(kind)):
+        if type(whole) in (Tensor, nn.Parameter):
+            yield whole
+
+
+def _of_fsdp(kind: type) -> Iterator[Any]:
+    """What fully_shard knows of each parameter of this process."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for state in {reference() for reference in list(_module_state_mapping.values())}:
-        for whole in map(_whole, _parameters(state)) if isinstance(state, kind) else ():
-            if type(whole) in (Tensor, nn.Parameter):
-                yield whole
+        yield from _parameters(state) if isinstance(state, kind) else ()
 
 
 def _parameters(state: Any) -> list[Any]:

@@ -177,12 +177,17 @@ class MicroBatchTree:
     ) -> None:
         self.group = resolve_dp_group(dp_group)
         self.micro_batches = micro_batches
-        self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        given = [*dict.fromkeys(parameters)]
+        self._parameters = [p for p in given if p.requires_grad]
         with errors_name_dp_group("MicroBatchTree", self.group):
             compare_environments(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
         facts: dict[str, Any] = {"micro_batches": repr(micro_batches), "number of parameters": len(self._parameters)}
         for index, p in enumerate(self._parameters):
             facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
+        # of a model that fully_shard has sharded ranks take turns, also in steps that train its experts alone
+        experts_alone = all(expert_group(p) is not None for p in self._parameters)
+        self._take_turns = any(is_cut_by(p, self.group) for p in (given if experts_alone else self._parameters))
+        facts["whether ranks take turns"] = self._take_turns
         _check_alike(facts, self.group)  # before anything that one rank alone could raise
         if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
             raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")
@@ -198,7 +203,7 @@ class MicroBatchTree:
         ranks = self.group.size
         bounds = [0, *itertools.accumulate(split_sizes(micro_batches, ranks))]
         shares = [range(*pair) for pair in itertools.pairwise(bounds)]
-        self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._fully_sharded else shares
+        self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._take_turns else shares
         self._nodes = [nodes_of(share, micro_batches) for share in shares]
         self._experts = sums_by_group(
             self._parameters, self.group, self._shares, self, lambda facts: _check_alike(facts, self.group)
@@ -275,7 +280,7 @@ class MicroBatchTree:
         return any(
             ranks_of(self.group) == ranks_of(other.group)
             and bool(self._experts or other._experts)
-            and self._fully_sharded != other._fully_sharded
+            and self._take_turns != other._take_turns
             for other in list(_trees)
         )
 
@@ -350,7 +355,7 @@ class MicroBatchTree:
             self._count = self._count + count
 
     def _check_reduced(self) -> None:
-        for reduction in {p.reduction for p in self._parameters}:  # type: ignore[attr-defined]
+        for reduction in {self._parameters[index].reduction for index in self._dense}:  # type: ignore[attr-defined]
             if rounded := reduction.dtypes - {torch.float32}:
                 raise ValueError(
                     f"fully_shard reduces gradients in {', '.join(map(str, rounded))}: each micro-batch's sum is "

@@ -22,6 +22,7 @@ from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks
 from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
 from ..consistency.same_gradients import FactsToCompare, Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
+from ..core.fsdp import sharded_parameters
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
@@ -113,7 +114,8 @@ def clip_grad_norm_(
         ValueError: another norm_type; a parameter that is sharded over other ranks than those of tp_group, or over
             unknown ranks; a DTensor that is Partial, that is not on this rank, or whose placements do not determine
             how it is sharded over the group; a pp_group that holds ranks over which a parameter is sharded; with the
-            mode on, an L2 norm of gradients on several devices.
+            mode on, an L2 norm of gradients on several devices; parameters that fully_shard has gathered for now, as
+            after an evaluation, and whose gradients are those of the sharded ones.
         TypeError: a gradient that is sparse or not floating point; a parameter whose tp_group is not a group.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree, also in the gradient of
             a replicated parameter; a gradient that a layer has added to main_grad; during a CUDA graph capture, no
@@ -258,6 +260,8 @@ class ClipCall:
         self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
         self.with_grad = [held for held in self.held if held.grad is not None and not held.is_empty]
         try:
+            if leave_out is None:
+                _check_resharded(self.held, self.rank)
             for held in self.held:
                 _check_grad(held, given, self.rank, checked)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -457,6 +461,20 @@ def _check_grad(held: HeldGradient, given: Group | None, rank: int, checked: set
         if decides not in checked:
             _check_dtensor(held, given, rank)
             checked.add(decides)
+
+
+def _check_resharded(all_held: Iterable[HeldGradient], rank: int) -> None:
+    """Raises: ValueError: gradients would be left out, since fully_shard has put others in their parameters' place."""
+    without = [held for held in all_held if held.grad is None and held.parameter.requires_grad]
+    parts = sharded_parameters(held.parameter for held in without)
+    for held in without:
+        part = parts.get(id(held.parameter))
+        if part is not None and part.grad is not None:
+            raise ValueError(
+                f"{held.named(rank)} would be left out: after a forward alone (an evaluation) the model has parameters "
+                "that fully_shard has gathered, and the gradients are those of the sharded ones. Call module.reshard() "
+                "of every FSDPModule before, or pass the parameters that the optimizer has"
+            )
 
 
 def _check_stages(call: ClipCall, stages: Group) -> None:
