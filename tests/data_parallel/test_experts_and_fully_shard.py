@@ -308,7 +308,7 @@ def test_steps_of_the_integrations(frozen):
 
 
 def clipped_after_an_evaluation(world: Any) -> list[Any]:
-    """What clip_grad_norm_ says to the model's parameters, and the norm of the optimizer's, or after reshard."""
+    """What clip_grad_norm_ and MicroBatchTree say to the model's parameters; the norm before, and after reshard."""
     with tpi.set_tp_invariant_mode(True):
         model, dp_group = make(LAYERS.with_(dp=2))
         parameters = list(model.parameters())
@@ -320,14 +320,16 @@ def clipped_after_an_evaluation(world: Any) -> list[Any]:
         with torch.no_grad():
             loss_of(model, LAYERS, 2)
         said = error_text(tpi.clip_grad_norm_, model.parameters(), 1e9)
+        late = error_text(MicroBatchTree, model.parameters(), dp_group, 2)
         norms = [tpi.clip_grad_norm_(parameters, 1e9)]
         model.reshard()
-        return [said, *norms, tpi.clip_grad_norm_(model.parameters(), 1e9)]
+        return [said, late, *norms, tpi.clip_grad_norm_(model.parameters(), 1e9)]
 
 
 def test_gradients_of_parameters_that_are_gathered_are_not_left_out():
     """fully_shard's root keeps gathered parameters after a forward alone."""
-    for said, norm, again in run_ranks(clipped_after_an_evaluation, 2):
+    for said, late, norm, again in run_ranks(clipped_after_an_evaluation, 2):
+        assert re.search(r"ValueError: parameter \d+ .* of dp_group is one that fully_shard has gathered", late)
         assert re.search(r"ValueError: the gradient of parameter \d+ .* would be left out: .*module.reshard\(\)", said)
         assert torch.equal(norm, again) and norm > 0
 

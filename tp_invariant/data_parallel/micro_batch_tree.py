@@ -26,6 +26,7 @@ from ..comm.wire import gather_objects
 from ..consistency.agreement import compare_environments
 from ..consistency.differences import format_values, gather_differences
 from ..core.dtensors import grad_like, is_dtensor, local_of
+from ..core.fsdp import sharded_parameters
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
@@ -163,8 +164,8 @@ class MicroBatchTree:
     Raises:
         TypeError: parameters of another dtype; None for dp_group; micro_batches that is no int.
         ValueError: no parameters, parameters on several devices, micro_batches below 1; after fully_shard, what is said
-            above, or HSDP; of experts over data-parallel ranks, a dp_group that does not fit, or a tree of their own
-            beside that of a model that fully_shard has sharded.
+            above, parameters that it has gathered for now, or HSDP; of experts over data-parallel ranks, a dp_group
+            that does not fit, or a tree of their own beside that of a model that fully_shard has sharded.
         RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
             or in software and settings.
     """
@@ -186,9 +187,19 @@ class MicroBatchTree:
             facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
         # of a model that fully_shard has sharded ranks take turns, also in steps that train its experts alone
         experts_alone = all(expert_group(p) is not None for p in self._parameters)
-        self._take_turns = any(is_cut_by(p, self.group) for p in (given if experts_alone else self._parameters))
+        parts = sharded_parameters(given)
+        cut = [is_cut_by(parts.get(id(p), p), self.group) for p in (given if experts_alone else self._parameters)]
+        self._take_turns = any(cut)
         facts["whether ranks take turns"] = self._take_turns
+        gathered = next((index for index, p in enumerate(self._parameters) if id(p) in parts), None)
+        facts["the first parameter that fully_shard has gathered for now"] = gathered
         _check_alike(facts, self.group)  # before anything that one rank alone could raise
+        if gathered is not None:
+            raise ValueError(
+                f"parameter {gathered} with shape {tuple(self._parameters[gathered].shape)} on rank {self.group.rank} "
+                "of dp_group is one that fully_shard has gathered, as after a forward alone: gradients would be of "
+                "another. Call module.reshard() of every FSDPModule before"
+            )
         if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
             raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")
         if micro_batches < 1:
