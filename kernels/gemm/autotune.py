@@ -57,7 +57,7 @@ class autotune:
 
     True turns it on, False off, None lets `TP_INVARIANT_AUTOTUNE` decide again: `1` is on, `0` or unset off. As a plain
     call it holds until the next one; as a context manager it restores the state before. The variable is read when a
-    call with new shapes or addresses is prepared; the switch applies from the next call on.
+    call with new shapes or strides is prepared; the switch applies from the next call on.
 
         with tpi.gemm.autotune():
             step()  # meets the model's shapes

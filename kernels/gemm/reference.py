@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .autotune import check_unmeasured
 from .operands import check_batches, check_operands
@@ -108,7 +109,8 @@ def _panel_like(rows: int, k_last: bool, generator: torch.Generator) -> Tensor:
 @functools.cache
 def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: int) -> bool:
     """Whether the BLAS gives the chain's bits for one tile shape, layout and number of threads."""
-    with _check_lock:
+    # once in a process: selective checkpointing would give what these operators return to those of a recomputed product
+    with _check_lock, _disable_current_modes():
         generator = torch.Generator("cpu").manual_seed(rows * 1031 + cols)
         a = [_panel_like(rows, a_k_last, generator) for _ in range(2)]
         b = [_panel_like(cols, b_k_last, generator) for _ in range(2)]

@@ -37,6 +37,27 @@ def test_a_penalty_on_a_gradient_is_refused(name):
         (loss + grad.square().sum()).backward()
 
 
+LAYERS = {"linear": tpi.Linear, "norm and linear": tpi.LayerNormLinear, "norm": lambda size, _: tpi.ParallelNorm(size)}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_tensor_that_is_left_of_a_transform_stands_for_its_value(name):
+    """Also for the graph that the value has outside of the transform."""
+    x, w, left = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True), []
+
+    def inside(x):
+        left.append(x + w)
+        return left[0].sum()
+
+    torch.func.grad(inside)(x)
+    layer, factors = LAYERS[name](8, 8), torch.randn(4, 8)
+    with tpi.set_tp_invariant_mode(True):
+        (found,) = torch.autograd.grad((layer(left[0]) * factors).sum(), w)
+        (want,) = torch.autograd.grad((layer(x + w) * factors).sum(), w)
+    assert want.any()
+    testing.assert_bitwise_equal(found, want)
+
+
 def penalty(tp_group, kind):
     layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=mesh_or_group(tp_group, kind))
     with tpi.set_tp_invariant_mode(True):

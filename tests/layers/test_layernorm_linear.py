@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant.functional.norm import ROWS_PER_SUM
+from tp_invariant.layers import layernorm_linear, linear
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 NORMS = ("LayerNorm", "RMSNorm")
@@ -169,6 +171,22 @@ def test_autocast(norm):
         return x.grad, tpi.testing.full_grads(layer)
 
     tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4), device="cpu")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_stock_product_has_autocasts_dtype(norm, monkeypatch):
+    """torch's norm gives float32 there, which a gather would move, and which torch.mm does not take beside bfloat16."""
+    products, stock_norm, taken = linear._STOCK, layernorm_linear.stock_norm, []
+    monkeypatch.setattr(layernorm_linear, "stock_norm", lambda *args: stock_norm(*args).float())  # as on a GPU
+    monkeypatch.setattr(linear, "_STOCK", {None: lambda x, *args: taken.append(x.dtype) or products[None](x, *args)})
+    layer, x = tpi.LayerNormLinear(64, 64, normalization=norm), torch.randn(6, 64)
+    with tpi.set_tp_invariant_mode(False), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        normed = F.layer_norm(x, (64,)) if norm == "LayerNorm" else F.rms_norm(x, (64,), eps=1e-5)
+        want = F.linear(normed, layer.weight, layer.bias)
+    assert taken == [torch.bfloat16]
+    assert y.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(y, want, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))

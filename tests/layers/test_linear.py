@@ -17,6 +17,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional import stock
+from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -422,6 +423,26 @@ def test_selective_checkpointing_gives_the_same_bits():
     """It keeps what operators return inside the layers, and refuses in backward what has changed since."""
     with_it = tpi.testing.assert_tp_invariant(selective, True, degrees=(1, 4), device="cpu")
     assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(selective, False, degrees=(1, 4), device="cpu"))
+
+
+def test_selective_checkpointing_of_a_processs_first_products():
+    """They are compared with the elementwise form once, by operators which the recomputed ones do not call."""
+
+    def grads(context_fn):
+        torch.manual_seed(0)
+        mlp = torch.nn.Sequential(tpi.Linear(64, 64), tpi.Linear(64, 64), tpi.ParallelNorm(64))
+        x = torch.randn(16, 64, requires_grad=True)
+        with tpi.set_tp_invariant_mode(True):
+            y = mlp(x) if context_fn is None else checkpoint(mlp, x, use_reentrant=False, context_fn=context_fn)
+            return torch.autograd.grad(y.square().sum(), (x, *mlp.parameters()))
+
+    def policy(context, operator, *args, **kwargs):
+        kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    reference._blas_agrees.cache_clear()
+    found = grads(functools.partial(create_selective_checkpoint_contexts, policy))
+    assert_bitwise_equal(found, grads(None))
 
 
 def test_backward_follows_its_forward():

@@ -86,8 +86,14 @@ def frozen(layer, x, stack):
     layer.weight.requires_grad_(False)
 
 
-def with_a_trained_norm(layer, x, stack):
+def with_another_trained_norm(layer, x, stack):
+    """As many parameters as before, but partial sums of another one."""
     layer.layer_norm_weight.requires_grad_()
+    layer.layer_norm_bias.requires_grad_(False)
+
+
+def with_a_frozen_bias(layer, x, stack):
+    layer.bias.requires_grad_(False)
 
 
 # (the fact, what changes it: in the layer, or the x that it returns)
@@ -132,7 +138,7 @@ OF_LAYERNORM_LINEAR = [
     ("the norm", attribute("normalization", "RMSNorm")),
     ("the norm", attribute("eps", 1e-3)),
     ("the norm", attribute("zero_centered_gamma", True)),
-    ("whether a parameter of the norm needs a gradient", with_a_trained_norm),
+    ("which parameters of the norm need a gradient", with_another_trained_norm),
     ("return_layernorm_output", attribute("return_layernorm_output", False)),
     ("return_layernorm_output", attribute("return_layernorm_output_gathered", True)),
 ]
@@ -142,6 +148,7 @@ OF_NORM = [
     ("the layer", attribute("eps", 1e-3)),
     ("the layer", attribute("zero_centered_gamma", True)),
     ("the layer", attribute("sequence_dim", 1)),
+    ("whether the bias needs a gradient", with_a_frozen_bias),
 ]
 OF_HEADS = [
     ("the layer", lambda layer, x, stack: setattr(layer, "heads_dim", 1) or x.transpose(1, 2)),
@@ -157,12 +164,11 @@ def layernorm_linear(tp_group):
     options = dict(parallel_mode="column", tp_group=tp_group, sequence_parallel=True, return_layernorm_output=True)
     layer = tpi.LayerNormLinear(8, 8, **options)
     layer.layer_norm_weight.requires_grad_(False)
-    layer.layer_norm_bias.requires_grad_(False)
     return layer
 
 
 def norm(tp_group):
-    return tpi.ParallelNorm(8, tp_group=tp_group, sequence_parallel=True)
+    return tpi.ParallelNorm(8, bias=True, tp_group=tp_group, sequence_parallel=True)
 
 
 def norm_of_heads(tp_group):

@@ -108,6 +108,21 @@ def test_against_float64(options, dtype):
             assert errors[0] <= max(1.1 * errors[1], 8 * torch.finfo(torch.float32).eps), errors
 
 
+@pytest.mark.parametrize("mode", (True, False))
+def test_an_rms_norm_with_a_bias(mode):
+    x, dy, gamma, beta = data()
+    norm = tpi.ParallelNorm(SHAPE[-1], 1e-5, bias=True)
+    with torch.no_grad():
+        norm.weight.copy_(gamma)
+        norm.bias.copy_(beta)
+    with tpi.set_tp_invariant_mode(mode):
+        y = norm(x)
+        y.backward(dy)
+    want = F.rms_norm(x.double(), SHAPE[-1:], gamma.double(), 1e-5) + beta.double()
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm.bias.grad.double(), dy.double().sum((0, 1, 2)), rtol=1e-4, atol=1e-3)
+
+
 # --- other libraries' norms -----------------------------------------------------------------------------------------
 
 

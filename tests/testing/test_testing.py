@@ -269,6 +269,17 @@ def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_forked_process_leaves_the_ranks_of_its_parent_alone(own_pool):
+    """When it ends, it does what this process has registered for its own end."""
+    before = run_ranks(lambda tp_group: os.getpid(), 2)
+    child = os.fork()
+    if child == 0:
+        rank_pool.discard_pool("cpu")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert run_ranks(lambda tp_group: os.getpid(), 2) == before
+
+
 class Peculiar(Exception):
     """Can be pickled but not unpickled: pickle calls it with its one argument."""
 

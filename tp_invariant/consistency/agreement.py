@@ -180,19 +180,19 @@ def check_agreement(
     if isinstance(agreed, AgreedCalls):
         facts[_NUMBER] = agreed.number
         agreed.name = facts.get("the layer", agreed.name)
-    shard = 0
     hashed = {f"{_HASH_OF} {name}": tensor for name, tensor in (same or {}).items()}
     if not agreed or is_call_check_enabled():
         hashed |= {f"{_HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
     # selective checkpointing would give what these operators return to the same operators of the recomputed layer
     with _disable_current_modes():
+        shard = 0
         if sharded_weight is not None and not agreed:
             allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
             shard = shard_hash(local_of(sharded_weight), allowed)
         for name, tensor in hashed.items():
             if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
                 facts[name] = int(tensor_hash(tensor))
-    _compare(facts, group, device, agreed, shard)
+        _compare(facts, group, device, agreed, shard)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
     agreed.add(known)
@@ -276,6 +276,13 @@ def compare_environments(group: Group, device: torch.device) -> None:
     kinds = _compared_devices.setdefault(group.process_group, set())
     if device.type in kinds:
         return
+    with _disable_current_modes():  # as in check_agreement
+        _compare_environments(group, device, kinds)
+    kinds.add(device.type)
+
+
+def _compare_environments(group: Group, device: torch.device, kinds: set[str]) -> None:
+    assert group.process_group is not None
     facts = environment_facts(device)
     if not kinds:
         _announce_arrival(group)
@@ -302,7 +309,6 @@ def compare_environments(group: Group, device: torch.device) -> None:
         watch_group(contacts, group)
         if "cpu:gloo" in dist.get_backend_config(group.process_group):
             call_records.share_records(group, gather)
-    kinds.add(device.type)
 
 
 def share_error(error: Exception, group: Group, device: torch.device, agreed: set[Hashable]) -> None:

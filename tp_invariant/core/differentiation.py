@@ -9,18 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_is_of_a_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply, for a function without setup_context, in two thirds of the host's time.
 
-    torch's looks into every argument for what is left of an earlier torch.func transform. Such a tensor has no memory,
-    and the kernels refuse it. Inside of a transform torch's own is called, which raises: see `Function.apply`.
+    torch's looks in all arguments for tensors that are left of an earlier torch.func transform, and takes the tensors
+    that they stand for: a gradient of theirs would reach nobody. Such a tensor is of the class Tensor itself, and with
+    one among the arguments torch's own is called. So it is inside of a transform, where it raises: see
+    `Function.apply`.
     """
     direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return function.apply(*args)
+        for x in args:
+            if type(x) is Tensor and _is_of_a_transform(x):
+                return function.apply(*args)
         return direct(*args)
 
     return apply

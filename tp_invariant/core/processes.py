@@ -27,9 +27,12 @@ def how_it_ended(status: int) -> str:
         return f"ended by signal {-status}"
 
 
-def end_with_parent() -> None:
-    """Makes this process end once its parent has ended, even while it computes."""
-    parent = os.getppid()
+def end_with_parent(parent: int | None = None) -> None:
+    """Makes this process end once its parent has ended, even while it computes.
+
+    parent: whose child this process was at its start, where it may have ended before this call; None: today's parent.
+    """
+    parent = os.getppid() if parent is None else parent
 
     def watch() -> None:
         while os.getppid() == parent:

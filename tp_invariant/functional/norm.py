@@ -208,5 +208,6 @@ def stock_norm(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -
         gamma = gamma + 1
     gamma = gamma.to(x.dtype)
     if call.rms:
-        return F.rms_norm(x, x.shape[-1:], gamma, call.eps)
+        y = F.rms_norm(x, x.shape[-1:], gamma, call.eps)
+        return y if beta is None else y + beta.to(y.dtype)
     return F.layer_norm(x, x.shape[-1:], gamma, None if beta is None else beta.to(x.dtype), call.eps)

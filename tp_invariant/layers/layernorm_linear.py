@@ -37,7 +37,7 @@ class LayerNormLinear(Linear):
 
     SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
     _OPTIONS = (
-        *Linear._OPTIONS, "the norm", "whether a parameter of the norm needs a gradient", "return_layernorm_output",
+        *Linear._OPTIONS, "the norm", "which parameters of the norm need a gradient", "return_layernorm_output",
     )  # fmt: skip
 
     def __init__(
@@ -115,7 +115,8 @@ class LayerNormLinear(Linear):
 
     def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
         own = [self._parameters.get(name) for name in ("layer_norm_weight", "layer_norm_bias")]
-        trained = any([p is None or p.requires_grad for p in own[: 2 if self.normalization == "LayerNorm" else 1]])
+        # of each: the partial sums that backward gathers are gamma's, and beta's beside them if both are trained
+        trained = tuple([p is None or p.requires_grad for p in own[: 2 if self.normalization == "LayerNorm" else 1]])
         norm = self.normalization, self.eps, self.zero_centered_gamma
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
         return *super()._options(device, bias, stride), norm, trained, returned
@@ -141,9 +142,9 @@ class LayerNormLinear(Linear):
             return invariant_norm(x, gamma, beta, norm)
         return stock_norm(x, as_local(gamma), as_local(beta), norm)
 
-    def _with_normalized(self, result: Any, x: Tensor) -> Any:
+    def _with_normalized(self, result: Any, normed: Tensor) -> Any:
         if not self.return_layernorm_output:
             return result
         if self.sequence_parallel and self.group.size > 1 and self.return_layernorm_output_gathered:
-            x = gather_sequence(x, self.group, self.sequence_dim)
-        return (*result, x) if isinstance(result, tuple) else (result, x)
+            normed = gather_sequence(normed, self.group, self.sequence_dim)
+        return (*result, normed) if isinstance(result, tuple) else (result, normed)

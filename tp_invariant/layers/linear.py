@@ -339,7 +339,8 @@ class Linear(ShardedModule, nn.Linear):
             call_context.layer = self._agreed
         try:
             if norm is not None:
-                x = self._normalized(x, norm, invariant)
+                normed = self._normalized(x, norm, invariant)
+                x = normed if dtype is None else normed.to(dtype)  # torch's norm gives float32 under autocast
             if self.parallel_mode == "row" and not self.input_is_parallel:
                 x = scatter_features(x, self.group, stride)
             paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
@@ -350,7 +351,7 @@ class Linear(ShardedModule, nn.Linear):
             if self.gather_output:
                 y = gather_features(y, self.group, stride)
             result = (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y
-            return result if norm is None else self._with_normalized(result, x)
+            return result if norm is None else self._with_normalized(result, normed)
         finally:
             if not compiling:
                 call_context.layer = None
@@ -367,8 +368,8 @@ class Linear(ShardedModule, nn.Linear):
         """x after that norm."""
         return x
 
-    def _with_normalized(self, result: Any, x: Tensor) -> Any:
-        """What forward returns of a product's result and of its x after the norm."""
+    def _with_normalized(self, result: Any, normed: Tensor) -> Any:
+        """What forward returns of a product's result and of x after the norm."""
         return result
 
     def _expanded_bias(self, bias: Tensor | None, y: Tensor, call: LinearCall, invariant: bool) -> Tensor | None:

@@ -152,7 +152,7 @@ class ParallelNorm(ShardedModule):
         for name, p in (("weight", weight), ("bias", bias)):
             if p is not None and getattr(p, "partition_stride", None) is None:  # of torch.func.functional_call
                 self._mark_replacement(name, p, self.shard_spec(name))
-        call, invariant = self._resolve_call(x, weight)
+        call, invariant = self._resolve_call(x, weight, bias)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             call_context.layer = self._agreed
@@ -176,14 +176,14 @@ class ParallelNorm(ShardedModule):
     def _name(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
 
-    def _resolve_call(self, x: Tensor, weight: Tensor) -> tuple[NormCall, bool]:
+    def _resolve_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[NormCall, bool]:
         """(the call's configuration, whether the mode is on), after the checks on this rank and across ranks.
 
         The result is stored by call signature, so the checks run once for each signature.
         """
         group = self.group
         mode = mode_if_cacheable()
-        signature = None if mode is None else self._signature(mode, x, weight)
+        signature = None if mode is None else self._signature(mode, x, weight, bias)
         found = self._agreed.lookup(signature)
         if found is not None and found[0].group is group:
             return found
@@ -197,8 +197,8 @@ class ParallelNorm(ShardedModule):
                 share_error(error, group, x.device, self._agreed)
             raise
         if self._moves_bytes:
-            compared = self._signature(invariant, x, weight) if signature is None else signature
-            facts = facts_to_compare(compared, self._name)
+            compared = self._signature(invariant, x, weight, bias) if signature is None else signature
+            facts = facts_to_compare(compared, self._name, ("whether the bias needs a gradient",))
             own, whole = self._parameters.get("weight"), self._whole_parameters()
             check_agreement(facts, group, x.device, self._agreed, weight=own, whole=whole)
         call = NormCall(
@@ -211,12 +211,12 @@ class ParallelNorm(ShardedModule):
         )
         return self._agreed.store(signature, (call, invariant))
 
-    def _signature(self, invariant: bool, x: Tensor, weight: Tensor) -> CallSignature:
+    def _signature(self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> CallSignature:
         layer = (
             self.features, self.eps, self.normalization, self.zero_centered_gamma,
             self.sequence_parallel, self.sequence_dim, self.heads, self.heads_dim,
         )  # fmt: skip
-        return signature_of(invariant, layer, (), x, weight)
+        return signature_of(invariant, layer, (bias is not None and bias.requires_grad,), x, weight)
 
     def _check_input(self, x: Tensor) -> None:
         where = f"x has shape {tuple(x.shape)} on rank {self.group.rank}"

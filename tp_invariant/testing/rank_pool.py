@@ -185,7 +185,8 @@ class _Ranks:
         except (EOFError, OSError):  # they have ended
             return
         if self._session is not None:
-            os.killpg(self._session, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # they have ended, and a process that a case left has not
+                os.killpg(self._session, signal.SIGKILL)
         else:  # interrupted while the starter imports: it would fork ranks for nobody
             self._starter.end()
 
@@ -216,7 +217,7 @@ class RankPool:
     """`size` rank processes on one machine. See `testing.run_ranks` for use."""
 
     def __init__(self, size: int, device: str, threads: int = 1) -> None:
-        self.size, self.device = size, device
+        self.size, self.device, self._owner = size, device, os.getpid()
         environment = dict(os.environ)
         environment.update(
             TP_INVARIANT_RANK_DEVICE=device,
@@ -287,12 +288,18 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return outcomes
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it. One that was forked since has the same sockets, on which it must not speak."""
+        return self._owner == os.getpid()
+
     def close(self) -> None:
-        """Ends the processes."""
-        for ranks in self._ranks:
-            ranks.end()
-        for ranks in self._ranks:
-            ranks.wait()
+        """Ends the processes; in a process that was forked from the one that made them it leaves them alone."""
+        if self.is_own:
+            for ranks in self._ranks:
+                ranks.end()
+            for ranks in self._ranks:
+                ranks.wait()
         for connection in self._connections:
             connection.close()
 
@@ -325,7 +332,7 @@ pool_lock = threading.RLock()  # one call at a time, from any thread
 def shared_pool(size: int, device: str) -> RankPool:
     """The process-wide pool for a kind of device, with at least `size` ranks; a smaller one is replaced."""
     pool = _pools.get(device)
-    if pool is None or pool.size < size:
+    if pool is None or pool.size < size or not pool.is_own:
         discard_pool(device)
         pool = _pools[device] = RankPool(size, device)
     return pool

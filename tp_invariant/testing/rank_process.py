@@ -50,6 +50,8 @@ def start_ranks(requests: int) -> None:
         length, descriptors, _, _ = socket.recv_fds(asked, 8, _MOST_DESCRIPTORS)
         if not length:
             return
+        for descriptor in descriptors:  # a process that an import or a case starts must not keep it open
+            os.set_inheritable(descriptor, False)
         request = asked.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
         size, ranks, environment, folder, modules = pickle.loads(request)
         for module in modules:
@@ -69,6 +71,7 @@ def start_ranks(requests: int) -> None:
 
 def _fork_ranks(size: int, reports: int, descriptors: dict[int, int]) -> None:
     """Forks a process for each rank of `descriptors`, rank -> descriptor, and reports how each of them ended."""
+    starter = os.getppid()
     os.setsid()
     connection, pids = Connection(reports), {}
     connection.send_bytes(pickle.dumps((None, os.getpid())))
@@ -86,7 +89,7 @@ def _fork_ranks(size: int, reports: int, descriptors: dict[int, int]) -> None:
                 os._exit(1)
         pids[pid] = rank
         os.close(descriptor)
-    end_with_parent()
+    end_with_parent(starter)
     while pids:
         pid, status = os.wait()
         connection.send_bytes(pickle.dumps((pids.pop(pid), os.waitstatus_to_exitcode(status))))
@@ -105,7 +108,6 @@ def serve(descriptor: int, rank: int, size: int) -> None:
             backend = "gloo"
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     end_with_parent()
-    os.set_inheritable(descriptor, False)  # a process that a case starts must not keep it open
     connection = Connection(descriptor)
     connection.send_bytes(b"running")
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
