@@ -1,11 +1,11 @@
 """A pool of rank processes that many cases use in turn: starting them takes seconds, a case milliseconds.
 
 Two new interpreters, the starters, import this library and then fork the ranks, which run `serve` of rank_process.py.
-They stay, and fork the ranks of the next pool in milliseconds, as long as the environment is the same. A rank gets work
-from the parent and returns results through a pair of sockets: these have no address, so no other process can connect,
-and leave no file behind if the parent is killed. All ranks form the default process group (gloo, and NCCL if there are
-GPUs); the group of the first n ranks is created at its first use. If cloudpickle is installed, local functions can be
-sent too.
+They stay, and fork the ranks of the next pool without importing anything, as long as the environment is the same. A
+rank gets work from the parent and returns results through a pair of sockets: these have no address, so no other process
+can connect, and leave no file behind if the parent is killed. All ranks form the default process group (gloo, and NCCL
+if there are GPUs); the group of the first n ranks is created at its first use. If cloudpickle is installed, local
+functions can be sent too.
 
 Two starters and not one: Python orders a set of strings by a number that it draws when an interpreter starts. Ranks of
 one starter would share it, and no case would show code in which ranks take another order of collectives from a set.
