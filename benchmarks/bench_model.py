@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
         head_dim=128, vocab_size=151936, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-FORMS = ("eager", "compiled", "graphs")
+FORMS = ("eager", "compiled", "graphs", "reduce-overhead")  # the last: the whole model by torch.compile's mode
 
 
 class Trainer:
@@ -126,6 +126,13 @@ class Trainer:
             finally:
                 for layer in self.layers:
                     layer._compiled_call_impl = None
+                torch.compiler.reset()
+        elif form == "reduce-overhead":
+            self.model.compile(mode="reduce-overhead", fullgraph=True)
+            try:
+                yield
+            finally:
+                self.model._compiled_call_impl = None
                 torch.compiler.reset()
         elif form == "graphs":
             with self.set_mode():
