@@ -291,8 +291,8 @@ def worth_keeping(rows: Sequence[Row]) -> list[MatmulConfig]:
         return chosen
 
     found = greedy(list(times), KEPT)
-    for accumulate, promoted in ((False, False), (True, False), (False, True), (True, True)):
-        fitting = [c for c in times if fits_tma(c, 4, accumulate, promoted)]
+    for promoted in (False, True):
+        fitting = [c for c in times if fits_tma(c, 4, promoted)]
         found += [c for c in greedy(fitting, KEPT_OF_A_FORM) if c not in found]
     return sorted(found, key=astuple)
 

@@ -46,9 +46,7 @@ def generic_features(x: Product, dtype: torch.dtype) -> tuple[float, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _which(
-    product: Product, unaligned: Unaligned, dtype: torch.dtype, accumulate: bool, promoted: bool
-) -> Unaligned | None:
+def _which(product: Product, unaligned: Unaligned, dtype: torch.dtype, promoted: bool) -> Unaligned | None:
     """What to copy for the TMA kernel to take the least time by estimate; None where the generic kernel takes less.
 
     unaligned: what TMA cannot address, which is copied. B besides, whose split rows cost the most, if that is less.
@@ -63,7 +61,7 @@ def _which(
             a_split=product.a_split and not copies[0], b_split=product.b_split and not copies[1]
         )
         us = estimated_us(COPIES, copy_features(*sizes, copies, product.out_itemsize))
-        us += tma_configs(as_copied, accumulate, promoted)[0][0]
+        us += tma_configs(as_copied, promoted)[0][0]
         if us < least:
             least, best = us, copies
     return best
@@ -98,7 +96,7 @@ def copied_matmul(
         product = Product(
             m, n, k, _is_transposed(a), _is_transposed(b), a_split, b_split, out_dtype.itemsize, multiprocessors
         )  # fmt: skip
-        unaligned = _which(product, unaligned, a.dtype, accumulate, bool(promote_every))
+        unaligned = _which(product, unaligned, a.dtype, bool(promote_every))
     if unaligned is None or not any(unaligned):
         return None
     copies_a, copies_b, copies_c = unaligned

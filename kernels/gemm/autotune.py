@@ -198,7 +198,7 @@ def _key(call: Call) -> str:
 def candidates(call: Call) -> list[MatmulConfig]:
     """Those with the least estimated times; the first is the usual one."""
     product = Product(*call[:7], call.out_dtype.itemsize, _device(call.index)[1])
-    return [config for _, config in tma_configs(product, call.accumulate)[:_MOST]]
+    return [config for _, config in tma_configs(product)[:_MOST]]
 
 
 def configuration(call: Call, launch: Callable[[MatmulConfig], object]) -> tuple[MatmulConfig | None, bool]:

@@ -94,15 +94,31 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, spare_registers: b
 _TMA_SHARED_MEMORY = 226 * 1024
 
 
-def fits_tma(config: MatmulConfig, out_itemsize: int, accumulate: bool = False, promoted: bool = False) -> bool:
+def fits_tma(config: MatmulConfig, out_itemsize: int, promoted: bool = False) -> bool:
     """Whether the TMA kernel has enough shared memory and registers for `config` with 16-bit operands."""
-    stages = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
-    c_cols = (config.block_n - config.narrow) // (2 if config.halves else 1)
-    # in the flattened loop the contents of c are loaded while the operands' stages are in use
-    c_tiles = 2 if accumulate and not promoted and not config.narrow else 1
     # a thread has 255 registers: two accumulators of 96 fit, two of 128 spill
     fits_registers = not promoted or config.block_m * config.block_n <= 96 * 32 * config.num_warps
-    return fits_registers and stages + c_tiles * config.block_m * c_cols * out_itemsize < _TMA_SHARED_MEMORY
+    return fits_registers and _tma_bytes(config, out_itemsize, c_tiles=1) < _TMA_SHARED_MEMORY
+
+
+def _tma_bytes(config: MatmulConfig, out_itemsize: int, c_tiles: int) -> int:
+    stages = (config.block_m + config.block_n) * config.block_k * 2 * config.num_stages
+    c_cols = (config.block_n - config.narrow) // (2 if config.halves else 1)
+    return stages + c_tiles * config.block_m * c_cols * out_itemsize
+
+
+def is_flattened(config: MatmulConfig, out_itemsize: int, accumulate: bool, promoted: bool) -> bool:
+    """Whether the TMA kernel makes one loop of tiles and K, so that a tile's loads start while another is stored.
+
+    Not with two products side by side, where it is slower (128 x 192 at 2048 x 1536 x 4096: 59 us against 41), nor with
+    promotion, because Triton does not flatten three nested loops. In the one loop the contents of c are loaded while
+    all stages of the operands are in use, so a large tile that accumulates has no room for it. It is worth more than
+    the loop: with 16384 tokens the gradient of a 4096 x 4096 weight is added in 729 us by tiles of 128 x 256, and in
+    889 us by the fastest that have the room.
+    """
+    if config.narrow or promoted:
+        return False
+    return not accumulate or _tma_bytes(config, out_itemsize, c_tiles=2) < _TMA_SHARED_MEMORY
 
 
 def is_sensible(config: MatmulConfig, m: int, n: int) -> bool:
@@ -158,12 +174,12 @@ def estimated_us(coefficients: Sequence[float], quantities: Sequence[float]) -> 
 _TIMES = {layout: [(MatmulConfig(*fields), us) for fields, us in times.items()] for layout, times in TIMES.items()}
 
 
-def tma_configs(x: Product, accumulate: bool = False, promoted: bool = False) -> list[tuple[float, MatmulConfig]]:
+def tma_configs(x: Product, promoted: bool = False) -> list[tuple[float, MatmulConfig]]:
     """The table's configurations that fit, with their estimated microseconds, the fastest first. None changes bits."""
     found = [
         (not is_sensible(config, x.m, x.n), estimated_us(coefficients, features(config, x)), config)
         for config, coefficients in _TIMES[LAYOUTS[x.a_transposed, x.b_transposed]]
-        if fits_tma(config, x.out_itemsize, accumulate, promoted)
+        if fits_tma(config, x.out_itemsize, promoted)
     ]
     return [(us, config) for _, us, config in sorted(found, key=operator.itemgetter(0, 1))]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..dtypes import HALF_DTYPES
 from ..launch import Launch, cdiv, empty, layout
 from . import autotune
-from .matmul_configs import MatmulConfig, Product, promoted_block_k, tma_configs
+from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
 from .output import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
@@ -114,6 +114,7 @@ def _persistent_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, RANK_MAJOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PROMOTE: tl.constexpr, HALVES: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
     # A tile of 3 * 2**n columns is two products side by side, of two thirds and one third of the columns.
     NARROW: tl.constexpr = 0 if (BLOCK_N & (BLOCK_N - 1)) == 0 else BLOCK_N // 3
@@ -121,10 +122,8 @@ def _persistent_matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_in_group = GROUP_M * tiles_n
-    # Flattened with the K loop, so that the loads of the next tile start while this one is being stored. Not with two
-    # products side by side, where it is slower (128 x 192 at 2048 x 1536 x 4096: 59 us against 41), nor with promotion,
-    # because Triton does not flatten three nested loops.
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=NARROW == 0 and not PROMOTE):
+    # FLATTEN: into one loop with that over K, see matmul_configs.is_flattened
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         group = tile // tiles_in_group
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         in_group = tile % tiles_in_group
@@ -266,7 +265,7 @@ def _plan(
         product = Product(
             m, n, k, a_transposed, b_transposed, a_split, b_split, out_dtype.itemsize, multiprocessors
         )  # fmt: skip
-        config = tma_configs(product, accumulate, promoted)[0][1]
+        config = tma_configs(product, promoted)[0][1]
     block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
@@ -289,6 +288,7 @@ def _plan(
         constants=(
             block_m, block_n, block_k, config.group_m, a_transposed, b_transposed, ranks > 1,
             bias_dtype is not None, accumulate, bool(promote_every), config.halves,
+            is_flattened(config, out_dtype.itemsize, accumulate, bool(promote_every)),
         ),
     )  # fmt: skip
 

@@ -32,6 +32,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
+from ..core.module_hooks import with_key
 from ..functional.attention_choice import SafeSdpa, callers
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
@@ -170,22 +171,21 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
         SafeSdpa(caller)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
-        survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True)
+        with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
         norm = model.get_submodule(survey.stack.norm_name)
         for name in survey.blocks:
             block = model.get_submodule(name)
             unsharded = name in survey.unsharded
-            block.register_forward_pre_hook(
-                hooks.enter_unsharded_block if unsharded else hooks.enter_block, with_kwargs=True
-            )
+            enter = hooks.enter_unsharded_block if unsharded else hooks.enter_block
+            with_key(block.register_forward_pre_hook(enter, with_kwargs=True), "sequence")
             if hooks.group.size > 1 and name in survey.whole_blocks:
-                block.register_forward_hook(hooks.leave_block, with_kwargs=True)
+                with_key(block.register_forward_hook(hooks.leave_block, with_kwargs=True), "sequence")
         if hooks.group.size > 1:
             owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
-            owner.register_forward_pre_hook(hooks.start)
-            owner.register_forward_hook(hooks.gather_hidden_states)
-            norm.register_forward_pre_hook(hooks.scatter_before_layers)
-        norm.register_forward_hook(hooks.gather)
+            with_key(owner.register_forward_pre_hook(hooks.start), "sequence")
+            with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
+            with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers), "sequence")
+        with_key(norm.register_forward_hook(hooks.gather), "sequence")
     return model
 
 

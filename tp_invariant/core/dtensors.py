@@ -36,8 +36,9 @@ _is_known: dict[type, bool] = {}
 def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
     kind = type(x)
     if kind is Tensor or kind is nn.Parameter or x is None:
-        return False  # without a look at what is known: compiled code that had looked is compiled again when it grows
-    known = _is_known.get(kind)
+        return False
+    # without a look at what is known: compiled code that had looked would be compiled again when that grows
+    known = None if torch.compiler.is_compiling() else _is_known.get(kind)
     return _is_of_dtensors(kind) if known is None else known
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..core.dtensors import as_dtensor, is_dtensor
 from ..core.function_modes import AroundLayers, innermost
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.module_hooks import with_key
 from .attention import attention
 from .attention_checks import check_mask, in_autocasts_dtype
 
@@ -176,8 +177,8 @@ class SafeSdpa:
         self._entered: list[_Reroute | None] = []  # None: a module around this one has entered its own
         if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in module._forward_pre_hooks.values()):
             return
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
+        with_key(module.register_forward_pre_hook(self._enter), "attention")
+        with_key(module.register_forward_hook(self._leave, always_call=True), "attention")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():

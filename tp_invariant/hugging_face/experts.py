@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import Group
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.module_hooks import with_key
 from ..functional import stock
 from ..functional.linear import LinearCall, replicated_linear
 from ..functional.routing import top_k
@@ -165,8 +166,8 @@ class SafeRouting:
         self._gemm_fn = gemm_fn
         if any(isinstance(getattr(hook, "__self__", None), SafeRouting) for hook in module._forward_pre_hooks.values()):
             return
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
+        with_key(module.register_forward_pre_hook(self._enter), "routing")
+        with_key(module.register_forward_hook(self._leave, always_call=True), "routing")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():

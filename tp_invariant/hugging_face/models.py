@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.module_hooks import with_key
 from ..functional.attention_choice import check_no_dropout, safe_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import Linear
@@ -186,9 +187,10 @@ def install(model: Any, degree: int = 1) -> None:
         if config._attn_implementation in (None, *_REPLACED):
             config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
     for module in modules:  # each looks its attention up in its config, and any may be called by itself
-        module.register_forward_pre_hook(_keep_safe)
+        with_key(module.register_forward_pre_hook(_keep_safe), "keep_safe")
         if isinstance(module, PreTrainedModel):
-            module.register_forward_pre_hook(functools.partial(_refuse_attentions, degree), with_kwargs=True)
+            refuse = functools.partial(_refuse_attentions, degree)
+            with_key(module.register_forward_pre_hook(refuse, with_kwargs=True), "refuse_attentions")
             install_saving(module)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())

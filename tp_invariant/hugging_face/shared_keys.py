@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..core.function_modes import AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.module_hooks import with_key
 from ..functional import stock
 from ..functional.regions import expand_heads
 
@@ -53,8 +54,8 @@ class SharedKeys:
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._entered: list[_Reroute] = []
         self._group = group
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave, always_call=True)
+        with_key(module.register_forward_pre_hook(self._enter), "shared_keys")
+        with_key(module.register_forward_hook(self._leave, always_call=True), "shared_keys")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..comm.collectives import Group
 from ..core.dtensors import as_dtensor, is_dtensor
+from ..core.module_hooks import with_key
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class ActivationLayouts:
     use_local_output: bool
 
     def install(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self.take)
-        module.register_forward_hook(self.give)
+        with_key(module.register_forward_pre_hook(self.take), "layout")
+        with_key(module.register_forward_hook(self.give), "layout")
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -75,7 +75,7 @@ def test_what_is_copied():
 
     def which(m, n, k, unaligned=(False, False, False), b_split=False, a_split=False):
         product = Product(m, n, k, False, True, a_split or unaligned[0], b_split or unaligned[1], 2, 132)
-        return _which(product, unaligned, torch.bfloat16, False, False)
+        return _which(product, unaligned, torch.bfloat16, False)
 
     assert which(8192, 50257, 4096, (False, False, True)) == (False, False, True)
     assert which(8192, 4096, 4097, (True, True, False)) == (True, True, False)
@@ -86,7 +86,7 @@ def test_what_is_copied():
         assert which(m, n, k, (False, False, True), True, True) == (False, False, True)
         assert which(m, n, k + 8, (False, False, True)) is None
     padded = Product(4096, 50257, 768, False, False, False, False, 2, 132)  # 50257 of the 50304 of a row
-    assert _which(padded, (False, False, True), torch.bfloat16, False, False) == (False, False, True)
+    assert _which(padded, (False, False, True), torch.bfloat16, False) == (False, False, True)
     assert which(65536, 4096, 6616, b_split=True) == (False, True, False)
     assert which(16, 4096, 6616, b_split=True) == (False, False, False)
 

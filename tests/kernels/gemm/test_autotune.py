@@ -144,9 +144,9 @@ def test_candidates_are_configurations_whose_bits_are_compared(layout):
             call = tuning.Call(m, n, k, *layout, False, False, dtype, out_dtype, False, accumulate, 0)
             configs = tuning.candidates(call)
             assert 6 <= len(configs) <= 12 and len(set(configs)) == len(configs) and proven.issuperset(configs)
-            assert all(fits_tma(config, out_dtype.itemsize, accumulate) for config in configs)
+            assert all(fits_tma(config, out_dtype.itemsize) for config in configs)
             product = Product(m, n, k, *layout, False, False, out_dtype.itemsize, tuning._device(0)[1])
-            assert configs[0] == tma_configs(product, accumulate)[0][1]
+            assert configs[0] == tma_configs(product)[0][1]
 
 
 def test_accumulation_in_the_layout_that_is_not_compared_is_not_measured(fake_gpu):

@@ -294,8 +294,7 @@ def test_the_tma_kernel(config, ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("promoted", (False, True))
-@pytest.mark.parametrize("accumulate", (False, True))
-def test_a_tile_shape_for_everything(accumulate, promoted):
+def test_a_tile_shape_for_everything(promoted):
     for layout in ((False, True), (False, False), (True, False), (True, True)):
         for m, n, k in (
             (1, 4096, 4096),
@@ -305,9 +304,9 @@ def test_a_tile_shape_for_everything(accumulate, promoted):
             (24576, 1024, 2048),
         ):
             product = Product(m, n, k, *layout, False, k % 16 > 0, 4, 132)
-            configs = tma_configs(product, accumulate, promoted)
+            configs = tma_configs(product, promoted)
             assert len(configs) >= 4
-            assert all(fits_tma(config, 4, accumulate, promoted) for _, config in configs)
+            assert all(fits_tma(config, 4, promoted) for _, config in configs)
 
 
 # --- through gemm/gemm_fn.py ------------------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""torch.compile of a parallelized model's layers, one by one: equal layers share a graph, and the bits are eager's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from meshes import init_device_mesh
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.core import module_hooks
+from tp_invariant.testing import assert_bitwise_equal
+
+LAYERS = 5
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 4)
+
+
+def compile_layers(model: Any, dynamic: bool | None = None) -> CompileCounterWithBackend:
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter, dynamic=dynamic)
+    return counter
+
+
+def shorter(step: int, length: int) -> dict[str, torch.Tensor]:
+    return {name: x[:, :length].contiguous() for name, x in hf_models.batch(step).items()}
+
+
+def graphs(tp_group: Any, family: str, kind: str, sequence_parallel: bool, dynamic: bool | None = None) -> list[int]:
+    """Graphs after each of three steps; the last two have another batch or, with `dynamic`, another length."""
+    torch.compiler.reset()
+    # with a cache the code reads the number of its layer, and transformers has a graph for each layer, too
+    model = hf_models.build(family, num_hidden_layers=LAYERS, use_cache=False)
+    if kind == "group":
+        tpi.parallelize(model, tp_group, sequence_parallel=sequence_parallel)
+    elif kind == "mesh":
+        mesh = init_device_mesh("cpu", (tp_group.size(),), mesh_dim_names=("tp",))
+        tpi.parallelize(model, mesh, sequence_parallel=sequence_parallel)
+    counter = compile_layers(model, dynamic)
+    found = []
+    with tpi.set_tp_invariant_mode(kind != "plain"):
+        for step in range(3):
+            inputs = shorter(0, (24, 16, 20)[step]) if dynamic else hf_models.batch(2 * step)
+            model(**inputs).loss.backward()
+            found.append(counter.frame_count)
+    torch.compiler.reset()
+    return found
+
+
+@functools.cache
+def of_transformers(family: str, dynamic: bool | None = None) -> list[int]:
+    return graphs(None, family, "plain", False, dynamic)
+
+
+def check(found: list[int], family: str, dynamic: bool | None = None) -> None:
+    first, second, last = found
+    # the first layer also scatters, so it is another one; a sliding window is no tensor, as transformers' mask is
+    kinds = len(set(getattr(hf_models.build(family).config, "layer_types", None) or ["full"]))
+    assert first <= max(kinds, of_transformers(family, dynamic)[0]) + 1 < LAYERS, (found, kinds)
+    assert first == second == last, f"layers were compiled again: {found}"
+
+
+@pytest.mark.parametrize("family", ("qwen3", "gemma2", "olmo2", "phi3"))
+def test_equal_layers_share_a_graph(family):
+    check(graphs(None, family, "group", False), family)
+
+
+@pytest.mark.parametrize("kind", ("group", "mesh"))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_equal_layers_share_a_graph_on_two_ranks(kind, sequence_parallel):
+    for found in run_ranks(graphs, 2, "qwen3", kind, sequence_parallel):
+        check(found, "qwen3")
+
+
+@pytest.mark.parametrize("degree", (1, 2))
+def test_other_lengths_need_no_other_graph(degree):
+    for found in run_ranks(graphs, degree, "llama", "group", degree == 2, True):
+        check(found, "llama", True)
+
+
+def test_torchs_own_keys_would_not_do(monkeypatch):
+    """The control: with the numbers that torch gives hooks, each layer has a graph of its own."""
+    for module in (
+        "functional.attention_choice", "hugging_face.models", "hugging_face.experts", "hugging_face.shared_keys",
+        "conversion.convert", "styles.activations",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"tp_invariant.{module}.with_key", lambda handle, name: handle)
+    assert graphs(None, "qwen3", "group", False)[0] >= LAYERS
+
+
+def steps(tp_group: Any, sequence_parallel: bool, compiled: bool, mode: bool) -> dict[str, Any]:
+    torch.compiler.reset()
+    model = hf_models.build("qwen3", num_hidden_layers=LAYERS, use_cache=False)
+    tpi.parallelize(model, tp_group, sequence_parallel=sequence_parallel)
+    if compiled:
+        compile_layers(model)
+    with tpi.set_tp_invariant_mode(mode):
+        results = hf_models.train(model, tp_group, 2)
+    torch.compiler.reset()
+    return results
+
+
+@functools.cache
+def eager(mode: bool) -> dict[str, Any]:
+    return run_ranks(steps, 1, False, False, mode)[0]
+
+
+@pytest.mark.parametrize("degree, sequence_parallel", ((1, False), (2, True)))
+def test_bits_are_those_of_eager_layers(degree, sequence_parallel):
+    for results in run_ranks(steps, degree, sequence_parallel, True, True):
+        assert_bitwise_equal(results, eager(True))
+
+
+def test_bits_without_the_mode_differ():
+    (results, _) = run_ranks(steps, 2, False, True, False)
+    assert testing.digest(results["parameters"]) != testing.digest(eager(False)["parameters"])
+
+
+# --- the keys -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_hooks():
+    module = torch.nn.Linear(2, 2)
+    calls: list[str] = []
+
+    def note(name: str) -> Any:
+        def hook(*args: Any) -> None:
+            calls.append(name)
+
+        return hook
+
+    theirs = module.register_forward_hook(note("theirs"))
+    handles = [
+        module_hooks.with_key(module.register_forward_hook(note(str(i)), always_call=bool(i)), "a") for i in range(3)
+    ]
+    with_kwargs = module.register_forward_hook(lambda module, args, kwargs, out: calls.append("k"), with_kwargs=True)
+    module_hooks.with_key(with_kwargs, "b")
+    assert list(module._forward_hooks) == [
+        theirs.id, "tp_invariant.a", "tp_invariant.a.2", "tp_invariant.a.3", "tp_invariant.b",
+    ]  # fmt: skip
+    copied = copy.deepcopy(module)
+    module(torch.ones(2))
+    assert calls == ["theirs", "0", "1", "2", "k"]
+    handles[1].remove()
+    with_kwargs.remove()
+    calls.clear()
+    module(torch.ones(2))
+    assert calls == ["theirs", "0", "2"]
+    assert set(module._forward_hooks_always_called) == {"tp_invariant.a.3"} and not module._forward_hooks_with_kwargs
+    calls.clear()
+    copied(torch.ones(2))
+    assert calls == ["theirs", "0", "1", "2", "k"]
+
+
+def test_only_the_last_hook_gets_a_key():
+    module = torch.nn.Linear(2, 2)
+    first = module.register_forward_hook(lambda *args: None)
+    module.register_forward_hook(lambda *args: None)
+    with pytest.raises(AssertionError, match="not the last one"):
+        module_hooks.with_key(first, "a")
