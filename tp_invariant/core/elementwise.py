@@ -10,16 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from ..kernels.elementwise import BLOCK, VECTORS
+from ..kernels.elementwise import BLOCK, VECTORS, in_whole_vectors
 from .mode import is_tp_invariant_mode_enabled
-
-
-def in_whole_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """fn(x) for an elementwise fn; on a CPU in blocks of full vectors, so that an element's bits depend on it alone."""
-    if x.device.type != "cpu" or not x.numel():
-        return fn(x)
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    return torch.cat([fn(block) for block in flat.split(BLOCK)])[: x.numel()].view(x.shape)
 
 
 class PositionInvariantActivation(nn.Module):

@@ -1,0 +1,155 @@
+"""act(gate) * up with the bits of torch's operators. Elementwise: each rank computes the elements that it holds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..core.compiled import as_custom_op
+from ..core.differentiation import once_differentiable
+from ..core.layout import reshape_in_place
+from ..kernels.select import select
+from .linear import flatten_tokens
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS = get_args(Activation)
+_KERNEL = "gated activation of torch"
+
+
+def gated_activation(gate: Tensor, up: Tensor | None = None, activation: Activation = "silu", *, up_first: bool = False) -> Tensor:  # fmt: skip
+    """act(gate) * up, SwiGLU or GeGLU, as one operator: one launch forward and one backward on a GPU.
+
+        tpi.gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
+        tpi.gated_activation(self.gate_up_proj(x), activation="gelu_tanh")
+
+    Rounded where torch rounds: act(gate) and the product each in the tensors' dtype. Saves gate and up for backward and
+    no intermediate. A rank may hold any of the features: each element depends on its own alone. With torch.compile it
+    is one operator with the same bits. It cannot be differentiated twice.
+
+    Args:
+        gate: [.., H], bfloat16, float16 or float32, any strides; without `up` [.., 2 H]: both, one after the other.
+        up: [.., H], of gate's dtype and device.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu".
+        up_first: without `up`: the first half of gate is up.
+
+    Returns:
+        [.., H], contiguous, of gate's dtype.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: an unknown activation; shapes, dtypes or devices that differ; an odd last dim without `up`.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise ValueError(f"gate has shape {tuple(gate.shape)}: without up its last dim must be even, for both")
+        return gated_activation_of_halves(gate, activation, up_first)
+    if up_first:
+        raise ValueError("up_first=True is for one tensor that holds gate and up: leave up out")
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
+        raise ValueError(
+            f"gate is {gate.dtype} {tuple(gate.shape)} on {gate.device} and up is {up.dtype} {tuple(up.shape)} on "
+            f"{up.device}: they must have one shape, dtype and device"
+        )
+    return gated_activation_of_two(gate, up, activation)
+
+
+class GatedActivation(torch.autograd.Function):
+    """y = act(gate) * up. kernels/rowwise/torch_gated.py has the formulas and says what is rounded.
+
+    gate, up, y, dgate, dup  [.., H], of one shape and dtype, sharded in any way
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        kernels = select(_KERNEL, gate.device.type)
+        y = kernels.torch_gated_forward(flatten_tokens(gate), flatten_tokens(up), activation)
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return reshape_in_place(y, gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        need_gate, need_up, _ = ctx.needs_input_grad
+        dgate, dup = select(_KERNEL, gate.device.type).torch_gated_backward(
+            flatten_tokens(dy), flatten_tokens(gate), flatten_tokens(up), ctx.activation
+        )
+        return (
+            reshape_in_place(dgate, gate.shape) if need_gate else None,
+            reshape_in_place(dup, gate.shape) if need_up else None,
+            None,
+        )
+
+
+def _output(gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
+    return [gate.new_empty(gate.shape)]
+
+
+def _restore(ctx: Any, dtypes: Any, activation: str) -> None:
+    ctx.activation = activation
+
+
+gated_activation_of_two = as_custom_op(
+    GatedActivation,
+    name="gated_activation",
+    tensors=("gate", "up"),
+    outputs=_output,
+    restore=_restore,
+    saved=(0, 1),
+)
+
+
+def _halves(x: Tensor, up_first: bool) -> tuple[Tensor, Tensor]:
+    """(gate, up), views of x [T, 2 H]."""
+    first, second = x.chunk(2, dim=-1)
+    return (second, first) if up_first else (first, second)
+
+
+class GatedActivationOfHalves(torch.autograd.Function):
+    """The same of one tensor, and one gradient, of which the kernel writes both halves.
+
+    x, dx  [.., 2 H]: gate and up one after the other, or with up_first up and gate      y  [.., H]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, up_first: bool) -> Tensor:
+        gate, up = _halves(flatten_tokens(x), up_first)
+        y = select(_KERNEL, x.device.type).torch_gated_forward(gate, up, activation)
+        ctx.save_for_backward(x)
+        ctx.activation, ctx.up_first = activation, up_first
+        return reshape_in_place(y, (*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        rows = flatten_tokens(x)
+        dx = torch.empty(rows.shape, device=x.device, dtype=x.dtype)
+        gate, up = _halves(rows, ctx.up_first)
+        select(_KERNEL, x.device.type).torch_gated_backward(
+            flatten_tokens(dy), gate, up, ctx.activation, out=_halves(dx, ctx.up_first)
+        )
+        return reshape_in_place(dx, x.shape), None, None
+
+
+def _halves_output(x: Tensor, activation: str, up_first: bool) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], x.shape[-1] // 2))]
+
+
+def _restore_halves(ctx: Any, dtypes: Any, activation: str, up_first: bool) -> None:
+    ctx.activation, ctx.up_first = activation, up_first
+
+
+gated_activation_of_halves = as_custom_op(
+    GatedActivationOfHalves,
+    name="gated_activation_of_halves",
+    tensors=("x",),
+    outputs=_halves_output,
+    restore=_restore_halves,
+    saved=(0,),
+)
