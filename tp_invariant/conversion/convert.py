@@ -43,6 +43,7 @@ from ..layers.experts import check_replicas_of
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
+from .gated_blocks import install as install_gated_blocks
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
@@ -156,6 +157,7 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     _swap(model, survey.swaps)
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
+    install_gated_blocks(model)
     for name in survey.latents:
         SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:
