@@ -47,6 +47,7 @@ from .gated_blocks import install as install_gated_blocks
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
+from .rotary_forwards import install as install_rotary_forwards
 from .survey import SEQUENCE_DIM, Survey
 
 
@@ -155,9 +156,10 @@ def parallelize(
 def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     """Changes the model as its survey says."""
     _swap(model, survey.swaps)
+    install_gated_blocks(model)
+    install_rotary_forwards(model)
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
-    install_gated_blocks(model)
     for name in survey.latents:
         SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:
