@@ -18,6 +18,7 @@ _MODULES = {  # (cuda, cpu), which have the same functions
     "gradient norm": ("grad_norm.kernel", "grad_norm.reference"),
     "norm": ("rowwise.norm", "rowwise.reference_norm"),
     "rotary embedding": ("rowwise.rope", "rowwise.reference_rope"),
+    "residual addition and norm": ("rowwise.add_norm", "rowwise.reference_add_norm"),
     "routing": ("experts.routing", "experts.reference_routing"),
     "softmax": ("rowwise.softmax", "rowwise.reference_softmax"),
 }
