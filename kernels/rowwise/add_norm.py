@@ -1,7 +1,7 @@
 """A residual addition and the norm of the sum in one launch, with the bits of the two after one another.
 
     s = x + residual                            rounded to the tensors' dtype, as torch's addition
-    y, mean, rstd = norm_forward(s, ..)         norm.py has the formulas, and says what the order of additions follows from
+    y, mean, rstd = norm_forward(s, ..)         norm.py has the formulas, and says what gives sums their order
 
 Rows are spread over threads as norm.py spreads them, by the same functions, so that sums add in the same order.
 """
@@ -90,7 +90,8 @@ def add_norm_forward(
     raises the same errors.
     """
     try:
-        key = eps, rms, zero_centered, layout(x), layout(residual), layout(weight), bias if bias is None else layout(bias)
+        of_bias = None if bias is None else layout(bias)
+        key = eps, rms, zero_centered, layout(x), layout(residual), layout(weight), of_bias
     except (AttributeError, RuntimeError):  # no tensor, or one without memory
         key = None
     known = None if key is None else _known.get(key)

@@ -28,7 +28,7 @@ def check_rope(operation: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Te
         )
     batch, _, s, d = q.shape
     if k is not None and (k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, s, d)):
-        raise ValueError(f"{operation}: k has shape {tuple(k.shape)}; allowed: that of q {tuple(q.shape)}, but for heads")
+        raise ValueError(f"{operation}: k has shape {tuple(k.shape)}; allowed: {(batch, 'heads', s, d)}")
     r = cos.shape[-1]
     if cos.shape not in ((batch, s, r), (1, s, r)) or sin.shape != cos.shape or r % 2 or not 0 < r <= d:
         raise ValueError(

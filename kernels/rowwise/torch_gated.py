@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from ..launch import Launch, Launches, cdiv, empty, interpreting, launch_on, layout, next_power_of_2
-from .torch_gated_checks import ACTIVATIONS, check_torch_gated
+from .torch_gated_checks import check_torch_gated
 
 COLUMNS = 1024  # of a program, at most
 _SQRT_HALF = tl.constexpr(0.7071067811865476)

@@ -47,7 +47,7 @@ def install(model: nn.Module) -> None:
         recipe = recipe_of(module)
         if recipe is None:
             continue
-        act = module.get_submodule(recipe.act)
+        act: Any = module.get_submodule(recipe.act)
         inner = act.activation if isinstance(act, PositionInvariantActivation) else act
         computes = recognise_activation(inner)
         if computes is None:
@@ -56,7 +56,8 @@ def install(model: nn.Module) -> None:
             act = PositionInvariantActivation(inner)
             setattr(module, recipe.act, act)
         act.computes = computes
-        module.__class__ = class_with_forward(type(module), "gated_forward", *recipe)
+        kind: Any = type(module)
+        module.__class__ = class_with_forward(kind, "gated_forward", *recipe)
 
 
 # --- what a module computes -----------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
     children = {name for name, child in module._modules.items() if child is not None}
     if code is None or isinstance(module, ShardedModule) or not takes_a_forward(module):
         return None
-    if not 3 <= len(children) or not {*code.co_names} <= {*children, "chunk"} or not is_straight(code):
+    if not len(children) >= 3 or not {*code.co_names} <= {*children, "chunk"} or not is_straight(code):
         return None
     try:
         return _match(_Leaves().trace(module))
@@ -84,12 +85,14 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 def _match(graph: fx.Graph) -> Recipe | None:
     """The recipe of a graph that has nothing else."""
-    output = next(node for node in graph.nodes if node.op == "output")
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    output: Any = next(node for node in graph.nodes if node.op == "output")
+    inputs: list[Any] = [node for node in graph.nodes if node.op == "placeholder"]
     down = output.args[0]
     product = _argument_of(down)
     if len(inputs) != 1 or product is None or product.op != "call_function" or product.target is not operator.mul:
         return None
+    act: Any
+    up: Any
     for act, up in (product.args, product.args[::-1]):
         gate = _argument_of(act)
         if gate is None or not isinstance(up, fx.Node):
@@ -98,10 +101,10 @@ def _match(graph: fx.Graph) -> Recipe | None:
         order = {node: i for i, node in enumerate(graph.nodes)}
         if _argument_of(gate) is inputs[0] and _argument_of(up) is inputs[0] and gate is not up:
             needed += [gate, up]
-            recipe = Recipe(gate.target, up.target, act.target, down.target, order[up] < order[gate])
+            recipe = Recipe(gate.target, str(up.target), act.target, down.target, order[up] < order[gate])
         elif (halves := _halves(gate, up)) is not None and _argument_of(halves.args[0]) is inputs[0]:
             needed += [gate, up, halves, halves.args[0]]
-            recipe = Recipe(halves.args[0].target, "", act.target, down.target, up.args[1] == 0)
+            recipe = Recipe(halves.args[0].target, "", act.target, down.target, bool(up.args[1] == 0))
         else:
             continue
         names = [name for name in recipe[:4] if name]
@@ -110,18 +113,18 @@ def _match(graph: fx.Graph) -> Recipe | None:
     return None
 
 
-def _argument_of(node: Any) -> fx.Node | None:
+def _argument_of(node: Any) -> Any:
     """x of a call module(x)."""
     if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
-def _halves(gate: fx.Node, up: fx.Node) -> Any:
+def _halves(gate: Any, up: Any) -> Any:
     """The node x.chunk(2, dim=-1) whose two results these are, in whatever order."""
     if any(node.op != "call_function" or node.target is not operator.getitem for node in (gate, up)):
         return None
-    halves: Any = gate.args[0]
+    halves = gate.args[0]
     if halves is not up.args[0] or {gate.args[1], up.args[1]} != {0, 1} or halves.op != "call_method":
         return None
     how = (*halves.args[1:], *halves.kwargs.items())

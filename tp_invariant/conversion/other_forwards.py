@@ -52,7 +52,7 @@ def _reduce(cls: Any) -> Any:
     return cls.__qualname__ if made_of is None else (class_with_forward, made_of)
 
 
-copyreg.pickle(_WithForward, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(_WithForward, _reduce)
 
 
 def is_straight(code: CodeType) -> bool:

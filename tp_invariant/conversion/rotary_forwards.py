@@ -5,8 +5,8 @@ a module gets a class whose forward is the former one, compiled code and all, wi
 global's; under that name the file gets a function that rotates in one launch while the mode is on.
 
 What the function computes is found by running it: forward and backward must have the bytes of rotary_embedding, for
-several shapes and dtypes, and neither it nor a function that it calls may have a branch. What it is given at a call must
-fit, too. Everything else goes to the former function, which changes no bit.
+several shapes and dtypes, and neither it nor a function that it calls may have a branch. What it is given at a call
+must fit, too. Everything else goes to the former function, which changes no bit.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _PARAMETERS = ["q", "k", "cos", "sin"]  # the first ones of such a function
 def install(model: nn.Module) -> None:
     """Gives each such module of a model its forward."""
     for module in model.modules():
-        forward: Any = type(module).forward
+        kind: Any = type(module)
+        forward = kind.forward
         if isinstance(module, ShardedModule) or not isinstance(forward, FunctionType) or not takes_a_forward(module):
             continue
         for name in forward.__code__.co_names:
             if rotation_of(forward.__globals__.get(name)) is not None:
-                module.__class__ = class_with_forward(type(module), "rotary_forward", name)
+                module.__class__ = class_with_forward(kind, "rotary_forward", name)
                 break
 
 

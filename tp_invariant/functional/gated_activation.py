@@ -18,7 +18,9 @@ ACTIVATIONS = get_args(Activation)
 _KERNEL = "gated activation of torch"
 
 
-def gated_activation(gate: Tensor, up: Tensor | None = None, activation: Activation = "silu", *, up_first: bool = False) -> Tensor:  # fmt: skip
+def gated_activation(
+    gate: Tensor, up: Tensor | None = None, activation: Activation = "silu", *, up_first: bool = False
+) -> Tensor:
     """act(gate) * up, SwiGLU or GeGLU, as one operator: one launch forward and one backward on a GPU.
 
         tpi.gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
