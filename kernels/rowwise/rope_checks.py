@@ -1,7 +1,8 @@
-"""What the rotary embedding takes: the same on every device. No Triton here."""
+"""What the rotary embedding takes, and its formula in torch's operators: the same on every device. No Triton here."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..dtypes import DTYPES
@@ -35,3 +36,18 @@ def check_rope(operation: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Te
             f"{operation}: cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; allowed: both [{batch} or 1, "
             f"{s}, R] with R even and at most {d}"
         )
+
+
+def swapped(x: Tensor, interleaved: bool, negated: int) -> Tensor:
+    """Each pair of elements in the other order, the first or the second of them negated afterwards."""
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    pair = (-second, first) if negated == 0 else (second, -first)
+    return torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """(x * cos) + (rotate(x) * sin) of x [B, heads, S, D] and cos, sin [B or 1, S, R], by torch's operators."""
+    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    part = x[..., :r] if r < x.shape[-1] else x
+    y = (part * cos) + (swapped(part, interleaved, 0) * sin)
+    return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)

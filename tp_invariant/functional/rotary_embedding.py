@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..core.differentiation import applier, once_differentiable
 from ..core.dtensors import is_dtensor
-from ..kernels.rowwise.reference_rope import rotated
-from ..kernels.rowwise.rope_checks import check_rope
+from ..kernels.rowwise.rope_checks import check_rope, rotated
 from ..kernels.select import select
 
 
