@@ -13,8 +13,9 @@
 Every element depends on its own alone. So that bits do not change where this takes the place of torch's operators, each
 operation in fp32 stands where torch's CUDA kernels have it: exp, erf and tanh are CUDA's, divisions are rounded
 correctly, and a product and a sum are one operation (tl.fma) exactly where CUDA's compiler makes them one of torch's
-formulas. Launched with enable_fp_fusion=False, so that Triton's compiler adds no others. rowwise/gated.py, for experts,
-has formulas of its own.
+formulas. Launched with enable_fp_fusion=False, so that Triton's compiler adds no others. CUDA's erf is another one in
+the CUDA that Triton brings than in torch's: gelu has other last bits than torch's in one of 80 elements in fp32, and
+the others have torch's in all. rowwise/gated.py, for experts, has formulas of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _act(g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr):
 
 
 @triton.jit
-def _dgate(dact, g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr, FUSED_SUM: tl.constexpr):
+def _dgate(dact, g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr):
     one = tl.full(g.shape, 1.0, tl.float32)
     if KIND == "silu":
         sigmoid = _one_over_one_plus_exp(g, LIBDEVICE)
@@ -85,13 +86,13 @@ def _dgate(dact, g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr, FUSED_SUM: tl.c
     elif KIND == "gelu":
         cdf = 0.5 * (1.0 + _erf(g * _SQRT_HALF, LIBDEVICE))
         pdf = _exp((-0.5 * g) * g, LIBDEVICE) * _GELU_PDF
-        return dact * (tl.fma(g, pdf, cdf) if FUSED_SUM else cdf + g * pdf)
+        return dact * (cdf + g * pdf)
     elif KIND == "gelu_tanh":
         tanh = _tanh_of_gelu(g, LIBDEVICE)
         left, right = 0.5 * g, 1.0 + tanh
         of_inner = tl.fma(tl.full(g.shape, _TANH_KAPPA_3, tl.float32), g * g, one) * _TANH_BETA
         of_left, factor = 0.5 * right, left * tl.fma(-tanh, tanh, one)
-        return dact * (tl.fma(factor, of_inner, of_left) if FUSED_SUM else of_left + factor * of_inner)
+        return dact * (of_left + factor * of_inner)
     else:
         return tl.where(g <= 0.0, 0.0, dact)
 
@@ -100,8 +101,7 @@ def _dgate(dact, g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr, FUSED_SUM: tl.c
 def _torch_gated_kernel(
     gate_ptr, up_ptr, dy_ptr, first_ptr, second_ptr, stride_gate, stride_up, stride_dy, stride_first, stride_second,
     blocks, H,
-    COLUMNS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, BACKWARD: tl.constexpr, FUSED_SUM: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
+    COLUMNS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, BACKWARD: tl.constexpr, LIBDEVICE: tl.constexpr,
 ):  # fmt: skip
     # Stores y, or dgate and dup. A row has this number of blocks.
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -114,7 +114,7 @@ def _torch_gated_kernel(
     if BACKWARD:
         dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
         dact = (dy * up).to(DTYPE).to(tl.float32)
-        tl.store(first, _dgate(dact, gate, KIND, LIBDEVICE, FUSED_SUM).to(first_ptr.dtype.element_ty), mask=inside)
+        tl.store(first, _dgate(dact, gate, KIND, LIBDEVICE).to(first_ptr.dtype.element_ty), mask=inside)
         second = second_ptr + row * stride_second + cols
         tl.store(second, (dy * act).to(second_ptr.dtype.element_ty), mask=inside)
     else:
@@ -123,8 +123,6 @@ def _torch_gated_kernel(
 
 _torch_gated = Launches(_torch_gated_kernel, enable_fp_fusion=False)
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# Whether CUDA's compiler makes one operation of the product and the sum that end the slopes of gelu and gelu_tanh.
-_FUSED_SUM = False
 
 
 class _Known(NamedTuple):
@@ -216,7 +214,7 @@ def _launch(
     blocks = cdiv(h, columns)
     pointers = *read, stored[0], stored[-1]
     numbers = *((x.stride(0) if rows > 1 else 0) for x in pointers), blocks, h
-    constants = columns, activation, _DTYPES[outs[0].dtype], dy is not None, _FUSED_SUM, not interpreting()
+    constants = columns, activation, _DTYPES[outs[0].dtype], dy is not None, not interpreting()
     with launch_on(gate, operation):
         launch = _torch_gated(
             gate.device.index, (rows * blocks,), (*pointers, *numbers), constants, num_warps=max(1, columns // 256)

@@ -131,9 +131,9 @@ def _halves(gate: Any, up: Any) -> Any:
     return halves if halves.target == "chunk" and how in ((2, -1), (2, ("dim", -1))) else None
 
 
+# Those of gated_activation that have torch's bits on GPUs too: gelu by erf has not (kernels/rowwise/torch_gated.py).
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
-    "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }

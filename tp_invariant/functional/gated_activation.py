@@ -26,7 +26,8 @@ def gated_activation(
         tpi.gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
         tpi.gated_activation(self.gate_up_proj(x), activation="gelu_tanh")
 
-    Rounded where torch rounds: act(gate) and the product each in the tensors' dtype. Saves gate and up for backward and
+    With the bits of torch's operators: act(gate) and the product are each rounded to the tensors' dtype, and so are the
+    gradients. On GPUs "gelu" alone has other last bits than torch's, by another erf. Saves gate and up for backward and
     no intermediate. A rank may hold any of the features: each element depends on its own alone. With torch.compile it
     is one operator with the same bits. It cannot be differentiated twice.
 
