@@ -51,6 +51,7 @@ _RULES: dict[type, _Rule] = {
     linear.ReplicatedLinear: lambda node, states: _if_any(states) if node.call.sequence_parallel else None,
     linear.ExpandBias: lambda node, states: PART if node.tokens_sharded else _if_any(states),
     norm.Norm: lambda node, states: PART if node.call.heads_dim is not None or node.call.sharding.world > 1 else None,
+    norm.AddNorm: lambda node, states: PART if node.call.sharding.world > 1 else None,
     regions._GatherSequence: lambda node, states: WHOLE,
     regions._GatherFeatures: lambda node, states: WHOLE,
     regions._ScatterSequence: lambda node, states: PART,
