@@ -28,7 +28,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ..launch import Launch, Launches, cdiv, empty, interpreting, launch_on, layout, next_power_of_2
+from ..launch import (
+    Launch,
+    Launches,
+    cdiv,
+    contiguous_strides,
+    empty,
+    interpreting,
+    launch_on,
+    layout,
+    next_power_of_2,
+)
 from .torch_gated_checks import check_torch_gated
 
 COLUMNS = 1024  # of a program, at most
@@ -131,7 +141,8 @@ class _Known(NamedTuple):
     launch: Launch
     index: int
     device: torch.device
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     numbers: tuple
     grid: tuple[int, int, int]
@@ -147,7 +158,7 @@ def _find(key: tuple) -> _Known | None:
 
 
 def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, contiguous [T, H], for gate and up [T, H] of any strides and one of three dtypes.
+    """act(gate) * up, contiguous [.., H], for gate and up [.., H] of any strides and one of three dtypes.
 
     activation: "silu", "gelu", "gelu_tanh" or "relu". Raises TypeError for a dtype and ValueError for what else does
     not fit.
@@ -158,8 +169,8 @@ def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         key = None
     known = None if key is None else _find(key)
     if known is not None:
-        launch, index, device, shape, dtype, numbers, grid = known
-        y = empty(shape, dtype, device)
+        launch, index, device, shape, strides, dtype, numbers, grid = known
+        y = empty(shape, dtype, device, strides)
         at, to = gate.data_ptr(), y.data_ptr()
         launch(index, at, up.data_ptr(), at, to, to, *numbers, grid=grid)
         return y
@@ -172,9 +183,9 @@ def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def torch_gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dgate, dup), each contiguous [T, H]; arguments and errors as for `torch_gated_forward`.
+    """(dgate, dup), each contiguous [.., H]; arguments and errors as for `torch_gated_forward`.
 
-    out: tensors to write into, of gate's shape and dtype, with columns of stride 1, such as the halves of one.
+    out: tensors to write into, of gate's shape and dtype, such as the halves of one.
     """
     try:
         key = activation, layout(dy), layout(gate), layout(up), out and (layout(out[0]), layout(out[1]))
@@ -182,8 +193,11 @@ def torch_gated_backward(
         key = None
     known = None if key is None else _find(key)
     if known is not None:
-        launch, index, device, shape, dtype, numbers, grid = known
-        dgate, dup = (empty(shape, dtype, device), empty(shape, dtype, device)) if out is None else out
+        launch, index, device, shape, strides, dtype, numbers, grid = known
+        if out is None:
+            dgate, dup = empty(shape, dtype, device, strides), empty(shape, dtype, device, strides)
+        else:
+            dgate, dup = out
         launch(
             index, gate.data_ptr(), up.data_ptr(), dy.data_ptr(), dgate.data_ptr(), dup.data_ptr(), *numbers, grid=grid
         )  # fmt: skip
@@ -199,46 +213,54 @@ def _launch(
     operation: str, activation: str, gate: Tensor, up: Tensor, dy: Tensor | None, outs: tuple[Tensor, ...],
     key: tuple | None,
 ) -> None:  # fmt: skip
-    shape = gate.shape
     if gate.numel() == 0:
         return
-    given = gate, up, gate if dy is None else dy
-    read = tuple(_readable(x) for x in given)
-    stored = tuple(x if x.stride(1) == 1 or x.shape[1] == 1 else torch.empty_like(x.contiguous()) for x in outs)
-    if interpreting():
-        stored = tuple(torch.empty(shape, dtype=torch.float32) for _ in outs)
-    rows, h = shape
-    if all(x.is_contiguous() for x in (*read, *stored)):  # one row
+    given = *(gate, up, gate if dy is None else dy), outs[0], outs[-1]
+    read = [_readable(x) for x in given[:3]]
+    stored = [_writable(x) for x in outs]
+    pointers = *read, stored[0], stored[-1]
+    rows, h = read[0].shape
+    if all(x.is_contiguous() for x in pointers):  # one row
         rows, h = 1, rows * h
     columns = min(COLUMNS, max(32, next_power_of_2(h)))
     blocks = cdiv(h, columns)
-    pointers = *read, stored[0], stored[-1]
     numbers = *((x.stride(0) if rows > 1 else 0) for x in pointers), blocks, h
     constants = columns, activation, _DTYPES[outs[0].dtype], dy is not None, not interpreting()
     with launch_on(gate, operation):
         launch = _torch_gated(
             gate.device.index, (rows * blocks,), (*pointers, *numbers), constants, num_warps=max(1, columns // 256)
         )
-    if all(map(_is, (*read, *stored), (*given, *outs))):
-        if key is not None and not interpreting():
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
-            _known[key] = _Known(
-                launch, gate.get_device(), gate.device, (shape[0], shape[1]), outs[0].dtype, (*numbers, *constants),
-                (rows * blocks, 1, 1),
-            )  # fmt: skip
-    else:
-        for x, y in zip(outs, stored, strict=True):
-            if x is not y:
-                x.copy_(y)
-
-
-def _is(x: Tensor, y: Tensor) -> bool:
-    return x is y
+    for x, y in zip(outs, stored, strict=True):
+        if x.data_ptr() != y.data_ptr():
+            x.copy_(y.view(x.shape))
+    copied_nothing = all(x.data_ptr() == y.data_ptr() for x, y in zip(given, pointers, strict=True))
+    if key is not None and copied_nothing and not interpreting():
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        shape = tuple(gate.shape)
+        _known[key] = _Known(
+            launch, gate.get_device(), gate.device, shape, contiguous_strides(shape), outs[0].dtype,
+            (*numbers, *constants), (rows * blocks, 1, 1),
+        )  # fmt: skip
 
 
 def _readable(x: Tensor) -> Tensor:
+    """[rows, H], with columns of stride 1: a view where there is one."""
     x = x.resolve_neg()
     if interpreting():
         x = x.float()  # the interpreter gets bfloat16 subnormals wrong
+    x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _writable(x: Tensor) -> Tensor:
+    """[rows, H] of the same memory, or else new memory."""
+    h = x.shape[-1]
+    if not interpreting():
+        try:
+            rows = x.view(-1, h)
+        except RuntimeError:  # its strides allow none
+            rows = None
+        if rows is not None and (rows.stride(1) == 1 or h == 1):
+            return rows
+    return torch.empty((x.numel() // h, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)

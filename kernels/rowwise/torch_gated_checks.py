@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .norm_checks import check
+from ..dtypes import DTYPES
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 def check_torch_gated(operation: str, activation: str, **tensors: Tensor) -> None:
-    """Raise unless all tensors are [T, H] of the first one's shape, device and dtype."""
+    """Raise unless all tensors are [.., H] of the first one's shape, device and dtype."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{operation}: activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
-    first, *others = tensors.items()
-    check(operation, *first, None, first[1])
-    for name, tensor in others:
-        check(operation, name, tensor, tuple(first[1].shape), first[1], (first[1].dtype,))
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{operation}: {name} is a {type(x).__name__}; allowed: a torch.Tensor")
+        if x.dtype not in DTYPES or x.dtype != like.dtype:
+            raise TypeError(
+                f"{operation}: {name} has dtype {x.dtype}; allowed: that of {first}, one of {', '.join(map(str, DTYPES))}"
+            )
+        if x.dim() == 0 or x.shape[-1] == 0 or x.shape != like.shape:
+            raise ValueError(
+                f"{operation}: {name} has shape {tuple(x.shape)}; allowed: [.., H] with H at least 1, that of {first}"
+            )
+        if x.device != like.device:
+            raise ValueError(f"{operation}: {name} is on {x.device}; allowed: the device of {first}, {like.device}")

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ..core.compiled import as_custom_op
 from ..core.differentiation import once_differentiable
-from ..core.layout import reshape_in_place
 from ..kernels.select import select
-from .linear import flatten_tokens
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS = get_args(Activation)
@@ -68,25 +66,17 @@ class GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        kernels = select(_KERNEL, gate.device.type)
-        y = kernels.torch_gated_forward(flatten_tokens(gate), flatten_tokens(up), activation)
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return reshape_in_place(y, gate.shape)
+        return select(_KERNEL, gate.device.type).torch_gated_forward(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        dgate, dup = select(_KERNEL, gate.device.type).torch_gated_backward(dy, gate, up, ctx.activation)
         need_gate, need_up, _ = ctx.needs_input_grad
-        dgate, dup = select(_KERNEL, gate.device.type).torch_gated_backward(
-            flatten_tokens(dy), flatten_tokens(gate), flatten_tokens(up), ctx.activation
-        )
-        return (
-            reshape_in_place(dgate, gate.shape) if need_gate else None,
-            reshape_in_place(dup, gate.shape) if need_up else None,
-            None,
-        )
+        return dgate if need_gate else None, dup if need_up else None, None
 
 
 def _output(gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
@@ -108,7 +98,7 @@ gated_activation_of_two = as_custom_op(
 
 
 def _halves(x: Tensor, up_first: bool) -> tuple[Tensor, Tensor]:
-    """(gate, up), views of x [T, 2 H]."""
+    """(gate, up), views of x [.., 2 H]."""
     first, second = x.chunk(2, dim=-1)
     return (second, first) if up_first else (first, second)
 
@@ -121,23 +111,19 @@ class GatedActivationOfHalves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, up_first: bool) -> Tensor:
-        gate, up = _halves(flatten_tokens(x), up_first)
-        y = select(_KERNEL, x.device.type).torch_gated_forward(gate, up, activation)
         ctx.save_for_backward(x)
         ctx.activation, ctx.up_first = activation, up_first
-        return reshape_in_place(y, (*x.shape[:-1], y.shape[-1]))
+        return select(_KERNEL, x.device.type).torch_gated_forward(*_halves(x, up_first), activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        rows = flatten_tokens(x)
-        dx = torch.empty(rows.shape, device=x.device, dtype=x.dtype)
-        gate, up = _halves(rows, ctx.up_first)
+        dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         select(_KERNEL, x.device.type).torch_gated_backward(
-            flatten_tokens(dy), gate, up, ctx.activation, out=_halves(dx, ctx.up_first)
+            dy, *_halves(x, ctx.up_first), ctx.activation, out=_halves(dx, ctx.up_first)
         )
-        return reshape_in_place(dx, x.shape), None, None
+        return dx, None, None
 
 
 def _halves_output(x: Tensor, activation: str, up_first: bool) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -78,16 +79,18 @@ class Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        given = [x for x in (dq, dk) if x is not None]
-        if not given:
-            return None, None, None, None, None
-        kernels = select("rotary embedding", cos.device.type)
-        found = iter(
-            kernels.rope(
-                given[0], given[1] if len(given) > 1 else None, cos, sin, interleaved=ctx.interleaved, backward=True
-            )
+        rotate = functools.partial(
+            select("rotary embedding", cos.device.type).rope,
+            cos=cos,
+            sin=sin,
+            interleaved=ctx.interleaved,
+            backward=True,
         )
-        return next(found) if dq is not None else None, next(found) if dk is not None else None, None, None, None
+        if dq is not None and dk is not None:
+            return *rotate(dq, dk), None, None, None
+        dq = None if dq is None else rotate(dq, None)[0]
+        dk = None if dk is None else rotate(dk, None)[0]
+        return dq, dk, None, None, None
 
 
 apply_rotation = applier(Rotation)
