@@ -19,7 +19,7 @@ def check_torch_gated(operation: str, activation: str, **tensors: Tensor) -> Non
             raise TypeError(f"{operation}: {name} is a {type(x).__name__}; allowed: a torch.Tensor")
         if x.dtype not in DTYPES or x.dtype != like.dtype:
             raise TypeError(
-                f"{operation}: {name} has dtype {x.dtype}; allowed: that of {first}, one of {', '.join(map(str, DTYPES))}"
+                f"{operation}: {name} has dtype {x.dtype}; allowed: {first}'s, one of {', '.join(map(str, DTYPES))}"
             )
         if x.dim() == 0 or x.shape[-1] == 0 or x.shape != like.shape:
             raise ValueError(
