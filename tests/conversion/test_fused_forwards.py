@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import hf_models
+import model_types
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,6 +168,42 @@ def test_lora_on_the_layers_inside(qwen3):
     assert_bitwise_equal(*results)
     with pytest.raises(AssertionError):  # the adapters are in the sum
         assert_bitwise_equal(results[0]["logits"], step(qwen3)["logits"])
+
+
+# --- model types ----------------------------------------------------------------------------------------------------
+
+# Of those that work by the table in docs/hugging_face.md: no gated block outside of experts that is what it must be.
+WITHOUT_GATED = set(
+    ["arcee", "cohere2_moe", "flex_olmo", "gpt_neox", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "jais2", "lfm2_moe", "mellum", "minimax", "minimax_m2", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmoe", "phi", "phimoe", "qwen3_moe", "seed_oss", "starcoder2"]
+)
+# No attention, or other pairs, dtypes or signs: cos of half of the features, products in float32.
+WITHOUT_ROTATION = set(
+    ["bailing_hybrid", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoehybrid", "helium", "kimi_linear", "nanochat", "nemotron_h"]
+)
+SAMPLE = ["qwen3", "glm4", "gpt_neox", "seed_oss", "nanochat", "deepseek_v3", "qwen3_moe", "stablelm", "gemma3_text"]
+
+
+def working_types() -> list[str]:
+    lines = [line for line in model_types.DOCUMENT.read_text().splitlines() if "| yes |" in line]
+    names = [line.split(" | ")[0].strip("| ") for line in lines]
+    return [name for name in names if name in model_types.class_names()]
+
+
+def test_the_model_types_that_get_them(pytestconfig):
+    """The numbers of docs/hugging_face.md; with --all-layouts of every type that works, in under a minute."""
+    names = working_types()
+    assert {*names} >= WITHOUT_GATED | WITHOUT_ROTATION
+    text = " ".join(model_types.DOCUMENT.read_text().split())
+    counts = len(names), len(names) - len(WITHOUT_GATED), len(names) - len(WITHOUT_ROTATION)
+    assert "Of the {} model types that work, {} have such blocks and {} such attention".format(*counts) in text
+    for name in names if pytestconfig.getoption("--all-layouts") else SAMPLE:
+        if name not in names:
+            continue
+        with model_types._quiet():
+            model = tpi.parallelize(model_types.build(name, None), None)
+        found = forwards(model)
+        assert (found["gated_forward"] == 0) == (name in WITHOUT_GATED), (name, found)
+        assert (found["rotary_forward"] == 0) == (name in WITHOUT_ROTATION), (name, found)
 
 
 # --- who must be told of a call --------------------------------------------------------------------------------------
