@@ -173,13 +173,16 @@ def test_lora_on_the_layers_inside(qwen3):
 # --- model types ----------------------------------------------------------------------------------------------------
 
 # Of those that work by the table in docs/hugging_face.md: no gated block outside of experts that is what it must be.
-WITHOUT_GATED = set(
-    ["arcee", "cohere2_moe", "flex_olmo", "gpt_neox", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "jais2", "lfm2_moe", "mellum", "minimax", "minimax_m2", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmoe", "phi", "phimoe", "qwen3_moe", "seed_oss", "starcoder2"]
-)
+WITHOUT_GATED = {
+    "arcee", "cohere2_moe", "flex_olmo", "gpt_neox", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared",
+    "jais2", "lfm2_moe", "mellum", "minimax", "minimax_m2", "mixtral", "nanochat", "nemotron", "nemotron_h",
+    "olmoe", "phi", "phimoe", "qwen3_moe", "seed_oss", "starcoder2",
+}  # fmt: skip
 # No attention, or other pairs, dtypes or signs: cos of half of the features, products in float32.
-WITHOUT_ROTATION = set(
-    ["bailing_hybrid", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoehybrid", "helium", "kimi_linear", "nanochat", "nemotron_h"]
-)
+WITHOUT_ROTATION = {
+    "bailing_hybrid", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4",
+    "gpt_oss", "granitemoehybrid", "helium", "kimi_linear", "nanochat", "nemotron_h",
+}  # fmt: skip
 SAMPLE = ["qwen3", "glm4", "gpt_neox", "seed_oss", "nanochat", "deepseek_v3", "qwen3_moe", "stablelm", "gemma3_text"]
 
 
