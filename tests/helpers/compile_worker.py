@@ -24,7 +24,7 @@ from tp_invariant.kernels.experts import grouped, routing
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
-from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax, torch_gated
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax, torch_gated, torch_gated_checks
 from tp_invariant.kernels.rowwise.gated_checks import halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
 
@@ -151,7 +151,7 @@ def gates(dtype: torch.dtype) -> None:
 def fused(dtype: torch.dtype) -> None:
     """What parallelize puts in the place of torch's operators."""
     x, pair = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, 2000, dtype=dtype).chunk(2, dim=-1)
-    for activation in torch_gated.ACTIVATIONS:
+    for activation in torch_gated_checks.ACTIVATIONS:
         torch_gated.torch_gated_forward(x, x, activation)
         torch_gated.torch_gated_backward(x, x, x, activation)
     torch_gated.torch_gated_backward(x, *pair, "silu", out=pair)
