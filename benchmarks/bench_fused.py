@@ -2,7 +2,7 @@
 
     python benchmarks/bench_fused.py                   # sizes of Qwen3-0.6B, few tokens, so that the host is behind
     python benchmarks/bench_fused.py --tokens 4096     # and what the GPU needs
-    python benchmarks/bench_fused.py --operators       # on a GPU: each operator beside torch's, large for the GPU's time
+    python benchmarks/bench_fused.py --operators       # on a GPU: each operator beside those in its place
 
 Three forms of each block of a random model of transformers, forward and backward, at TP=1:
 
