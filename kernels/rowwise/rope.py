@@ -37,7 +37,7 @@ def _rotate_heads(
     INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     pair = tl.arange(0, PADDED)[None, :]
-    head = (heads_at + tl.arange(0, AT_ONCE))[:, None]
+    head = (heads_at + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None]
     here = head < HEADS
     inside = here & (pair < R // 2)
     if INTERLEAVED:

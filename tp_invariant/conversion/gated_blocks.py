@@ -55,7 +55,7 @@ def install(model: nn.Module) -> None:
         if act is inner:  # one that is position-invariant by itself
             act = PositionInvariantActivation(inner)
             setattr(module, recipe.act, act)
-        act.computes = computes
+        act.computes = computes, inner
         kind: Any = type(module)
         module.__class__ = class_with_forward(kind, "gated_forward", *recipe)
 
@@ -202,6 +202,7 @@ def _is_as_found(act: Any) -> bool:
     return (
         type(act) is PositionInvariantActivation
         and act.computes is not None
+        and act.computes[1] is act.activation
         and is_untouched(act)
         and is_untouched(act.activation)
         and not _has_any_global_hook()
@@ -234,7 +235,7 @@ def gated_forward(base: Any, gate: str, up: str, act: str, down: str, up_first: 
             left = leave()
             try:
                 if type(both) is Tensor and both.dim() and both.shape[-1] % 2 == 0 and _fits(both, both):
-                    h = gated_activation_of_halves(both, activation.computes, up_first)
+                    h = gated_activation_of_halves(both, activation.computes[0], up_first)
                 else:
                     first, second = both.chunk(2, dim=-1)
                     h = activation(second) * first if up_first else activation(first) * second
@@ -250,7 +251,7 @@ def gated_forward(base: Any, gate: str, up: str, act: str, down: str, up_first: 
         left = leave()
         try:
             if _fits(to_activate, to_multiply):
-                h = gated_activation_of_two(to_activate, to_multiply, activation.computes)
+                h = gated_activation_of_two(to_activate, to_multiply, activation.computes[0])
             else:
                 h = activation(to_activate) * to_multiply
         finally:
