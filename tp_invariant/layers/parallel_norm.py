@@ -147,7 +147,7 @@ class ParallelNorm(ShardedModule):
         finally:
             enter_again(left)
 
-    def _forward(self, x: Tensor, residual: Tensor | None) -> Any:
+    def _forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         refuse_dtensor(x, "x of a ParallelNorm")
         if residual is not None:
             refuse_dtensor(residual, "residual of a ParallelNorm")
