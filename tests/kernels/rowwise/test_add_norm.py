@@ -13,8 +13,20 @@ PAIRS = [(add_norm, norm)] if DEVICE == "cuda" else [(add_norm, norm), (referenc
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
+
+
+@gpu
+@pytest.mark.parametrize("h", (1024, 1000, 4096, 5120, 8192, 20000))
+@pytest.mark.parametrize("rms", (True, False), ids=("RMSNorm", "LayerNorm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_on_a_gpu(h, rms, dtype):
+    test_the_bytes_of_the_two(add_norm, norm, h, rms, dtype)
+
+
 @pytest.mark.parametrize("fused, after_it", PAIRS, ids=("kernel", "reference")[: len(PAIRS)])
-@pytest.mark.parametrize("h", (64, 40, 1000, 4096) if DEVICE == "cuda" else (64, 40))
+@pytest.mark.parametrize("h", (64, 40))
 @pytest.mark.parametrize("rms", (True, False), ids=("RMSNorm", "LayerNorm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bytes_of_the_two(fused, after_it, h, rms, dtype):

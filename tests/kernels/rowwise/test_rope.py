@@ -19,6 +19,10 @@ interleaved_or_not = pytest.mark.parametrize("interleaved", (False, True), ids=(
 SHAPES = [(2, 5, 4, 2, 16, 16, 1), (2, 3, 3, 1, 20, 12, 2), (1, 7, 1, 6, 64, 64, 1)]
 
 
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
+
+
 @pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 def kernels(request) -> ModuleType:
     return request.param
@@ -75,6 +79,17 @@ def test_the_bytes_of_torchs_operators(kernels, shape, interleaved, dtype):
     assert_bitwise_equal(everything(kernels, *tensors, interleaved), expected)
     with pytest.raises(AssertionError):  # the control
         assert_bitwise_equal(everything(kernels, *tensors, not interleaved), expected)
+
+
+@gpu
+@interleaved_or_not
+@every_dtype
+def test_many_elements_on_a_gpu(interleaved, dtype):
+    for shape in ((2, 512, 16, 8, 128, 128, 1), (3, 257, 5, 1, 96, 64, 3)):
+        tensors = data(shape, dtype)
+        expected = by_torch(*tensors, interleaved)
+        for _ in range(2):  # the second time by what is remembered
+            assert_bitwise_equal(everything(rope, *tensors, interleaved), expected)
 
 
 @interleaved_or_not

@@ -28,6 +28,10 @@ every_dtype = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, t
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # as meant, in the interpreter
 
 
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
+
+
 @pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 def kernels(request) -> ModuleType:
     return request.param
@@ -73,6 +77,16 @@ def test_the_bytes_of_torchs_operators(activation, dtype):
     if dtype != torch.float32 and activation != "relu":
         with pytest.raises(AssertionError):  # the control: without the rounding between activation and product
             assert_bitwise_equal((FUNCTIONS[activation](gate.float()) * up.float()).to(dtype), expected[0])
+
+
+@gpu
+@every_dtype
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "gelu"])
+def test_many_elements_on_a_gpu(activation, dtype):
+    tensors = data(2048, 2048, dtype, spread=14)
+    expected = by_torch(*tensors, activation)
+    for _ in range(2):  # the second time by what is remembered
+        assert_bitwise_equal(everything(torch_gated, *tensors, activation), expected)
 
 
 @every_activation
