@@ -133,12 +133,6 @@ def check_options(options: argparse.Namespace, error: Callable[[str], NoReturn])
         for name, size in sizes.items():
             if size % degree:
                 error(f"--degrees: {degree} does not divide {name}")
-        gate = options.sequence * options.ffn // degree  # of one window, as where the prompt is continued
-        if device == "cpu" and dtype == torch.float32 and gate % 32:
-            error(
-                f"--sequence x --ffn / {degree} = {gate} must be a multiple of 32: torch's silu on a CPU "
-                "takes 32 floats at a time and rounds what is left over in another way"
-            )
     model = ModelConfig(
         layers=options.layers,
         hidden=options.hidden,

@@ -79,10 +79,7 @@ class Block(nn.Module):
         q, k, v = rearrange(qkv, "b s (three h d) -> three b h s d", three=3, d=self.head_dim)
         attended = rearrange(causal_attention(q, k, v), "b h s d -> b s (h d)")
         x = x + self.out(attended)
-        gate, up = self.fc1(x).chunk(2, dim=-1)  # [B, S, F/P] each
-        # torch's silu of float32 on a CPU takes one formula for whole vectors of 32, another for what is left over, so
-        # its bits may depend on where an element lies: contiguous, with B * S * F / P a multiple of 32, nothing is left
-        return x + self.fc2(F.silu(gate.contiguous()) * up)
+        return x + self.fc2(tpi.gated_activation(self.fc1(x), activation="silu"))  # gate and up are [B, S, F/P] each
 
 
 def _column(config: ModelConfig, tp_group: Any) -> dict[str, Any]:

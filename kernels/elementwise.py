@@ -16,6 +16,18 @@ VECTORS = 64  # elements
 BLOCK = 1 << 14
 
 
+def in_whole_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors) for an elementwise function of tensors of one shape; on a CPU in blocks of full vectors.
+
+    On other devices than a CPU, function is applied to all at once.
+    """
+    first = tensors[0]
+    if first.device.type != "cpu" or not first.numel():
+        return function(*tensors)
+    flat = [F.pad(x.reshape(-1), (0, -x.numel() % VECTORS)).split(BLOCK) for x in tensors]
+    return torch.cat([function(*blocks) for blocks in zip(*flat, strict=True)])[: first.numel()].view(first.shape)
+
+
 def in_whole_vectors_(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) for a function that works in place, in blocks of full vectors; may overwrite x.
 

@@ -162,7 +162,8 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--all-layouts", action="store_true",
-        help="each mixture of experts in each layout (tests/conversion/test_mixture_layouts.py), not a few of them",
+        help="each mixture of experts in each layout (tests/conversion/test_mixture_layouts.py), and each model type "
+        "in tests/conversion/test_fused_forwards.py, not a few of them",
     )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from .core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
+from .functional.gated_activation import gated_activation
+from .functional.rotary_embedding import rotary_embedding
 from .functional.router_losses import load_balancing_loss, router_z_loss
 from .functional.routing import Routing
 from .gemm.gemm_fn import set_default_gemm_fn
@@ -59,6 +61,7 @@ __all__ = [
     "fsdp_placement",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "gated_activation",
     "graphs",
     "hugging_face",
     "is_tp_invariant_mode_enabled",
@@ -68,6 +71,7 @@ __all__ = [
     "optim",
     "parallelize",
     "replicate_",
+    "rotary_embedding",
     "router_z_loss",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",

@@ -24,7 +24,7 @@ from tp_invariant.kernels.experts import grouped, routing
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
-from tp_invariant.kernels.rowwise import gated, norm, softmax
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax, torch_gated, torch_gated_checks
 from tp_invariant.kernels.rowwise.gated_checks import halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
 
@@ -70,8 +70,8 @@ class NoGPU:
 @contextlib.contextmanager
 def hopper():
     modules = (
-        attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul, norm,
-        routing, softmax,
+        add_norm, attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul,
+        norm, rope, routing, softmax, torch_gated,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather):
@@ -146,6 +146,23 @@ def gates(dtype: torch.dtype) -> None:
         gated.gated_backward(x, x, x, activation)
     pair = halves(torch.zeros(16, 2000, dtype=dtype), interleaved=True)
     gated.gated_backward(x, *pair, "clamped_silu", out=pair)
+
+
+def fused(dtype: torch.dtype) -> None:
+    """What parallelize puts in the place of torch's operators."""
+    x, pair = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, 2000, dtype=dtype).chunk(2, dim=-1)
+    for activation in torch_gated_checks.ACTIVATIONS:
+        torch_gated.torch_gated_forward(x, x, activation)
+        torch_gated.torch_gated_backward(x, x, x, activation)
+    torch_gated.torch_gated_backward(x, *pair, "silu", out=pair)
+    q, k = torch.zeros(2, 7, 4, 96, dtype=dtype).transpose(1, 2), torch.zeros(2, 7, 2, 96, dtype=dtype).transpose(1, 2)
+    cos = torch.zeros(1, 7, 80, dtype=dtype)
+    for interleaved in (False, True):
+        rope.rope(q, k, cos, cos, interleaved=interleaved)
+        rope.rope(q, None, cos, cos, interleaved=interleaved, backward=True)
+    for h, rms in ((4096, dtype == torch.float32), (1000, dtype != torch.float32), (20000, dtype == torch.float32)):
+        x, w = torch.zeros(64, h, dtype=dtype), torch.zeros(h, dtype=dtype)
+        add_norm.add_norm_forward(x, x, w, None if rms else w, eps=1e-5, rms=rms, zero_centered=rms)
 
 
 def losses(dtype: torch.dtype) -> None:
@@ -224,6 +241,7 @@ def main() -> None:
             routes(dtype)
             norms(dtype)
             gates(dtype)
+            fused(dtype)
             losses(dtype)
             clipping(dtype)
         products(torch.bfloat16, True)

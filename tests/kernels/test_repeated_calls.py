@@ -1,4 +1,4 @@
-"""Calls of products, norms and attention that repeat an earlier one: the same launches, and each error of a first call.
+"""Calls of kernels that repeat an earlier one: the same launches, and each error of a first call.
 
 Launches are recorded instead of made, on CPU tensors, so that the path which GPUs take is seen here.
 """
@@ -14,7 +14,7 @@ from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
 from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.launch import Launch
-from tp_invariant.kernels.rowwise import norm
+from tp_invariant.kernels.rowwise import add_norm, norm, rope, torch_gated
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def launches(monkeypatch):
     monkeypatch.setattr(Launch, "__call__", record)
     monkeypatch.setattr(Launch, "descriptor", describe)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    for module in (norm, attention, attention_backward):
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
         monkeypatch.setattr(module, "interpreting", lambda: False)
         monkeypatch.setattr(module, "launch_on", lambda *args: contextlib.nullcontext())
         module._known.clear()
     yield recorded
-    for module in (norm, attention, attention_backward):
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
         module._known.clear()
 
 
@@ -96,6 +96,64 @@ def test_norms(launches, rms, bias):
         return norm.fold_weight_gradients(sums, torch.bfloat16, torch.float32 if bias else None)
 
     first, again = twice(fold, launches, norm._known, sums=sums)
+    assert first == again
+
+
+@pytest.mark.parametrize("form", ("contiguous", "halves", "tokens between heads"))
+def test_gated_activations(launches, form):
+    gate, up, dy = torch.randn(3, 2, 5, 64, dtype=torch.bfloat16).unbind()
+    if form == "halves":
+        gate, up = torch.randn(2, 5, 128, dtype=torch.bfloat16).chunk(2, dim=-1)
+    elif form == "tokens between heads":  # no view of rows
+        gate = torch.randn(5, 2, 64, dtype=torch.bfloat16).transpose(0, 1)
+
+    def forward(gate, up):
+        return [torch_gated.torch_gated_forward(gate, up, "silu")]
+
+    def backward(dy, gate, up):
+        return torch_gated.torch_gated_backward(dy, gate, up, "silu")
+
+    def into_halves(dy, gate, up, dx):
+        torch_gated.torch_gated_backward(dy, gate, up, "silu", out=dx.chunk(2, dim=-1))
+        return [dx]
+
+    if form == "tokens between heads":
+        with pytest.raises(AssertionError, match="nothing was remembered"):
+            twice(forward, launches, torch_gated._known, gate=gate, up=up)
+        return
+    first, again = twice(forward, launches, torch_gated._known, gate=gate, up=up)
+    assert first == again
+    for run, more in ((backward, {}), (into_halves, {"dx": torch.zeros(2, 5, 128, dtype=torch.bfloat16)})):
+        first, again = twice(run, launches, torch_gated._known, dy=dy, gate=gate, up=up, **more)
+        assert first == again
+
+
+@pytest.mark.parametrize("alone", (False, True))
+@pytest.mark.parametrize("backward", (False, True))
+def test_rotations(launches, alone, backward):
+    q = torch.randn(2, 7, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    k = None if alone else torch.randn(2, 7, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    cos, sin = torch.randn(2, 1, 7, 64, dtype=torch.bfloat16).unbind()
+
+    def rotate(q, k, cos, sin):
+        return rope.rope(q, k, cos, sin, backward=backward)
+
+    first, again = twice(rotate, launches, rope._known, q=q, k=k, cos=cos, sin=sin)
+    assert first == again
+    assert first[1][0][:2] == (q.shape, q.stride())
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
+def test_additions_and_norms(launches, rms):
+    x, residual = torch.randn(2, 40, 64, dtype=torch.bfloat16).unbind()
+    weight, bias = torch.randn(64), None if rms else torch.randn(64)
+
+    def forward(x, residual, weight, bias):
+        return add_norm.add_norm_forward(x, residual, weight, bias, eps=1e-5, rms=rms, zero_centered=False)
+
+    first, again = twice(forward, launches, add_norm._known, x=x, residual=residual, weight=weight, bias=bias)
+    if rms:  # which has no mean: its kernel gets any address for it
+        first, again = (([(*one[:8], None, *one[9:]) for one in launched], made) for launched, made in (first, again))
     assert first == again
 
 

@@ -43,9 +43,11 @@ from ..layers.experts import check_replicas_of
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
+from .gated_blocks import install as install_gated_blocks
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
+from .rotary_forwards import install as install_rotary_forwards
 from .survey import SEQUENCE_DIM, Survey
 
 
@@ -154,6 +156,8 @@ def parallelize(
 def _convert(model: nn.Module, survey: Survey) -> nn.Module:
     """Changes the model as its survey says."""
     _swap(model, survey.swaps)
+    install_gated_blocks(model)
+    install_rotary_forwards(model)
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
     for name in survey.latents:

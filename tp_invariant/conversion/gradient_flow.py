@@ -30,6 +30,7 @@ from ..core.bits import leaves
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import experts, linear, norm, regions, stock
 from ..functional.cross_entropy import _CrossEntropy
+from ..functional.rotary_embedding import Rotation
 from ..layers.parameters import ShardedModule, named_shard_specs
 from ..layers.replicate import Views
 from ..layers.vocab_embedding import _VocabEmbedding
@@ -51,6 +52,7 @@ _RULES: dict[type, _Rule] = {
     linear.ReplicatedLinear: lambda node, states: _if_any(states) if node.call.sequence_parallel else None,
     linear.ExpandBias: lambda node, states: PART if node.tokens_sharded else _if_any(states),
     norm.Norm: lambda node, states: PART if node.call.heads_dim is not None or node.call.sharding.world > 1 else None,
+    norm.AddNorm: lambda node, states: PART if node.call.sharding.world > 1 else None,
     regions._GatherSequence: lambda node, states: WHOLE,
     regions._GatherFeatures: lambda node, states: WHOLE,
     regions._ScatterSequence: lambda node, states: PART,
@@ -122,6 +124,16 @@ class IncompleteGradient(ValueError):
     """A gradient would be one summand of a sum over ranks that nothing adds."""
 
 
+def _given(node: Any, states: Mapping[Any, Any]) -> list[str | None]:
+    """The states of a node's inputs; None for one that needs no gradient. Of a node with a state for each of its
+    outputs (Rotation, whose outputs do not meet: q may be a part and k whole), that of the output."""
+    found = []
+    for before, output in node.next_functions:
+        state = None if before is None else states.get(before)
+        found.append(state[output] if isinstance(state, tuple) else state)
+    return found
+
+
 def _inputs(node: Any) -> list[Any]:
     return [before for before, _ in node.next_functions if before is not None]
 
@@ -142,7 +154,7 @@ def incomplete_gradients(
         names: by the id of a parameter, its name.
         inputs: whole tensors, at which the graph is taken to begin.
     """
-    states: dict[Any, str] = {_node_of(x): WHOLE for x in inputs if x.requires_grad}
+    states: dict[Any, Any] = {_node_of(x): WHOLE for x in inputs if x.requires_grad}
     found: dict[tuple[str, ...], str] = {}
     parts: dict[str, None] = {}  # lines, in their order
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -161,8 +173,12 @@ def incomplete_gradients(
             known = sharded.get(id(parameter))
             states[node] = UNKNOWN if known is None else PART if known else WHOLE
             continue
-        given = [states[other] for other in before]
-        if _takes_whole(node) and states.get(node.next_functions[0][0]) == PART:
+        of_inputs = _given(node, states)
+        if _function_of(node) is Rotation:
+            states[node] = tuple(state or UNKNOWN for state in of_inputs[:2])
+            continue
+        given = [state for state in of_inputs if state is not None]
+        if _takes_whole(node) and of_inputs[0] == PART:
             parts.setdefault(f"this rank's part of the activations: taken as the same on every rank in {node.name()}")
         if WHOLE in given and _function_of(node) in _OF_PARTS and not _is_single_rank(node):
             parts.setdefault(f"a whole activation: taken as this rank's part of the tokens in {node.name()}")
@@ -187,7 +203,8 @@ def _whole_parameters(node: Any, states: Mapping[Any, str], names: Mapping[int, 
         if parameter is not None and id(parameter) in names:
             owners.append(names[id(parameter)])
         for other in _inputs(node):
-            if other not in seen and states.get(other) == WHOLE:
+            state = states.get(other)
+            if other not in seen and (state == WHOLE or (isinstance(state, tuple) and WHOLE in state)):
                 seen.add(other)
                 stack.append(other)
     return owners

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,20 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from ..kernels.elementwise import BLOCK, VECTORS
+from ..kernels.elementwise import BLOCK, VECTORS, in_whole_vectors
 from .mode import is_tp_invariant_mode_enabled
 
 
-def in_whole_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """fn(x) for an elementwise fn; on a CPU in blocks of full vectors, so that an element's bits depend on it alone."""
-    if x.device.type != "cpu" or not x.numel():
-        return fn(x)
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    return torch.cat([fn(block) for block in flat.split(BLOCK)])[: x.numel()].view(x.shape)
-
-
 class PositionInvariantActivation(nn.Module):
-    """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`."""
+    """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`.
+
+    computes: the name by which functional/gated_activation.py knows its function, where conversion has found that out,
+        and the module of which it was found out.
+    """
+
+    computes: tuple[str, nn.Module] | None = None
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ from torch import Tensor
 from ..comm.collectives import Group, gather_dim
 from ..comm.small_gathers import start_gather_major
 from ..core.compiled import as_custom_op, op_config
-from ..core.differentiation import once_differentiable
+from ..core.differentiation import applier, once_differentiable
+from ..core.dtensors import is_dtensor, with_dtensors
 from ..core.layout import TokenSharding, reshape_in_place
 from ..core.options import Normalization
 from ..kernels.select import select
@@ -73,33 +74,78 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        call: NormCall = ctx.call
-        kernels = select("norm", x.device.type)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = dweight = dbias = finish = None
-        dy = dy.contiguous()  # once, for all kernels that read it
-        dy_rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
-        options = dict(rms=call.rms, zero_centered=call.zero_centered)
-        if need_weight or need_bias:
-            whole_sums = call.heads_dim is None and call.sharding.partial_sums_fit(x.shape, ROWS_PER_SUM)
-            if need_x and whole_sums:
-                dx, sums = kernels.norm_backward(
-                    dy_rows, x_rows, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, with_bias=need_bias, **options
-                )
-                finish = _start_gather(call, sums, x.shape)
-            else:  # the partial sums before dx, whose kernel overlaps their gather
-                start = _start_partial_sums if call.heads_dim is None else _start_head_sums
-                finish = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
-        if need_x:
-            if dx is None:
-                dx = kernels.norm_backward_input(dy_rows, x_rows, weight, mean, rstd, **options)
-            dx = reshape_in_place(dx, x.shape)
-        if finish is not None:
-            dweight, dbias = kernels.fold_weight_gradients(
-                finish(), weight.dtype, ctx.bias_dtype if need_bias else None
+        return *_gradients(ctx, dy, need_x, need_weight, need_bias), None
+
+
+class AddNorm(torch.autograd.Function):
+    """s = x + residual, rounded to their dtype, and y = Norm's of s.
+
+    x, residual, s, y  [.., H], this rank's tokens      weight, bias  [H], whole on every rank
+    dx, dresidual      both are the gradient of s: Norm's dx and that of s's other uses, added and rounded as autograd
+                       adds them
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall
+    ) -> tuple[Tensor, Tensor]:
+        kernels = select("residual addition and norm", x.device.type)
+        s, y, mean, rstd = kernels.add_norm_forward(
+            flatten_tokens(x), flatten_tokens(residual), weight, bias,
+            eps=call.eps, rms=call.rms, zero_centered=call.zero_centered,
+        )  # fmt: skip
+        s = reshape_in_place(s, x.shape)
+        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(s)
+        return reshape_in_place(y, x.shape), s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        need_x, need_residual, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_s = need_x or need_residual
+        dnorm = dweight = dbias = None
+        if dy is not None:
+            dnorm, dweight, dbias = _gradients(ctx, dy, need_s, need_weight, need_bias)
+        if need_s and dnorm is not None and ds is not None:
+            dnorm = ds + dnorm
+        elif need_s and dnorm is None:
+            dnorm = ds
+        return dnorm if need_x else None, dnorm if need_residual else None, dweight, dbias, None
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias) of a norm, those that are needed."""
+    x, weight, mean, rstd = ctx.saved_tensors
+    call: NormCall = ctx.call
+    kernels = select("norm", x.device.type)
+    dx = dweight = dbias = finish = None
+    dy = dy.contiguous()  # once, for all kernels that read it
+    dy_rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
+    options = dict(rms=call.rms, zero_centered=call.zero_centered)
+    if need_weight or need_bias:
+        whole_sums = call.heads_dim is None and call.sharding.partial_sums_fit(x.shape, ROWS_PER_SUM)
+        if need_x and whole_sums:
+            dx, sums = kernels.norm_backward(
+                dy_rows, x_rows, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, with_bias=need_bias, **options
             )
-        return dx, dweight if need_weight else None, dbias, None
+            finish = _start_gather(call, sums, x.shape)
+        else:  # the partial sums before dx, whose kernel overlaps their gather
+            start = _start_partial_sums if call.heads_dim is None else _start_head_sums
+            finish = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
+    if need_x:
+        if dx is None:
+            dx = kernels.norm_backward_input(dy_rows, x_rows, weight, mean, rstd, **options)
+        dx = reshape_in_place(dx, x.shape)
+    if finish is not None:
+        dweight, dbias = kernels.fold_weight_gradients(finish(), weight.dtype, ctx.bias_dtype if need_bias else None)
+    return dx, dweight if need_weight else None, dbias
 
 
 def _start_partial_sums(
@@ -197,6 +243,20 @@ invariant_norm = as_custom_op(
     restore=_restore,
     saved=(0, 1, None, None),
 )
+
+
+_add_norm_of_plain, _add_norm_of_dtensors = applier(AddNorm), applier(with_dtensors(AddNorm))
+
+
+def invariant_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall
+) -> tuple[Tensor, Tensor]:
+    """(y, s): s = x + residual, and the norm of s. In compiled code the addition is torch's."""
+    if torch.compiler.is_compiling():
+        s = x + residual
+        return invariant_norm(s, weight, bias, call), s
+    plain = not is_dtensor(weight) and not is_dtensor(bias)
+    return (_add_norm_of_plain if plain else _add_norm_of_dtensors)(x, residual, weight, bias, call)
 
 
 def stock_norm(x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:

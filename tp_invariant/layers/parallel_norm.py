@@ -21,7 +21,7 @@ from ..core.function_modes import enter_again, leave
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..core.options import Normalization
-from ..functional.norm import NORMALIZATIONS, NormCall, invariant_norm, stock_norm
+from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
 from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, signature_of
 from .parameters import ShardedModule, ShardSpec
@@ -129,21 +129,29 @@ class ParallelNorm(ShardedModule):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x as in the class's table -> y.
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """x as in the class's table -> y; with a residual like x -> (y, s): s = x + residual, its norm y.
+
+        With a residual the addition and the norm are one launch on a GPU, with the bits of the two after one another:
+
+            h, residual = self.norm(self.attention(h), residual)
 
         Raises:
-            ValueError: a last dim that is not `features`, or a heads_dim that does not hold this rank's heads.
+            ValueError: a last dim that is not `features`, a heads_dim that does not hold this rank's heads, or a
+                residual of another shape, dtype or device than x's, or of a norm over heads.
             TypeError: a dtype that the kernels do not take.
         """
         left = leave()
         try:
-            return self._forward(x)
+            return self._forward(x, residual)
         finally:
             enter_again(left)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         refuse_dtensor(x, "x of a ParallelNorm")
+        if residual is not None:
+            refuse_dtensor(residual, "residual of a ParallelNorm")
+            self._check_residual(x, residual)
         own = self._parameters  # nn.Module.__getattr__ is slow
         weight = own.get("weight")
         if weight is None:  # computed by a parametrization
@@ -157,16 +165,29 @@ class ParallelNorm(ShardedModule):
         if not compiling:
             call_context.layer = self._agreed
         try:
-            if invariant:
+            s = None
+            if not invariant:
+                s = x if residual is None else x + residual
+                y = stock_norm(s, as_local(weight), as_local(bias), call)
+            elif residual is None:
                 y = invariant_norm(x, weight, bias, call)
             else:
-                y = stock_norm(x, as_local(weight), as_local(bias), call)
+                y, s = invariant_add_norm(x, residual, weight, bias, call)
         finally:
             if not compiling:
                 call_context.layer = None
         if self._moves_bytes and is_call_check_enabled():
             y = check_gradient(y, self._name, self.group, self._agreed, self._parameters.get("weight"))
-        return y
+        return y if residual is None else (y, s)
+
+    def _check_residual(self, x: Tensor, residual: Tensor) -> None:
+        if self.heads is not None:
+            raise ValueError(f"a residual was given to a norm over heads={self.heads}: add it before")
+        if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}, and residual is {residual.dtype} "
+                f"{tuple(residual.shape)} on {residual.device}: they must have one shape, dtype and device"
+            )
 
     @property
     def _moves_bytes(self) -> bool:

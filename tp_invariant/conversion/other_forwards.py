@@ -1,0 +1,62 @@
+"""Classes of modules that are not ours, each with another forward that computes the same.
+
+parallelize gives a module such a class as layers/replicate.py gives others: of the former one's name, derived from it,
+and one for all modules alike, so that torch.compile takes their graphs for one another. So copies, pickles and hooks of
+such a module are as before, and whoever changes a submodule (an adapter, an offloading hook) is heard, since forwards
+call submodules.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+# (the former class, *options) -> the forward, by the name of what makes it
+_MAKERS: dict[str, Callable[..., Callable[..., Any]]] = {}
+
+
+class _WithForward(type):
+    """The class of these classes, by which pickle finds how they are made."""
+
+
+def maker(function: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """Registers what makes a forward, by its name. Its options are what pickles hold: plain values."""
+    _MAKERS[function.__name__] = function
+    return function
+
+
+@functools.cache
+def class_with_forward(base: Any, name: str, *options: Any) -> Any:
+    """A class of base's name that derives from it, with the forward that the maker of this name gives."""
+    attributes = {
+        "forward": functools.wraps(base.forward)(_MAKERS[name](base, *options)),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_made_of": (base, name, *options),
+    }
+    return _WithForward(base.__name__, (base,), attributes)
+
+
+def takes_a_forward(module: Any) -> bool:
+    """Whether the module's class can be replaced: it has no metaclass, and no forward of the module's own hides it."""
+    return type(type(module)) in (type, _WithForward) and "forward" not in module.__dict__
+
+
+def _reduce(cls: Any) -> Any:
+    made_of = cls.__dict__.get("_made_of")
+    return cls.__qualname__ if made_of is None else (class_with_forward, made_of)
+
+
+copyreg.pickle(_WithForward, _reduce)
+
+
+def is_straight(code: CodeType) -> bool:
+    """Whether a function has no branch, loop or inner function, so that a trace of one call shows every call."""
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    branches = any(instruction.opcode in jumps for instruction in dis.get_instructions(code))
+    return not branches and not code.co_freevars and not any(isinstance(c, CodeType) for c in code.co_consts)
