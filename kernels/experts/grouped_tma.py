@@ -55,6 +55,7 @@ class GroupedTile:
     halves: bool = True
     programs: int = 1
     ahead: bool = True
+    gluon: bool = False
 
 
 @triton.jit
@@ -283,6 +284,10 @@ def outer_tile(m: int, experts: int, n: int, rows: int, out_itemsize: int, accum
 @functools.lru_cache(maxsize=1024)
 def _launch(kernel: str, tile: GroupedTile, index: int | None, *facts: object) -> Launch:
     """facts: the dtypes, constexprs and block shapes that the kernel is compiled for, besides those of the tile."""
+    if kernel == "rows" and tile.gluon:
+        from .grouped_hopper import descriptor, rows_ahead_kernel
+
+        return Launch(rows_ahead_kernel, make_descriptor=descriptor, num_warps=tile.num_warps)
     if kernel == "rows":
         return Launch(_rows_kernel, num_warps=tile.num_warps, num_stages=tile.num_stages)
     if not tile.ahead:
@@ -325,7 +330,8 @@ def rows(
         *describe(2, c, (1, 1, bm, bn // 2 if tile.halves else bn), *_ragged(c)),
         *((pointer.data_ptr(), offsets.data_ptr()) if launch.direct else (pointer, offsets)),
         experts, n, cdiv(k, bk), 0 if bias is None else n, 1,
-        places, bm, bn, bk, tile.group_m, b_transposed, bias is not None, tile.halves, tile.ahead,
+        places, bm, bn, bk, tile.group_m, b_transposed, bias is not None,
+        *((tile.num_stages, tile.num_warps) if tile.gluon else (tile.halves, tile.ahead)),
         grid=_programs(tile, min(r, r // bm + experts) * cdiv(n, bn), index),
     )  # fmt: skip
     return c
