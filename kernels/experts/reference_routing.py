@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from ..elementwise import sum_by_halves
-from .routing_checks import check_backward_rows, check_backward_weights, check_combine, check_gather, check_top_k
+from .routing_checks import (
+    check_backward,
+    check_backward_rows,
+    check_backward_weights,
+    check_combine,
+    check_gather,
+    check_top_k,
+)
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -49,3 +56,11 @@ def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor
     check_backward_weights(dy, rows, places)
     dots = [sum_by_halves(dy.float() * rows[place].float()) for place in places.unbind(1)]
     return torch.cat(dots, dim=1)
+
+
+def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """See routing.combine_backward."""
+    check_backward(dy, weights, rows, places)
+    order = torch.empty_like(places.flatten())
+    order[places.flatten()] = torch.arange(len(order), device=order.device)
+    return combine_backward_rows(dy, weights, order), combine_backward_weights(dy, rows, places)

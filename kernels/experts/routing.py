@@ -7,6 +7,7 @@ Legend: T tokens, k slots (experts chosen for a token), R rows (one for each tok
     combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
     combine_backward_rows      drows[i] = weights[t, s] * dy[t] for the token and slot of row i
     combine_backward_weights   dweights[t, s] = dy[t] . rows[places[t, s]]
+    combine_backward           the last two at once, where all rows of the tokens are here: dy is read once
 
 Scores are compared as integers, and indices break ties, so that a maximum has no order to depend on. Slots are added in
 their order, elementwise. A dot product is a sum along a row, whose order is fixed as in kernels/rowwise/norm.py: chunk
@@ -24,9 +25,17 @@ from torch import Tensor
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from ..rowwise.norm import _load, _row, _rows, row_chunk
 from .reference_routing import gather_rows
-from .routing_checks import check_backward_rows, check_backward_weights, check_combine, check_top_k
+from .routing_checks import (
+    check_backward,
+    check_backward_rows,
+    check_backward_weights,
+    check_combine,
+    check_top_k,
+)
 
-__all__ = ["combine", "combine_backward_rows", "combine_backward_weights", "gather_rows", "top_k"]
+__all__ = [
+    "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights", "gather_rows", "top_k",
+]  # fmt: skip
 
 COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
 
@@ -81,17 +90,24 @@ def _scale_kernel(dy_ptr, weights_ptr, order_ptr, drows_ptr, stride, slots, H, C
     tl.store(drows_ptr + row * H + cols, drow.to(drows_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["places_ptr", "dots_ptr", "slots"])
+@triton.jit(do_not_specialize=["places_ptr", "dots_ptr", "weights_ptr", "slots"])
 def _dots_kernel(
-    dy_ptr, rows_ptr, places_ptr, dots_ptr, stride_dy, stride_rows, slots, H: tl.constexpr, CHUNK: tl.constexpr
+    dy_ptr, rows_ptr, places_ptr, dots_ptr, weights_ptr, drows_ptr, stride_dy, stride_rows, slots,
+    H: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
+    # SCALE: stores drows as well. The dot product is added in the same order with and without, as both load alike.
     at = tl.program_id(0).to(tl.int64)
     dy = _row(dy_ptr, at // slots, stride_dy, H)
-    row = _row(rows_ptr, tl.load(places_ptr + at), stride_rows, H)
+    place = tl.load(places_ptr + at)
+    row = _row(rows_ptr, place, stride_rows, H)
     products = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
-        products += _load(dy, cols, H, CHUNK) * _load(row, cols, H, CHUNK)
+        one = _load(dy, cols, H, CHUNK)
+        products += one * _load(row, cols, H, CHUNK)
+        if SCALE:
+            drow = (one * tl.load(weights_ptr + at).to(tl.float32)).to(drows_ptr.dtype.element_ty)
+            tl.store(drows_ptr + place * H + cols, drow, mask=cols < H)
     tl.store(dots_ptr + at, tl.sum(products, axis=0))
 
 
@@ -193,14 +209,35 @@ def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor
     dy: [T, H] and rows: [R, H], of one dtype; places: int64 [T, k]. Errors as for `combine`.
     """
     check_backward_weights(dy, rows, places)
+    return _dots_of(dy, rows, places, None)[0]
+
+
+def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """(drows [R, H], dweights): `combine_backward_rows` of the inverse of places, and `combine_backward_weights`.
+
+    dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
+    `combine`.
+    """
+    check_backward(dy, weights, rows, places)
+    dots, drows = _dots_of(dy, rows, places, weights)
+    assert drows is not None
+    return drows, dots
+
+
+def _dots_of(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     (t, slots), h = places.shape, dy.shape[1]
     dots = torch.empty((t, slots), device=dy.device, dtype=torch.float32)
+    drows = None if weights is None else _empty(dy, *rows.shape)
     if t > 0:
         (dy_rows, dy_stride), (x, stride) = _rows(dy), _rows(rows)
         chunk, warps = row_chunk(h)
-        with launch_on(dy, "combine_backward_weights"):
+        with launch_on(dy, "combine_backward_weights" if weights is None else "combine_backward"):
             _dots(
-                dy.device.index, (t * slots,), (dy_rows, x, places.contiguous(), dots, dy_stride, stride, slots),
-                (h, chunk), num_warps=warps,
+                dy.device.index, (t * slots,),
+                (
+                    dy_rows, x, places.contiguous(), dots, dots if weights is None else _contiguous(weights),
+                    x if drows is None else drows, dy_stride, stride, slots,
+                ),
+                (h, chunk, weights is not None), num_warps=warps,
             )  # fmt: skip
-    return dots
+    return dots, None if drows is None else drows.to(dy.dtype)

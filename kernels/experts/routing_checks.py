@@ -55,8 +55,19 @@ def check_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> None:
     _check_indices(operation, "order", order, "[R]", dy, weights.numel())
 
 
-def check_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> None:
-    operation = "combine_backward_weights"
+def check_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> None:
+    operation = "combine_backward"
+    check_backward_weights(dy, rows, places, operation)
+    check(operation, "weights", weights, tuple(places.shape), dy)
+    if places.numel() != rows.shape[0]:
+        raise ValueError(
+            f"{operation}: rows has shape {tuple(rows.shape)}; allowed: [R, H] with an R of T * k, {places.numel()}"
+        )
+
+
+def check_backward_weights(
+    dy: Tensor, rows: Tensor, places: Tensor, operation: str = "combine_backward_weights"
+) -> None:
     check(operation, "dy", dy, None, dy)
     check(operation, "rows", rows, None, dy, (dy.dtype,))
     if rows.shape[1] != dy.shape[1]:

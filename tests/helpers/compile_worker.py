@@ -20,7 +20,7 @@ from tp_invariant.kernels import peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
-from tp_invariant.kernels.experts import grouped, routing
+from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
@@ -127,6 +127,7 @@ def routes(dtype: torch.dtype) -> None:
         wide = torch.zeros(64, h + 48, dtype=dtype)
         for x in (torch.zeros(64, h, dtype=dtype), wide[:, :h], wide[:, 1 : h + 1]):
             routing.combine_backward_weights(x[:16], x, places)
+            routing.combine_backward(x[:16], weights, x, places)
         routing.combine_backward_weights(x[:1], x, places.view(-1)[1:4].view(1, 3))
 
 

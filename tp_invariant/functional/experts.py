@@ -286,6 +286,9 @@ class Combine(torch.autograd.Function):
         way: Dispatch = ctx.call
         kernels = select("routing", dy.device.type)
         drows = dweights = None
+        if way.arrival is None and all(ctx.needs_input_grad[:2]):
+            drows, dots = kernels.combine_backward(dy, weights, arrived, way.places)
+            return drows, dots.to(weights.dtype), None
         if ctx.needs_input_grad[0]:
             if way.travels:
                 own = way.own_tokens(dy), way.own_tokens(weights)

@@ -138,6 +138,23 @@ def test_against_autograd_in_float64(kernels, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("tokens, slots, h", ((5, 1, 40), (9, 4, 2048), (3, 8, 33), (2, 2, 9000)))
+def test_both_gradients_of_the_sum_at_once(kernels, tokens, slots, h, dtype):
+    """The bytes that each has by itself, also where other tensors lie at other addresses."""
+    (rows, weights, dy), (places, order) = case(tokens, slots, h, dtype), routing_of(tokens, slots)
+    padded = torch.full((tokens * slots, h + 3), NAN, device=DEVICE, dtype=dtype)
+    padded[:, 1:-2] = rows
+    for factors in (weights, weights.to(dtype)):
+        wanted = [
+            kernels.combine_backward_rows(dy, factors, order), kernels.combine_backward_weights(dy, rows, places)
+        ]  # fmt: skip
+        for view in (rows, padded[:, 1:-2], rows.t().contiguous().t()):
+            assert_bitwise_equal(list(kernels.combine_backward(dy, factors, view, places)), wanted)
+    with pytest.raises(ValueError, match=re.escape("combine_backward: rows has shape")):
+        kernels.combine_backward(dy, weights, torch.cat([rows, rows]), places)
+
+
+@every_dtype
 def test_gathered_rows_and_their_gradients(kernels, dtype):
     tokens, slots, h = 6, 3, 50
     x, (places, order) = rand(tokens, h, dtype=dtype), routing_of(tokens, slots)
