@@ -214,9 +214,7 @@ def rows_ahead_kernel(
     fence_async_shared()
 
     next_tile = gl.program_id(0)
-    expert, row, col, first, _ = _decode_rows(
-        next_tile, total, ends, offsets_ptr, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
-    )
+    expert, row, col, first, _ = _decode_rows(next_tile, total, ends, offsets_ptr, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
     step = gl.to_tensor(0)
     for s in gl.static_range(STAGES - 1):
         _load_rows(
@@ -260,7 +258,9 @@ def rows_ahead_kernel(
         acc = acc + 0.0
         if HAS_BIAS:
             cols = to_col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
-            bias = gl.load(bias_ptr + to_expert.to(gl.int64) * stride_bias_e + cols * stride_bias, mask=cols < N, other=0.0)
+            bias = gl.load(
+                bias_ptr + to_expert.to(gl.int64) * stride_bias_e + cols * stride_bias, mask=cols < N, other=0.0
+            )
             acc = acc + bias.to(gl.float32)[None, :]
         tma.store_wait(0)
         stored.store(acc.to(c_desc.dtype))
