@@ -151,7 +151,7 @@ def grouped_matmul(
     a, b, bias = no_negated_views(a, b, bias)
     if r > 0 and not isinstance(config, MatmulConfig):
         operands = grouped_tma.rows_operands(a, b, out_dtype)
-        tile = config or grouped_tma.rows_tile(r, experts, n, k, out_dtype.itemsize)
+        tile = config or grouped_tma.rows_tile(r, experts, out_dtype.itemsize)
         if operands is not None and tile is not None:
             with launch_on(a, "grouped_matmul"):
                 return grouped_tma.rows(operands, offsets.contiguous(), bias, out_dtype, tile)
@@ -211,7 +211,7 @@ def grouped_outer(
     a, b = no_negated_views(a, b)
     if experts > 0 and not isinstance(config, MatmulConfig):
         readable = grouped_tma.can_read_outer(a, b, out_dtype, out)
-        tile = config or grouped_tma.outer_tile(m, experts, n, r, out_dtype.itemsize, accumulate)
+        tile = config or grouped_tma.outer_tile(m, n, r, experts, out_dtype.itemsize, accumulate)
         if readable and tile is not None:
             c = torch.empty((experts, m, n), device=a.device, dtype=out_dtype) if out is None else out
             with launch_on(c, "grouped_outer"):

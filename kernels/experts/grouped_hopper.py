@@ -71,18 +71,27 @@ def _load(
     )
 
 
+@gluon.jit
+def _store(c, stored, c_desc, expert, row, col):
+    tma.store_wait(0)  # what was stored before has been read
+    stored.store(c.to(c_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [expert, row, col], stored)
+
+
 @gluon.jit(do_not_specialize=["offsets_ptr", "experts", "M", "N"])
 def outer_ahead_kernel(
     a_desc, b_desc, c_desc, offsets_ptr, experts, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = a_desc.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_M], dtype)
     B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], dtype)
-    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
+    PART: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
+    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, PART], dtype)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = tiles_m * tiles_n * experts
@@ -90,7 +99,7 @@ def outer_ahead_kernel(
 
     a_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_M], A_LAYOUT)
     b_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], B_LAYOUT)
-    stored = gl.allocate_shared_memory(c_desc.dtype, [BLOCK_M, BLOCK_N], C_LAYOUT)
+    stored = gl.allocate_shared_memory(c_desc.dtype, [BLOCK_M, PART], C_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -139,138 +148,11 @@ def outer_ahead_kernel(
                 )
             number += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        tma.store_wait(0)
-        stored.store((acc + 0.0).to(c_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [expert, to_row, to_col], stored)
+        acc = acc + 0.0  # no negative zero, as in matmul.py
+        if HALVES:
+            left, right = gl.split(gl.permute(gl.reshape(acc, [BLOCK_M, 2, PART]), [0, 2, 1]))
+            _store(left, stored, c_desc, expert, to_row, to_col)
+            _store(right, stored, c_desc, expert, to_row, to_col + PART)
+        else:
+            _store(acc, stored, c_desc, expert, to_row, to_col)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _decode_rows(
-    tile, total, ends, offsets_ptr, tiles_n,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
-    """A tile's expert, row and column, and its expert's rows; past `total` the last tile's."""
-    tile = gl.minimum(tile, total - 1)
-    expert = gl.sum((ends <= tile).to(gl.int32), axis=0)
-    before = gl.max(gl.where(ends <= tile, ends, 0), axis=0)
-    first = gl.load(offsets_ptr + expert)
-    count = gl.load(offsets_ptr + expert + 1) - first
-    number = tile - before
-    group = number // (GROUP_M * tiles_n)
-    group_rows = gl.minimum((count + BLOCK_M - 1) // BLOCK_M - group * GROUP_M, GROUP_M)
-    in_group = number % (GROUP_M * tiles_n)
-    row = (group * GROUP_M + in_group % group_rows) * BLOCK_M
-    return expert, row, in_group // group_rows * BLOCK_N, first, count
-
-
-@gluon.jit
-def _load_rows(
-    a_desc, b_desc, a_ring, b_ring, full, number, row, expert, col, step, wanted,
-    STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BYTES: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-):  # fmt: skip
-    place = number % STAGES
-    k = step * BLOCK_K
-    mbarrier.expect(full.index(place), BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(a_desc, [row, k], full.index(place), a_ring.index(place), pred=wanted)
-    if B_TRANSPOSED:
-        tma.async_copy_global_to_shared(b_desc, [expert, col, k], full.index(place), b_ring.index(place), pred=wanted)
-    else:
-        tma.async_copy_global_to_shared(b_desc, [expert, k, col], full.index(place), b_ring.index(place), pred=wanted)
-
-
-@gluon.jit(do_not_specialize=["bias_ptr", "offsets_ptr", "experts", "N", "steps", "stride_bias_e", "stride_bias"])
-def rows_ahead_kernel(
-    a_desc, b_desc, c_desc, bias_ptr, offsets_ptr, experts, N, steps, stride_bias_e, stride_bias,
-    EXPERTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = a_desc.dtype
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    ALL: gl.constexpr = gl.BlockedLayout([(EXPERTS + 31) // 32], [32], [WARPS], [0])
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
-    B_BLOCK: gl.constexpr = [BLOCK_N, BLOCK_K] if B_TRANSPOSED else [BLOCK_K, BLOCK_N]
-    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
-    B_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_BLOCK, dtype)
-    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
-    numbers = gl.arange(0, EXPERTS, layout=ALL)
-    exists = numbers < experts
-    counts = gl.load(offsets_ptr + numbers + 1, mask=exists, other=0)
-    counts -= gl.load(offsets_ptr + numbers, mask=exists, other=0)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    ends = gl.associative_scan((counts + BLOCK_M - 1) // BLOCK_M * tiles_n, 0, _add)
-    total = gl.max(ends, axis=0)
-    programs = gl.num_programs(0)
-    if gl.program_id(0) >= total:
-        return
-
-    a_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
-    b_ring = gl.allocate_shared_memory(dtype, [STAGES, B_BLOCK[0], B_BLOCK[1]], B_LAYOUT)
-    stored = gl.allocate_shared_memory(c_desc.dtype, [BLOCK_M, BLOCK_N], C_LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-    fence_async_shared()
-
-    next_tile = gl.program_id(0)
-    expert, row, col, first, _ = _decode_rows(next_tile, total, ends, offsets_ptr, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-    step = gl.to_tensor(0)
-    for s in gl.static_range(STAGES - 1):
-        _load_rows(
-            a_desc, b_desc, a_ring, b_ring, full, s, first + row, expert, col, step, next_tile < total,
-            STAGES, BLOCK_K, BYTES, B_TRANSPOSED,
-        )  # fmt: skip
-        step += 1
-        if step == steps:
-            step = gl.to_tensor(0)
-            next_tile += programs
-            expert, row, col, first, _ = _decode_rows(
-                next_tile, total, ends, offsets_ptr, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
-            )
-    number = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), total, programs):
-        to_expert, to_row, to_col, to_first, to_count = _decode_rows(
-            tile, total, ends, offsets_ptr, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
-        )
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, ACC)
-        for _ in range(0, steps):
-            place = number % STAGES
-            mbarrier.wait(full.index(place), number // STAGES & 1)
-            b = b_ring.index(place)
-            if B_TRANSPOSED:
-                b = b.permute([1, 0])
-            acc = warpgroup_mma(a_ring.index(place), b, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            _load_rows(
-                a_desc, b_desc, a_ring, b_ring, full, number + STAGES - 1, first + row, expert, col, step,
-                next_tile < total, STAGES, BLOCK_K, BYTES, B_TRANSPOSED,
-            )  # fmt: skip
-            step += 1
-            if step == steps:
-                step = gl.to_tensor(0)
-                next_tile += programs
-                expert, row, col, first, _ = _decode_rows(
-                    next_tile, total, ends, offsets_ptr, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
-                )
-            number += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        acc = acc + 0.0
-        if HAS_BIAS:
-            cols = to_col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
-            bias = gl.load(
-                bias_ptr + to_expert.to(gl.int64) * stride_bias_e + cols * stride_bias, mask=cols < N, other=0.0
-            )
-            acc = acc + bias.to(gl.float32)[None, :]
-        tma.store_wait(0)
-        stored.store(acc.to(c_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(
-            c_desc, [1073741824, to_first + to_count, 1073741824 - to_count + to_row, to_col], stored
-        )
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b

@@ -55,7 +55,6 @@ class GroupedTile:
     halves: bool = True
     programs: int = 1
     ahead: bool = True
-    gluon: bool = False
 
 
 @triton.jit
@@ -262,32 +261,42 @@ def fits(tile: GroupedTile, out_itemsize: int, accumulate: bool = False) -> bool
     return tile.programs * (stages + stored + 1024) <= _SHARED_MEMORY + 1024 and registers <= 128
 
 
-def rows_tile(rows: int, experts: int, n: int, k: int, out_itemsize: int) -> GroupedTile | None:
-    """Tile shape of `rows`, or None where grouped.py's kernel is faster; a matter of speed only."""
+def rows_tile(rows: int, experts: int, out_itemsize: int) -> GroupedTile | None:
+    """Tile shape of `rows`, from the average rows of an expert; None where grouped.py's kernel is faster.
+
+    A matter of speed only. An expert's last tile is filled by half on average, and where experts have few rows, what
+    counts is to read their weights once.
+    """
     average = cdiv(rows, experts)
     if average <= 16:
         return None
     if average <= 64:
-        return GroupedTile(64, 128, 64, 4, 3, programs=2)
-    return GroupedTile(128, 256, 64, 8, 3 if out_itemsize == 4 else 4)
+        return GroupedTile(64, 128, 128, 4, 4)
+    if average <= 128:
+        return GroupedTile(64, 128, 64, 4, 4, programs=2)
+    return GroupedTile(128, 256, 64, 8, 4 if out_itemsize == 2 else 3, group_m=32)
 
 
-def outer_tile(m: int, experts: int, n: int, rows: int, out_itemsize: int, accumulate: bool) -> GroupedTile | None:
-    """Tile shape of `outer`, or None where grouped.py's kernel is faster; a matter of speed only."""
+def outer_tile(m: int, n: int, rows: int, experts: int, out_itemsize: int, accumulate: bool) -> GroupedTile | None:
+    """Tile shape of `outer`, from the average rows of an expert; None where grouped.py's kernel is faster.
+
+    A matter of speed only. Where a tile has few steps, what counts is that another is computed while it is stored.
+    """
+    average = cdiv(rows, experts)
     if min(m, n) < 64:
         return None
-    if out_itemsize == 4:
+    if out_itemsize == 4 or accumulate:
         return GroupedTile(128, 128, 64, 4, 2, programs=2, ahead=False)
-    return GroupedTile(128, 128, 64, 4, 3, programs=2, ahead=False)
+    if average <= 96:
+        return GroupedTile(128, 128, 64, 8, 5, halves=False)
+    if average <= 768:
+        return GroupedTile(128, 128, 32, 4, 6, programs=2)
+    return GroupedTile(128, 256, 64, 8, 4, group_m=32)
 
 
 @functools.lru_cache(maxsize=1024)
 def _launch(kernel: str, tile: GroupedTile, index: int | None, *facts: object) -> Launch:
     """facts: the dtypes, constexprs and block shapes that the kernel is compiled for, besides those of the tile."""
-    if kernel == "rows" and tile.gluon:
-        from .grouped_hopper import descriptor, rows_ahead_kernel
-
-        return Launch(rows_ahead_kernel, make_descriptor=descriptor, num_warps=tile.num_warps)
     if kernel == "rows":
         return Launch(_rows_kernel, num_warps=tile.num_warps, num_stages=tile.num_stages)
     if not tile.ahead:
@@ -330,8 +339,7 @@ def rows(
         *describe(2, c, (1, 1, bm, bn // 2 if tile.halves else bn), *_ragged(c)),
         *((pointer.data_ptr(), offsets.data_ptr()) if launch.direct else (pointer, offsets)),
         experts, n, cdiv(k, bk), 0 if bias is None else n, 1,
-        places, bm, bn, bk, tile.group_m, b_transposed, bias is not None,
-        *((tile.num_stages, tile.num_warps) if tile.gluon else (tile.halves, tile.ahead)),
+        places, bm, bn, bk, tile.group_m, b_transposed, bias is not None, tile.halves, tile.ahead,
         grid=_programs(tile, min(r, r // bm + experts) * cdiv(n, bn), index),
     )  # fmt: skip
     return c
@@ -351,7 +359,7 @@ def outer(
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     launch = _launch("outer", tile, index, a.dtype, c.dtype, accumulate)
     describe = launch.descriptor
-    last = (tile.num_stages, tile.num_warps) if tile.ahead else (accumulate, tile.halves)
+    last = (tile.num_stages, tile.num_warps, tile.halves) if tile.ahead else (accumulate, tile.halves)
     launch(
         index,
         *describe(0, a, (1, 1, bk, bm), *_ragged(a)),
