@@ -285,7 +285,9 @@ def outer_tile(m: int, n: int, rows: int, experts: int, out_itemsize: int, accum
     average = cdiv(rows, experts)
     if min(m, n) < 64:
         return None
-    if out_itemsize == 4 or accumulate:
+    if accumulate:
+        return GroupedTile(128, 128, 64, 8, 4, ahead=False)
+    if out_itemsize == 4:
         return GroupedTile(128, 128, 64, 4, 2, programs=2, ahead=False)
     if average <= 96:
         return GroupedTile(128, 128, 64, 8, 5, halves=False)

@@ -15,6 +15,7 @@ from .routing_checks import (
     check_backward_weights,
     check_combine,
     check_gather,
+    check_normalized,
     check_top_k,
 )
 
@@ -24,6 +25,26 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     check_top_k(scores, k)
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     return values[..., :k].contiguous(), indices[..., :k].contiguous()
+
+
+def _sum_of_slots(x: Tensor) -> Tensor:
+    first, *others = x.unbind(1)
+    for other in others:
+        first = first + other
+    return first
+
+
+def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """See routing.normalized."""
+    check_normalized("normalized", weights=weights)
+    total = _sum_of_slots(weights) + epsilon
+    return weights / total.unsqueeze(1), total
+
+
+def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
+    """See routing.normalized_backward."""
+    check_normalized("normalized_backward", dy=dy, y=y)
+    return (dy - _sum_of_slots(dy * y).unsqueeze(1)) / total.unsqueeze(1)
 
 
 def gather_rows(x: Tensor, order: Tensor) -> Tensor:

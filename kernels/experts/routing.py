@@ -3,6 +3,7 @@
 Legend: T tokens, k slots (experts chosen for a token), R rows (one for each token and slot that is here), E experts.
 
     top_k                      the k largest scores of a token, in descending order; equal ones by the lower index
+    normalized                 y[t, s] = weights[t, s] / (their sum over s + epsilon), and its backward
     gather_rows                rows[i] = x[order[i]]; its backward is `combine` without weights
     combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
     combine_backward_rows      drows[i] = weights[t, s] * dy[t] for the token and slot of row i
@@ -30,11 +31,13 @@ from .routing_checks import (
     check_backward_rows,
     check_backward_weights,
     check_combine,
+    check_normalized,
     check_top_k,
 )
 
 __all__ = [
-    "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights", "gather_rows", "top_k",
+    "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights", "gather_rows",
+    "normalized", "normalized_backward", "top_k",
 ]  # fmt: skip
 
 COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
@@ -57,6 +60,35 @@ def _top_k_kernel(scores_ptr, values_ptr, indices_ptr, stride, experts, k, WIDTH
         tl.store(indices_ptr + token * k + slot, index)
         tl.store(values_ptr + token * k + slot, tl.load(row + index))
         keys = tl.where(keys == best, -9223372036854775808, keys)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def _normalized_kernel(
+    x_ptr, y_ptr, total_ptr, out_ptr, tokens, slots, epsilon, TOKENS: tl.constexpr, BACKWARD: tl.constexpr
+):  # fmt: skip
+    # Stores y and the sums, or of dy, y and the sums, dweights.
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    x_ptr, y_ptr, out_ptr = x_ptr + token * slots, y_ptr + token * slots, out_ptr + token * slots
+    total = tl.load(x_ptr, mask=inside, other=1.0)
+    if BACKWARD:
+        total *= tl.load(y_ptr, mask=inside, other=0.0)
+    for slot in range(1, slots):
+        term = tl.load(x_ptr + slot, mask=inside, other=0.0)
+        if BACKWARD:
+            term *= tl.load(y_ptr + slot, mask=inside, other=0.0)
+        total += term
+    if BACKWARD:
+        dot = total
+        total = tl.load(total_ptr + token, mask=inside, other=1.0)
+    else:
+        total += epsilon
+        tl.store(total_ptr + token, total, mask=inside)
+    for slot in range(slots):
+        x = tl.load(x_ptr + slot, mask=inside, other=0.0)
+        if BACKWARD:
+            x -= dot
+        tl.store(out_ptr + slot, tl.div_rn(x, total), mask=inside)
 
 
 @triton.jit
@@ -113,6 +145,7 @@ def _dots_kernel(
 
 # Every operation rounds on its own: see the top of this file.
 _top_k = Launches(_top_k_kernel)
+_normalized = Launches(_normalized_kernel, enable_fp_fusion=False)
 _combine = Launches(_combine_kernel, enable_fp_fusion=False)
 _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 _dots = Launches(_dots_kernel, enable_fp_fusion=False)
@@ -159,6 +192,36 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
                 num_warps=min(8, max(1, width // 512)),
             )  # fmt: skip
     return values.to(scores.dtype).view(shape), indices.view(shape)
+
+
+def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(weights / total, total) for float32 weights [T, k] and total [T]: their sum, in the order of slots, + epsilon.
+
+    Raises TypeError for another dtype, and ValueError for another shape.
+    """
+    check_normalized("normalized", weights=weights)
+    x = _contiguous(weights)
+    y, total = torch.empty_like(x), x.new_empty(len(x))
+    _normalize(x, y, total, y, epsilon, False)
+    return y, total
+
+
+def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
+    """dweights [T, k] = (dy - sum of dy y) / total, the sum in the order of slots; all float32, y and total as above."""
+    check_normalized("normalized_backward", dy=dy, y=y)
+    dweights = torch.empty_like(y)
+    _normalize(_contiguous(dy), y, total, dweights, 0.0, True)
+    return dweights
+
+
+def _normalize(x: Tensor, y: Tensor, total: Tensor, out: Tensor, epsilon: float, backward: bool) -> None:
+    t, slots = x.shape
+    if t > 0:
+        with launch_on(x, "normalized"):
+            _normalized(
+                x.device.index, (cdiv(t, 128),), (x, y, total, out, t, slots, float(epsilon)), (128, backward),
+                num_warps=4,
+            )  # fmt: skip
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:

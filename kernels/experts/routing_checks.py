@@ -20,6 +20,14 @@ def check_top_k(scores: Tensor, k: int) -> None:
         raise ValueError(f"top_k: k is {k!r}; allowed: an int from 1 to the {scores.shape[-1]} scores of a token")
 
 
+def check_normalized(operation: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: torch.float32")
+        if tensor.dim() != 2 or not tensor.shape[1]:
+            raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: [T, k] with k at least 1")
+
+
 def _check_indices(operation: str, name: str, indices: Tensor, dims: str, like: Tensor, limit: int) -> None:
     """Raises unless indices are int64 of these dimensions; on a CPU also unless they are from 0 to limit - 1."""
     if not isinstance(indices, Tensor):

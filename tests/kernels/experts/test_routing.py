@@ -269,3 +269,23 @@ def test_what_is_refused(kernels, error, message, args):
         pytest.skip("the host would wait for the values")
     with pytest.raises(error, match=re.escape(message)):
         functools.partial(getattr(kernels, message.partition(":")[0]), *args)()
+
+
+@pytest.mark.parametrize("tokens, slots", ((300, 8), (5, 1), (1, 3), (0, 4)))
+def test_normalized_weights_and_their_gradient(kernels, tokens, slots):
+    """The bytes of torch's operations one by one, in the order of slots. The control: from the last slot on, others."""
+    weights, dy = rand(tokens, slots).abs(), rand(tokens, slots, seed=1)
+    for epsilon in (0.0, 1e-20, 0.1):
+        y, total = kernels.normalized(weights.t().contiguous().t(), epsilon)
+        wanted = in_slot_order(weights.unsqueeze(-1), range(slots)).squeeze(-1) + epsilon
+        assert_bitwise_equal([y, total], [weights / wanted.unsqueeze(1), wanted])
+        dots = in_slot_order((dy * y).unsqueeze(-1), range(slots))
+        got = kernels.normalized_backward(dy.t().contiguous().t(), y, total)
+        assert_bitwise_equal(got, (dy - dots) / total.unsqueeze(1))
+    if tokens > 100:
+        assert not torch.equal(in_slot_order(weights.unsqueeze(-1), range(slots)[::-1]).squeeze(-1) + 0.1, total)
+    exact = weights.double().requires_grad_()
+    (exact / (exact.sum(1, keepdim=True) + 0.1)).backward(dy.double())
+    assert (got.double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
+    with pytest.raises(TypeError, match=r"normalized: weights has dtype torch.float16; allowed: torch.float32"):
+        kernels.normalized(weights.half(), 0.0)
