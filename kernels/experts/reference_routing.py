@@ -16,6 +16,7 @@ from .routing_checks import (
     check_combine,
     check_gather,
     check_normalized,
+    check_sort,
     check_top_k,
 )
 
@@ -47,10 +48,21 @@ def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
     return (dy - _sum_of_slots(dy * y).unsqueeze(1)) / total.unsqueeze(1)
 
 
-def gather_rows(x: Tensor, order: Tensor) -> Tensor:
-    """rows[i] = x[order[i]], for x [T, H] and int64 order [R]: torch's own, on every device, as it only moves bytes."""
-    check_gather(x, order)
-    return x.index_select(0, order)
+def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See routing.sort_by_expert. Here a value of index that is no expert is not noticed."""
+    check_sort(index, experts)
+    by_expert, order = index.flatten().int().sort(stable=True)
+    bounds = torch.arange(experts + 1, device=index.device, dtype=by_expert.dtype)
+    offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return order, places.view(index.shape), offsets
+
+
+def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """See routing.gather_rows."""
+    check_gather(x, order, slots)
+    return x.index_select(0, order // slots)
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Legend: T tokens, k slots (experts chosen for a token), R rows (one for each tok
 
     top_k                      the k largest scores of a token, in descending order; equal ones by the lower index
     normalized                 y[t, s] = weights[t, s] / (their sum over s + epsilon), and its backward
-    gather_rows                rows[i] = x[order[i]]; its backward is `combine` without weights
+    sort_by_expert             the order of rows by (expert, token, slot), and where each expert's rows begin
+    gather_rows                rows[i] = x[token of row i]; its backward is `combine` without weights
     combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
     combine_backward_rows      drows[i] = weights[t, s] * dy[t] for the token and slot of row i
     combine_backward_weights   dweights[t, s] = dy[t] . rows[places[t, s]]
@@ -25,19 +26,22 @@ from torch import Tensor
 
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from ..rowwise.norm import _load, _row, _rows, row_chunk
-from .reference_routing import gather_rows
+from . import reference_routing
 from .routing_checks import (
+    MAX_COUNTED,
     check_backward,
     check_backward_rows,
     check_backward_weights,
     check_combine,
+    check_gather,
     check_normalized,
+    check_sort,
     check_top_k,
 )
 
 __all__ = [
     "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights", "gather_rows",
-    "normalized", "normalized_backward", "top_k",
+    "normalized", "normalized_backward", "sort_by_expert", "top_k",
 ]  # fmt: skip
 
 COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
@@ -89,6 +93,57 @@ def _normalized_kernel(
         if BACKWARD:
             x -= dot
         tl.store(out_ptr + slot, tl.div_rn(x, total), mask=inside)
+
+
+# A stable sort by counting: how many of a block of rows each expert has; sums over the experts and blocks before; then
+# each row's place. EXPERTS is a power of two from `experts` up. Sums of integers have no order to depend on.
+@triton.jit
+def _experts_of(index_ptr, rows, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index_ptr + at, mask=at < rows, other=-1).to(tl.int32)
+    return at, expert, expert[:, None] == tl.arange(0, EXPERTS)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "blocks"])
+def _count_kernel(index_ptr, counts_ptr, rows, experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
+    exists = (expert >= 0) & (expert < experts)
+    tl.device_assert(exists | (at >= rows), "top_k_index holds an expert that does not exist")
+    numbers = tl.arange(0, EXPERTS)
+    counts = tl.sum(chosen.to(tl.int32), axis=0)
+    tl.store(counts_ptr + numbers * blocks + tl.program_id(0), counts, mask=numbers < experts)
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "blocks"])
+def _place_kernel(
+    index_ptr, ends_ptr, order_ptr, places_ptr, offsets_ptr, rows, experts, blocks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    # ends: of the rows of each expert and block, in the order in which they are sorted
+    at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
+    numbers = tl.arange(0, EXPERTS)
+    part = numbers * blocks + tl.program_id(0)
+    first = tl.load(ends_ptr + part - 1, mask=(numbers < experts) & (part > 0), other=0)
+    place = tl.sum(tl.where(chosen, tl.cumsum(chosen.to(tl.int32), axis=0) - 1 + first[None, :], 0), axis=1)
+    inside = (at < rows) & (expert >= 0) & (expert < experts)
+    tl.store(order_ptr + place, at.to(tl.int64), mask=inside)
+    tl.store(places_ptr + at, place.to(tl.int64), mask=inside)
+    if tl.program_id(0) == 0:
+        ends = tl.load(ends_ptr + (numbers + 1) * blocks - 1, mask=numbers < experts, other=0)
+        tl.store(offsets_ptr + numbers + 1, ends, mask=numbers < experts)
+        tl.store(offsets_ptr + numbers, 0, mask=numbers == 0)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, order_ptr, rows_ptr, stride, rows, slots, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(order_ptr + row, mask=row < rows, other=0) // slots
+    inside = (row < rows)[:, None] & (cols < H)[None, :]
+    x = tl.load(x_ptr + token[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    tl.store(rows_ptr + row[:, None] * H + cols[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -146,6 +201,9 @@ def _dots_kernel(
 # Every operation rounds on its own: see the top of this file.
 _top_k = Launches(_top_k_kernel)
 _normalized = Launches(_normalized_kernel, enable_fp_fusion=False)
+_count = Launches(_count_kernel, debug=True, sanitize_overflow=False)  # debug keeps the assertion
+_place = Launches(_place_kernel)
+_gather = Launches(_gather_kernel)
 _combine = Launches(_combine_kernel, enable_fp_fusion=False)
 _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 _dots = Launches(_dots_kernel, enable_fp_fusion=False)
@@ -207,7 +265,7 @@ def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
-    """dweights [T, k] = (dy - sum of dy y) / total, the sum in the order of slots; all float32, y and total as above."""
+    """dweights [T, k] = (dy - sum of dy y) / total, the sum in the order of slots; all float32; y, total as above."""
     check_normalized("normalized_backward", dy=dy, y=y)
     dweights = torch.empty_like(y)
     _normalize(_contiguous(dy), y, total, dweights, 0.0, True)
@@ -222,6 +280,46 @@ def _normalize(x: Tensor, y: Tensor, total: Tensor, out: Tensor, epsilon: float,
                 x.device.index, (cdiv(t, 128),), (x, y, total, out, t, slots, float(epsilon)), (128, backward),
                 num_warps=4,
             )  # fmt: skip
+
+
+def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, places, offsets) of the rows of index [T, k], the experts of each token, int32 or int64.
+
+    order: int64 [R], the rows token * k + slot, sorted by (expert, token, slot); places: int64 [T, k], its inverse;
+    offsets: int32 [E + 1], where in `order` each expert's rows begin. An expert from 0 to experts - 1 is not checked by
+    the host: an assertion on the device fails for another one. Raises TypeError for a dtype, ValueError for a shape.
+    """
+    check_sort(index, experts)
+    if experts > MAX_COUNTED or not index.numel():
+        return reference_routing.sort_by_expert(index, experts)
+    rows, width = index.numel(), max(16, next_power_of_2(experts))
+    block = 8192 // width
+    blocks = cdiv(rows, block)
+    order = torch.empty(rows, device=index.device, dtype=torch.int64)
+    places, offsets = torch.empty_like(order), order.new_empty(experts + 1, dtype=torch.int32)
+    counts = order.new_empty(experts * blocks, dtype=torch.int32)
+    flat = index.reshape(-1)
+    with launch_on(index, "sort_by_expert"):
+        device, numbers = index.device.index, (rows, experts, blocks)
+        _count(device, (blocks,), (flat, counts, *numbers), (block, width), num_warps=4)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        _place(device, (blocks,), (flat, ends, order, places, offsets, *numbers), (block, width), num_warps=4)
+    return order, places.view(index.shape), offsets
+
+
+def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]. Errors as for `combine`."""
+    check_gather(x, order, slots)
+    (r, h), own = (len(order), x.shape[1]), _contiguous_rows(x)
+    rows = torch.empty((r, h), device=x.device, dtype=own.dtype)
+    if r > 0:
+        columns, _ = _columns(h)
+        with launch_on(x, "gather_rows"):
+            _gather(
+                x.device.index, (cdiv(r, 8), cdiv(h, columns)),
+                (own, order.contiguous(), rows, own.stride(0), r, slots, h), (8, columns), num_warps=4,
+            )  # fmt: skip
+    return rows.to(x.dtype)
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from torch import Tensor
 from ..dtypes import DTYPES
 from ..rowwise.norm_checks import check
 
+MAX_COUNTED = 512  # experts that a block of rows is counted for at once
+
 
 def check_top_k(scores: Tensor, k: int) -> None:
     if not isinstance(scores, Tensor):
@@ -89,6 +91,16 @@ def check_backward_weights(
         )
 
 
-def check_gather(x: Tensor, order: Tensor) -> None:
+def check_gather(x: Tensor, order: Tensor, slots: int) -> None:
     check("gather_rows", "x", x, None, x)
-    _check_indices("gather_rows", "order", order, "[R]", x, x.shape[0])
+    _check_indices("gather_rows", "order", order, "[R]", x, x.shape[0] * slots)
+
+
+def check_sort(index: Tensor, experts: int) -> None:
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"sort_by_expert: index has dtype {index.dtype}; allowed: torch.int32 or torch.int64")
+    if index.dim() != 2 or not index.shape[1] or experts < 1:
+        raise ValueError(
+            f"sort_by_expert: index has shape {tuple(index.shape)}, for {experts} experts; allowed: [T, k] with k at "
+            "least 1, for at least one"
+        )

@@ -158,8 +158,9 @@ def test_both_gradients_of_the_sum_at_once(kernels, tokens, slots, h, dtype):
 def test_gathered_rows_and_their_gradients(kernels, dtype):
     tokens, slots, h = 6, 3, 50
     x, (places, order) = rand(tokens, h, dtype=dtype), routing_of(tokens, slots)
-    rows = kernels.gather_rows(x, order // slots)
+    rows = kernels.gather_rows(x, order, slots)
     assert_bitwise_equal(rows[places], x.unsqueeze(1).expand(-1, slots, -1).contiguous())
+    assert_bitwise_equal(kernels.gather_rows(x.t().contiguous().t()[:, :7], order, slots), rows[:, :7].contiguous())
     drows = rand(tokens * slots, h, dtype=dtype, seed=3)
     ones = torch.ones(tokens, slots, device=DEVICE)
     assert_bitwise_equal(kernels.combine(drows, None, places), kernels.combine(drows, ones, places))
@@ -240,7 +241,13 @@ DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
         (ValueError, "combine: weights has shape (2, 1); allowed: (2, 2)", (X, WEIGHTS[:, :1], PLACES)),
         (ValueError, "combine: places has shape (2,); allowed: [T, k], k at least 1", (X, None, PLACES[0])),
         (ValueError, "combine: places has values from 0 to 3; allowed: 0 to 2", (X[:3], None, PLACES)),
-        (ValueError, "gather_rows: order has values from -1 to 2; allowed: 0 to 3", (X, PLACES[:, 0] - 1 + PLACES[0])),
+        (
+            ValueError,
+            "gather_rows: order has values from -1 to 2; allowed: 0 to 3",
+            (X, PLACES[:, 0] - 1 + PLACES[0], 1),
+        ),
+        (TypeError, "sort_by_expert: index has dtype torch.float32; allowed: torch.int32 or torch.int64", (X, 3)),
+        (ValueError, "sort_by_expert: index has shape (4,), for 3 experts; allowed: [T, k]", (PLACES.view(-1), 3)),
         (
             ValueError,
             "combine_backward_rows: weights has shape (2, 2); allowed: [T, k] with the T of dy, 4",
@@ -289,3 +296,21 @@ def test_normalized_weights_and_their_gradient(kernels, tokens, slots):
     assert (got.double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
     with pytest.raises(TypeError, match=r"normalized: weights has dtype torch.float16; allowed: torch.float32"):
         kernels.normalized(weights.half(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "tokens, slots, experts", ((1, 1, 1), (700, 8, 128), (33, 2, 3), (40, 4, 512), (9, 3, 600), (0, 2, 5))
+)
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+def test_rows_are_sorted_by_expert_token_and_slot(kernels, tokens, slots, experts, dtype):
+    """Python's stable sort. In the first case all rows go to the last expert, and to few in another."""
+    generator = torch.Generator().manual_seed(0)
+    for chosen in (experts, 1, min(experts, 2)):
+        index = experts - 1 - torch.randint(chosen, (tokens, slots), generator=generator)
+        order, places, offsets = kernels.sort_by_expert(index.to(DEVICE, dtype), experts)
+        flat = index.flatten().tolist()
+        wanted = sorted(range(len(flat)), key=flat.__getitem__)
+        assert order.dtype == places.dtype == torch.int64 and offsets.dtype == torch.int32
+        assert order.tolist() == wanted and order[places.flatten()].tolist() == list(range(len(flat)))
+        assert places.shape == (tokens, slots)
+        assert offsets.tolist() == [sum(e < expert for e in flat) for expert in range(experts + 1)]
