@@ -36,6 +36,7 @@ from gpu_timing import Run, in_turn
 from triton.errors import TritonError
 
 from tp_invariant.kernels.experts import grouped, routing
+from tp_invariant.kernels.experts.grouped_tma import GroupedTile
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 from tp_invariant.kernels.rowwise.gated import gated_backward, gated_forward
@@ -73,6 +74,15 @@ TILES = (
     MatmulConfig(128, 128, 64, 8, 3),
     MatmulConfig(128, 128, 64, 4, 4),
     MatmulConfig(128, 256, 64, 8, 3),
+    GroupedTile(64, 128, 128, 4, 4),
+    GroupedTile(64, 128, 64, 4, 4, programs=2),
+    GroupedTile(128, 128, 32, 4, 6, programs=2),
+    GroupedTile(128, 128, 64, 4, 3, programs=2, ahead=False),
+    GroupedTile(128, 128, 64, 8, 5, halves=False),
+    GroupedTile(128, 256, 64, 8, 3, halves=False),
+    GroupedTile(128, 256, 64, 8, 4),
+    GroupedTile(128, 256, 64, 8, 4, group_m=32),
+    GroupedTile(128, 256, 64, 8, 4, ahead=False),
 )
 
 
