@@ -90,6 +90,17 @@ def test_dot_products_of_one_length_are_added_in_one_order(compiled):
     assert len(set(found)) == 3 * 2 and all(found.count(form) == 2 for form in set(found))
 
 
+def test_products_by_expert_compute_a_step_while_the_next_is_loaded(compiled):
+    """A compiler that waits for each step's product, or copies operands by registers, gives the same bits, slowly."""
+    _, folder = compiled
+    for name, forms in (("_rows", 5), ("_outer", 2), ("outer_ahead", 3)):
+        texts = [path.read_text() for path in folder.rglob(f"{name}_kernel.ptx")]
+        assert len(texts) >= forms
+        for text in texts:
+            assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", text)
+            assert "cp.async.bulk.tensor.4d" in text and "ldmatrix" not in text
+
+
 def test_cross_entropy_asserts_on_the_device_and_fuses_nothing(compiled):
     """Triton leaves assertions out of kernels that are not compiled for debugging. Only log in fp64 may fuse."""
     _, folder = compiled
