@@ -28,7 +28,6 @@ from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from ..rowwise.norm import _load, _row, _rows, row_chunk
 from . import reference_routing
 from .routing_checks import (
-    MAX_COUNTED,
     check_backward,
     check_backward_rows,
     check_backward_weights,
@@ -44,6 +43,8 @@ __all__ = [
     "normalized", "normalized_backward", "sort_by_expert", "top_k",
 ]  # fmt: skip
 
+MAX_COUNTED = 512  # experts for which a block of rows is counted at once
+_NO_EXPERT = tl.constexpr("top_k_index holds an expert that does not exist")
 COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
 
 
@@ -108,7 +109,7 @@ def _experts_of(index_ptr, rows, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
 def _count_kernel(index_ptr, counts_ptr, rows, experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
     exists = (expert >= 0) & (expert < experts)
-    tl.device_assert(exists | (at >= rows), "top_k_index holds an expert that does not exist")
+    tl.device_assert(exists | (at >= rows), _NO_EXPERT)
     numbers = tl.arange(0, EXPERTS)
     counts = tl.sum(chosen.to(tl.int32), axis=0)
     tl.store(counts_ptr + numbers * blocks + tl.program_id(0), counts, mask=numbers < experts)
@@ -291,6 +292,7 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
     """
     check_sort(index, experts)
     if experts > MAX_COUNTED or not index.numel():
+        torch._assert_async(((index >= 0) & (index < experts)).all(), _NO_EXPERT.value)
         return reference_routing.sort_by_expert(index, experts)
     rows, width = index.numel(), max(16, next_power_of_2(experts))
     block = 8192 // width

@@ -8,8 +8,6 @@ from torch import Tensor
 from ..dtypes import DTYPES
 from ..rowwise.norm_checks import check
 
-MAX_COUNTED = 512  # experts that a block of rows is counted for at once
-
 
 def check_top_k(scores: Tensor, k: int) -> None:
     if not isinstance(scores, Tensor):

@@ -101,6 +101,12 @@ def test_products_by_expert_compute_a_step_while_the_next_is_loaded(compiled):
             assert "cp.async.bulk.tensor.4d" in text and "ldmatrix" not in text
 
 
+def test_sorting_by_expert_asserts_that_experts_exist(compiled):
+    _, folder = compiled
+    texts = [path.read_text() for path in folder.rglob("_count_kernel.ptx")]
+    assert texts and all("__assertfail" in text for text in texts)
+
+
 def test_cross_entropy_asserts_on_the_device_and_fuses_nothing(compiled):
     """Triton leaves assertions out of kernels that are not compiled for debugging. Only log in fp64 may fuse."""
     _, folder = compiled

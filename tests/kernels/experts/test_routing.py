@@ -314,3 +314,13 @@ def test_rows_are_sorted_by_expert_token_and_slot(kernels, tokens, slots, expert
         assert order.tolist() == wanted and order[places.flatten()].tolist() == list(range(len(flat)))
         assert places.shape == (tokens, slots)
         assert offsets.tolist() == [sum(e < expert for e in flat) for expert in range(experts + 1)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on the device ends the process's use of it")
+@pytest.mark.parametrize("bad", (-1, 600), ids=str)
+def test_an_expert_that_does_not_exist(bad):
+    """Where torch sorts. The interpreter leaves the kernel's own assertion out: test_compile_kernels.py looks for it."""
+    index = torch.zeros(3, 2, dtype=torch.int64)
+    index[1, 1] = bad
+    with pytest.raises((AssertionError, RuntimeError), match="expert that does not exist"):
+        routing.sort_by_expert(index, 600)
