@@ -319,7 +319,7 @@ def test_rows_are_sorted_by_expert_token_and_slot(kernels, tokens, slots, expert
 @pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on the device ends the process's use of it")
 @pytest.mark.parametrize("bad", (-1, 600), ids=str)
 def test_an_expert_that_does_not_exist(bad):
-    """Where torch sorts. The interpreter leaves the kernel's own assertion out: test_compile_kernels.py looks for it."""
+    """Where torch sorts. The interpreter leaves the kernel's assertion out: test_compile_kernels.py looks for it."""
     index = torch.zeros(3, 2, dtype=torch.int64)
     index[1, 1] = bad
     with pytest.raises((AssertionError, RuntimeError), match="expert that does not exist"):
