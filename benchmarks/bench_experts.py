@@ -2,6 +2,7 @@
 
     python benchmarks/bench_experts.py --out benchmarks/results/experts_h200
     python benchmarks/bench_experts.py --tiles --seconds 2
+    python benchmarks/bench_experts.py --block --out benchmarks/results/experts_block_h200
 
 bf16, random data, experts drawn at random for each token. Products: TFLOP/s of the bundled kernel, of torch's
 grouped_mm, and of one dense product of as many rows by cuBLAS, in whose place the experts stand; `weights` is the time
@@ -9,7 +10,11 @@ of reading the weights alone, at the rate of a copy in the same run. Routing: mi
 torch's operations. Every product that is timed is compared: with the dense kernel's bytes for some experts, and the
 bytes of all tiles. Writes OUT.csv and OUT.md; a difference ends the script with status 1.
 
---tiles: the same products with several tile shapes instead, for `rows_config` and `outer_config`.
+--tiles: the same products with several tile shapes instead, for `rows_tile` and `outer_tile`.
+--block: the whole mixture of experts of Qwen3-30B-A3B instead, router included, forward and with backward: our
+MixtureOfExperts, transformers' block after `parallelize`, and transformers' block itself with grouped_mm (which needs
+transformers). Calls follow one another as in training. Milliseconds, launches of kernels and copies, and how often the
+host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -17,17 +22,21 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
+import itertools
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_timing import in_turn
+from gpu_timing import Run, in_turn
 from triton.errors import TritonError
 
 from tp_invariant.kernels.experts import grouped, routing
+from tp_invariant.kernels.experts.grouped_tma import GroupedTile
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 from tp_invariant.kernels.rowwise.gated import gated_backward, gated_forward
@@ -54,6 +63,7 @@ MODELS = (
     Model("DeepSeek-V3, 32 experts", 1024, 7168, 2 * 2048, 32, 8),
     Model("gpt-oss-20b", 8192, 2880, 2 * 2880, 32, 4),
 )
+DEVICE = "cuda"
 TILES = (
     MatmulConfig(16, 64, 128, 4, 4),
     MatmulConfig(16, 128, 128, 4, 3),
@@ -64,6 +74,15 @@ TILES = (
     MatmulConfig(128, 128, 64, 8, 3),
     MatmulConfig(128, 128, 64, 4, 4),
     MatmulConfig(128, 256, 64, 8, 3),
+    GroupedTile(64, 128, 128, 4, 4),
+    GroupedTile(64, 128, 64, 4, 4, programs=2),
+    GroupedTile(128, 128, 32, 4, 6, programs=2),
+    GroupedTile(128, 128, 64, 4, 3, programs=2, ahead=False),
+    GroupedTile(128, 128, 64, 8, 5, halves=False),
+    GroupedTile(128, 256, 64, 8, 3, halves=False),
+    GroupedTile(128, 256, 64, 8, 4),
+    GroupedTile(128, 256, 64, 8, 4, group_m=32),
+    GroupedTile(128, 256, 64, 8, 4, ahead=False),
 )
 
 
@@ -197,6 +216,104 @@ def routing_lines(model: Model, seconds: float) -> list[dict]:
     return lines
 
 
+def blocks(model: Model) -> dict[str, torch.nn.Module]:
+    """The same weights in each. transformers' experts take grouped_mm."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import tp_invariant
+
+    def theirs() -> torch.nn.Module:
+        config = Qwen3MoeConfig(
+            hidden_size=model.hidden, moe_intermediate_size=model.inner // 2, num_experts=model.experts,
+            num_experts_per_tok=model.top_k, norm_topk_prob=True, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=4, vocab_size=128, decoder_sparse_step=1, mlp_only_layers=[],
+            experts_implementation="grouped_mm",
+        )  # fmt: skip
+        return Qwen3MoeForCausalLM(config).to(DEVICE, torch.bfloat16)
+
+    stock, converted = theirs(), theirs()
+    own = tp_invariant.MixtureOfExperts(
+        model.experts, model.hidden, model.inner // 2, tp_invariant.Routing(top_k=model.top_k), device=DEVICE,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    block = stock.model.layers[0].mlp
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.02)
+    own.load_state_dict(block.state_dict())
+    converted.load_state_dict(stock.state_dict())
+    tp_invariant.parallelize(converted, None)
+    if block.experts.config._experts_implementation != "grouped_mm":
+        sys.exit(f"transformers' experts run {block.experts.config._experts_implementation!r}, not 'grouped_mm'")
+    return {"MixtureOfExperts": own, "parallelize": converted.model.layers[0].mlp, "transformers": block}
+
+
+def back_to_back(run: Run, calls: int) -> list[float]:
+    """Microseconds of a call among several that follow one another; as many groups of three as calls."""
+    times = []
+    for _ in range(calls):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()
+        before.record()
+        for _ in range(3):
+            run()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * before.elapsed_time(after) / 3)
+    return times
+
+
+def launches_and_waits(run: Run) -> tuple[int, int]:
+    """What one call launches on the GPU, kernels and copies, and how often the host waits for it."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return launches, len(waits)
+
+
+def block_lines(model: Model, seconds: float) -> list[dict]:
+    import tp_invariant
+
+    tp_invariant.set_tp_invariant_mode(True)
+    x, dy = randn(1, model.tokens, model.hidden).requires_grad_(), randn(1, model.tokens, model.hidden)
+    found = blocks(model)
+
+    def forward(block: torch.nn.Module) -> None:
+        with torch.no_grad():
+            block(x)
+
+    def step(block: torch.nn.Module) -> None:
+        block.zero_grad()
+        x.grad = None
+        block(x).backward(dy)
+
+    lines = []
+    for what, call in (("forward", forward), ("forward and backward", step)):
+        runs = {name: functools.partial(call, block) for name, block in found.items()}
+        times = in_turn(runs, seconds, back_to_back)
+        for name, us in times.items():
+            launches, waits = launches_and_waits(runs[name])
+            lines.append(
+                {
+                    "block": name, "tokens": model.tokens, "pass": what, "ms": round(us / 1e3, 3),
+                    "transformers / this": round(times["transformers"] / us, 2), "launches": launches,
+                    "host waits": waits,
+                }
+            )  # fmt: skip
+            print(lines[-1], flush=True)
+    return lines
+
+
 def table(lines: list[dict]) -> list[str]:
     names = list(lines[0])
     return [
@@ -211,32 +328,42 @@ def main() -> None:
     parser.add_argument("--out", help="path without an ending; .csv and .md are written")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each comparison (default 1)")
     parser.add_argument("--tiles", action="store_true", help="tile shapes instead of contenders")
+    parser.add_argument("--block", action="store_true", help="the whole mixture instead of its parts")
     parser.add_argument("--models", nargs="*", help="only those whose name has one of these")
     options = parser.parse_args()
     chosen = [m for m in MODELS if not options.models or any(part in m.name for part in options.models)]
     torch.manual_seed(0)
-    if options.tiles:
-        wrong = [text for model in chosen for text in tile_lines(model, options.seconds)]
+    if options.block:
+        tables, wrong = [block_lines(MODELS[0], options.seconds)], []
+    elif options.tiles:
+        tables, wrong = [], [text for model in chosen for text in tile_lines(model, options.seconds)]
     else:
         rate, products, wrong, routes = copy_rate(), [], [], []
         for model in chosen:
             lines, differences = product_lines(model, options.seconds, rate)
             products, wrong = products + lines, wrong + differences
             routes += routing_lines(model, options.seconds)
-        if options.out:
-            out = Path(options.out)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with open(out.with_suffix(".csv"), "w", newline="") as file:
-                writer = csv.DictWriter(file, products[0])
-                writer.writeheader()
-                writer.writerows(products)
-            head = (
-                f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-                f"{datetime.date.today()}; bf16, TFLOP/s; `python {' '.join(sys.argv)}`"
-            )
-            out.with_suffix(".md").write_text("\n".join([head, "", *table(products), "", *table(routes)]) + "\n")
+        tables = [products, routes]
+    if options.out and tables:
+        write(Path(options.out), tables)
     if wrong:
         sys.exit("bytes differ: " + "; ".join(wrong))
+
+
+def write(out: Path, tables: list[list[dict]]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, tables[0][0])
+        writer.writeheader()
+        writer.writerows(tables[0])
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    if "transformers" in sys.modules:
+        versions += f", transformers {sys.modules['transformers'].__version__}"
+    head = (
+        f"{torch.cuda.get_device_name()}, {versions}, {datetime.date.today()}; bf16, TFLOP/s where no unit is named; "
+        f"`python {' '.join(sys.argv)}`"
+    )
+    out.with_suffix(".md").write_text("\n".join([head, *itertools.chain(*(["", *table(t)] for t in tables))]) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ A tile of C is computed by matmul.py's `product_tile`, for one expert's rows: it
 the number of an expert's rows nor the other experts can reorder a sum. Which rows are whose is read from `offsets` on
 the device, so the host does not wait: `grouped_matmul` launches a program for each tile that any division of R rows
 among E experts can have, and those that the division at hand does not need return at once.
+
+On Hopper, grouped_tma.py computes 16-bit operands that TMA can address, where experts have enough rows: the same sums,
+so the same bits, faster.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from ..gemm.matmul import INTERPRETER_CONFIG, no_negated_views, product_tile
 from ..gemm.matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
 from ..gemm.output import written
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from . import grouped_tma
 from .grouped_checks import check_grouped_matmul, check_grouped_outer
+from .grouped_tma import GroupedTile
 
 
 @triton.jit(do_not_specialize=["experts", "steps"])
@@ -103,6 +108,14 @@ def outer_config(m: int, experts: int, n: int, k: int, dtype: torch.dtype, accum
     return replace(config, block_m=min(config.block_m, max(16, next_power_of_2(m))))
 
 
+def _no_tile(operation: str, config: GroupedTile | None) -> None:
+    if config is not None:
+        raise ValueError(
+            f"{operation}: config is {config}, and TMA cannot address these operands; allowed: a MatmulConfig, or "
+            "16-bit operands on Hopper whose addresses and strides are multiples of 16 bytes"
+        )
+
+
 def grouped_matmul(
     a: Tensor,
     b: Tensor,
@@ -110,7 +123,7 @@ def grouped_matmul(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | GroupedTile | None = None,
 ) -> Tensor:
     """C [R, N], where row r of expert e has the bits of `matmul(a[r : r + 1], b[e], bias=bias[e])`.
 
@@ -121,22 +134,30 @@ def grouped_matmul(
             offsets[0] is 0 and offsets[E] is R. Only on a CPU are the values checked; the host never waits for a GPU.
         bias: [E, N] of any of these dtypes, or None; added in fp32 before the one final rounding.
         out_dtype: dtype of the result, any of the three; None means a's.
-        config: tile shape, for tests and tuning. It changes no bit.
+        config: tile shape, for tests and tuning: of this file's kernel, or a GroupedTile of grouped_tma.py's. It
+            changes no bit.
 
     Returns:
         Contiguous [R, N]; R and E may be 0.
 
     Raises:
         TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes.
-        ValueError: shapes that do not fit, a K or N of 0, different devices, or a device that cannot run Triton
-            kernels.
+        ValueError: shapes that do not fit, a K or N of 0, different devices, a device that cannot run Triton kernels,
+            or a GroupedTile for operands that TMA cannot address.
     """
     check_grouped_matmul(a, b, offsets, bias, out_dtype)
     (r, k), (experts, _, n) = a.shape, b.shape
     out_dtype = out_dtype or a.dtype
+    a, b, bias = no_negated_views(a, b, bias)
+    if r > 0 and not isinstance(config, MatmulConfig):
+        operands = grouped_tma.rows_operands(a, b, out_dtype)
+        tile = config or grouped_tma.rows_tile(r, experts, out_dtype.itemsize)
+        if operands is not None and tile is not None:
+            with launch_on(a, "grouped_matmul"):
+                return grouped_tma.rows(operands, offsets.contiguous(), bias, out_dtype, tile)
+        config = _no_tile("grouped_matmul", config)
     c = torch.empty((r, n), device=a.device, dtype=torch.float32 if interpreting() else out_dtype)
     if r > 0:
-        a, b, bias = no_negated_views(a, b, bias)
         if config is None:
             config = INTERPRETER_CONFIG if interpreting() else _fitted(rows_config(r, experts, n, k, a.dtype), a)
         with launch_on(a, "grouped_matmul"):
@@ -168,7 +189,7 @@ def grouped_outer(
     out: Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype | None = None,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | GroupedTile | None = None,
 ) -> Tensor:
     """C [E, M, N], where C[e] has the bits of `matmul(a[rows].t(), b[rows], ...)` of the rows of expert e, in order.
 
@@ -187,11 +208,20 @@ def grouped_outer(
     """
     out_dtype = check_grouped_outer(a, b, offsets, out, accumulate, out_dtype)
     (r, m), n, experts = a.shape, b.shape[1], len(offsets) - 1
+    a, b = no_negated_views(a, b)
+    if experts > 0 and not isinstance(config, MatmulConfig):
+        readable = grouped_tma.can_read_outer(a, b, out_dtype, out)
+        tile = config or grouped_tma.outer_tile(m, n, r, experts, out_dtype.itemsize, accumulate)
+        if readable and tile is not None:
+            c = torch.empty((experts, m, n), device=a.device, dtype=out_dtype) if out is None else out
+            with launch_on(c, "grouped_outer"):
+                grouped_tma.outer(a, b, offsets.contiguous(), c, accumulate, tile)
+            return c if out is None else written(out)
+        config = _no_tile("grouped_outer", config)
     c_dtype = torch.float32 if interpreting() else out_dtype
     in_place = out is not None and out.dtype == c_dtype
     c = out if in_place else torch.empty((experts, m, n), device=a.device, dtype=c_dtype)
     if experts > 0:
-        a, b = no_negated_views(a, b)
         if config is None:
             chosen = outer_config(m, experts, n, cdiv(r, experts), a.dtype, accumulate)
             config = INTERPRETER_CONFIG if interpreting() else _fitted(chosen, a)

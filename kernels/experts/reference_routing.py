@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..elementwise import sum_by_halves
-from .routing_checks import check_backward_rows, check_backward_weights, check_combine, check_gather, check_top_k
+from .routing_checks import (
+    check_backward,
+    check_backward_rows,
+    check_backward_weights,
+    check_combine,
+    check_gather,
+    check_normalized,
+    check_sort,
+    check_top_k,
+)
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -19,10 +28,41 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k].contiguous(), indices[..., :k].contiguous()
 
 
-def gather_rows(x: Tensor, order: Tensor) -> Tensor:
-    """rows[i] = x[order[i]], for x [T, H] and int64 order [R]: torch's own, on every device, as it only moves bytes."""
-    check_gather(x, order)
-    return x.index_select(0, order)
+def _sum_of_slots(x: Tensor) -> Tensor:
+    first, *others = x.unbind(1)
+    for other in others:
+        first = first + other
+    return first
+
+
+def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """See routing.normalized."""
+    check_normalized("normalized", weights=weights)
+    total = _sum_of_slots(weights) + epsilon
+    return weights / total.unsqueeze(1), total
+
+
+def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
+    """See routing.normalized_backward."""
+    check_normalized("normalized_backward", dy=dy, y=y)
+    return (dy - _sum_of_slots(dy * y).unsqueeze(1)) / total.unsqueeze(1)
+
+
+def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See routing.sort_by_expert. Here a value of index that is no expert is not noticed."""
+    check_sort(index, experts)
+    by_expert, order = index.flatten().int().sort(stable=True)
+    bounds = torch.arange(experts + 1, device=index.device, dtype=by_expert.dtype)
+    offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return order, places.view(index.shape), offsets
+
+
+def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """See routing.gather_rows."""
+    check_gather(x, order, slots)
+    return x.index_select(0, order // slots)
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
@@ -49,3 +89,11 @@ def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor
     check_backward_weights(dy, rows, places)
     dots = [sum_by_halves(dy.float() * rows[place].float()) for place in places.unbind(1)]
     return torch.cat(dots, dim=1)
+
+
+def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """See routing.combine_backward."""
+    check_backward(dy, weights, rows, places)
+    order = torch.empty_like(places.flatten())
+    order[places.flatten()] = torch.arange(len(order), device=order.device)
+    return combine_backward_rows(dy, weights, order), combine_backward_weights(dy, rows, places)

@@ -3,10 +3,13 @@
 Legend: T tokens, k slots (experts chosen for a token), R rows (one for each token and slot that is here), E experts.
 
     top_k                      the k largest scores of a token, in descending order; equal ones by the lower index
-    gather_rows                rows[i] = x[order[i]]; its backward is `combine` without weights
+    normalized                 y[t, s] = weights[t, s] / (their sum over s + epsilon), and its backward
+    sort_by_expert             the order of rows by (expert, token, slot), and where each expert's rows begin
+    gather_rows                rows[i] = x[token of row i]; its backward is `combine` without weights
     combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
     combine_backward_rows      drows[i] = weights[t, s] * dy[t] for the token and slot of row i
     combine_backward_weights   dweights[t, s] = dy[t] . rows[places[t, s]]
+    combine_backward           the last two at once, where all rows of the tokens are here: dy is read once
 
 Scores are compared as integers, and indices break ties, so that a maximum has no order to depend on. Slots are added in
 their order, elementwise. A dot product is a sum along a row, whose order is fixed as in kernels/rowwise/norm.py: chunk
@@ -23,11 +26,25 @@ from torch import Tensor
 
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from ..rowwise.norm import _load, _row, _rows, row_chunk
-from .reference_routing import gather_rows
-from .routing_checks import check_backward_rows, check_backward_weights, check_combine, check_top_k
+from . import reference_routing
+from .routing_checks import (
+    check_backward,
+    check_backward_rows,
+    check_backward_weights,
+    check_combine,
+    check_gather,
+    check_normalized,
+    check_sort,
+    check_top_k,
+)
 
-__all__ = ["combine", "combine_backward_rows", "combine_backward_weights", "gather_rows", "top_k"]
+__all__ = [
+    "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights", "gather_rows",
+    "normalized", "normalized_backward", "sort_by_expert", "top_k",
+]  # fmt: skip
 
+MAX_COUNTED = 512  # experts for which a block of rows is counted at once
+_NO_EXPERT = tl.constexpr("top_k_index holds an expert that does not exist")
 COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
 
 
@@ -48,6 +65,86 @@ def _top_k_kernel(scores_ptr, values_ptr, indices_ptr, stride, experts, k, WIDTH
         tl.store(indices_ptr + token * k + slot, index)
         tl.store(values_ptr + token * k + slot, tl.load(row + index))
         keys = tl.where(keys == best, -9223372036854775808, keys)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def _normalized_kernel(
+    x_ptr, y_ptr, total_ptr, out_ptr, tokens, slots, epsilon, TOKENS: tl.constexpr, BACKWARD: tl.constexpr
+):  # fmt: skip
+    # Stores y and the sums, or of dy, y and the sums, dweights.
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    x_ptr, y_ptr, out_ptr = x_ptr + token * slots, y_ptr + token * slots, out_ptr + token * slots
+    total = tl.load(x_ptr, mask=inside, other=1.0)
+    if BACKWARD:
+        total *= tl.load(y_ptr, mask=inside, other=0.0)
+    for slot in range(1, slots):
+        term = tl.load(x_ptr + slot, mask=inside, other=0.0)
+        if BACKWARD:
+            term *= tl.load(y_ptr + slot, mask=inside, other=0.0)
+        total += term
+    if BACKWARD:
+        dot = total
+        total = tl.load(total_ptr + token, mask=inside, other=1.0)
+    else:
+        total += epsilon
+        tl.store(total_ptr + token, total, mask=inside)
+    for slot in range(slots):
+        x = tl.load(x_ptr + slot, mask=inside, other=0.0)
+        if BACKWARD:
+            x -= dot
+        tl.store(out_ptr + slot, tl.div_rn(x, total), mask=inside)
+
+
+# A stable sort by counting: how many of a block of rows each expert has; sums over the experts and blocks before; then
+# each row's place. EXPERTS is a power of two from `experts` up. Sums of integers have no order to depend on.
+@triton.jit
+def _experts_of(index_ptr, rows, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index_ptr + at, mask=at < rows, other=-1).to(tl.int32)
+    return at, expert, expert[:, None] == tl.arange(0, EXPERTS)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "blocks"])
+def _count_kernel(index_ptr, counts_ptr, rows, experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
+    exists = (expert >= 0) & (expert < experts)
+    tl.device_assert(exists | (at >= rows), _NO_EXPERT)
+    numbers = tl.arange(0, EXPERTS)
+    counts = tl.sum(chosen.to(tl.int32), axis=0)
+    tl.store(counts_ptr + numbers * blocks + tl.program_id(0), counts, mask=numbers < experts)
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "blocks"])
+def _place_kernel(
+    index_ptr, ends_ptr, order_ptr, places_ptr, offsets_ptr, rows, experts, blocks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    # ends: of the rows of each expert and block, in the order in which they are sorted
+    at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
+    numbers = tl.arange(0, EXPERTS)
+    part = numbers * blocks + tl.program_id(0)
+    first = tl.load(ends_ptr + part - 1, mask=(numbers < experts) & (part > 0), other=0)
+    place = tl.sum(tl.where(chosen, tl.cumsum(chosen.to(tl.int32), axis=0) - 1 + first[None, :], 0), axis=1)
+    inside = (at < rows) & (expert >= 0) & (expert < experts)
+    tl.store(order_ptr + place, at.to(tl.int64), mask=inside)
+    tl.store(places_ptr + at, place.to(tl.int64), mask=inside)
+    if tl.program_id(0) == 0:
+        ends = tl.load(ends_ptr + (numbers + 1) * blocks - 1, mask=numbers < experts, other=0)
+        tl.store(offsets_ptr + numbers + 1, ends, mask=numbers < experts)
+        tl.store(offsets_ptr + numbers, 0, mask=numbers == 0)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, order_ptr, rows_ptr, stride, rows, slots, H, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(order_ptr + row, mask=row < rows, other=0) // slots
+    inside = (row < rows)[:, None] & (cols < H)[None, :]
+    x = tl.load(x_ptr + token[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    tl.store(rows_ptr + row[:, None] * H + cols[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -81,22 +178,33 @@ def _scale_kernel(dy_ptr, weights_ptr, order_ptr, drows_ptr, stride, slots, H, C
     tl.store(drows_ptr + row * H + cols, drow.to(drows_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["places_ptr", "dots_ptr", "slots"])
+@triton.jit(do_not_specialize=["places_ptr", "dots_ptr", "weights_ptr", "slots"])
 def _dots_kernel(
-    dy_ptr, rows_ptr, places_ptr, dots_ptr, stride_dy, stride_rows, slots, H: tl.constexpr, CHUNK: tl.constexpr
+    dy_ptr, rows_ptr, places_ptr, dots_ptr, weights_ptr, drows_ptr, stride_dy, stride_rows, slots,
+    H: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
+    # SCALE: stores drows as well. The dot product is added in the same order with and without, as both load alike.
     at = tl.program_id(0).to(tl.int64)
     dy = _row(dy_ptr, at // slots, stride_dy, H)
-    row = _row(rows_ptr, tl.load(places_ptr + at), stride_rows, H)
+    place = tl.load(places_ptr + at)
+    row = _row(rows_ptr, place, stride_rows, H)
     products = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
-        products += _load(dy, cols, H, CHUNK) * _load(row, cols, H, CHUNK)
+        one = _load(dy, cols, H, CHUNK)
+        products += one * _load(row, cols, H, CHUNK)
+        if SCALE:
+            drow = (one * tl.load(weights_ptr + at).to(tl.float32)).to(drows_ptr.dtype.element_ty)
+            tl.store(drows_ptr + place * H + cols, drow, mask=cols < H)
     tl.store(dots_ptr + at, tl.sum(products, axis=0))
 
 
 # Every operation rounds on its own: see the top of this file.
 _top_k = Launches(_top_k_kernel)
+_normalized = Launches(_normalized_kernel, enable_fp_fusion=False)
+_count = Launches(_count_kernel, debug=True, sanitize_overflow=False)  # debug keeps the assertion
+_place = Launches(_place_kernel)
+_gather = Launches(_gather_kernel)
 _combine = Launches(_combine_kernel, enable_fp_fusion=False)
 _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 _dots = Launches(_dots_kernel, enable_fp_fusion=False)
@@ -143,6 +251,77 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
                 num_warps=min(8, max(1, width // 512)),
             )  # fmt: skip
     return values.to(scores.dtype).view(shape), indices.view(shape)
+
+
+def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(weights / total, total) for float32 weights [T, k] and total [T]: their sum, in the order of slots, + epsilon.
+
+    Raises TypeError for another dtype, and ValueError for another shape.
+    """
+    check_normalized("normalized", weights=weights)
+    x = _contiguous(weights)
+    y, total = torch.empty_like(x), x.new_empty(len(x))
+    _normalize(x, y, total, y, epsilon, False)
+    return y, total
+
+
+def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
+    """dweights [T, k] = (dy - sum of dy y) / total, the sum in the order of slots; all float32; y, total as above."""
+    check_normalized("normalized_backward", dy=dy, y=y)
+    dweights = torch.empty_like(y)
+    _normalize(_contiguous(dy), y, total, dweights, 0.0, True)
+    return dweights
+
+
+def _normalize(x: Tensor, y: Tensor, total: Tensor, out: Tensor, epsilon: float, backward: bool) -> None:
+    t, slots = x.shape
+    if t > 0:
+        with launch_on(x, "normalized"):
+            _normalized(
+                x.device.index, (cdiv(t, 128),), (x, y, total, out, t, slots, float(epsilon)), (128, backward),
+                num_warps=4,
+            )  # fmt: skip
+
+
+def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, places, offsets) of the rows of index [T, k], the experts of each token, int32 or int64.
+
+    order: int64 [R], the rows token * k + slot, sorted by (expert, token, slot); places: int64 [T, k], its inverse;
+    offsets: int32 [E + 1], where in `order` each expert's rows begin. An expert from 0 to experts - 1 is not checked by
+    the host: an assertion on the device fails for another one. Raises TypeError for a dtype, ValueError for a shape.
+    """
+    check_sort(index, experts)
+    if experts > MAX_COUNTED or not index.numel():
+        torch._assert_async(((index >= 0) & (index < experts)).all(), _NO_EXPERT.value)
+        return reference_routing.sort_by_expert(index, experts)
+    rows, width = index.numel(), max(16, next_power_of_2(experts))
+    block = 8192 // width
+    blocks = cdiv(rows, block)
+    order = torch.empty(rows, device=index.device, dtype=torch.int64)
+    places, offsets = torch.empty_like(order), order.new_empty(experts + 1, dtype=torch.int32)
+    counts = order.new_empty(experts * blocks, dtype=torch.int32)
+    flat = index.reshape(-1)
+    with launch_on(index, "sort_by_expert"):
+        device, numbers = index.device.index, (rows, experts, blocks)
+        _count(device, (blocks,), (flat, counts, *numbers), (block, width), num_warps=4)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        _place(device, (blocks,), (flat, ends, order, places, offsets, *numbers), (block, width), num_warps=4)
+    return order, places.view(index.shape), offsets
+
+
+def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]. Errors as for `combine`."""
+    check_gather(x, order, slots)
+    (r, h), own = (len(order), x.shape[1]), _contiguous_rows(x)
+    rows = torch.empty((r, h), device=x.device, dtype=own.dtype)
+    if r > 0:
+        columns, _ = _columns(h)
+        with launch_on(x, "gather_rows"):
+            _gather(
+                x.device.index, (cdiv(r, 8), cdiv(h, columns)),
+                (own, order.contiguous(), rows, own.stride(0), r, slots, h), (8, columns), num_warps=4,
+            )  # fmt: skip
+    return rows.to(x.dtype)
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
@@ -193,14 +372,35 @@ def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor
     dy: [T, H] and rows: [R, H], of one dtype; places: int64 [T, k]. Errors as for `combine`.
     """
     check_backward_weights(dy, rows, places)
+    return _dots_of(dy, rows, places, None)[0]
+
+
+def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """(drows [R, H], dweights): `combine_backward_rows` of the inverse of places, and `combine_backward_weights`.
+
+    dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
+    `combine`.
+    """
+    check_backward(dy, weights, rows, places)
+    dots, drows = _dots_of(dy, rows, places, weights)
+    assert drows is not None
+    return drows, dots
+
+
+def _dots_of(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     (t, slots), h = places.shape, dy.shape[1]
     dots = torch.empty((t, slots), device=dy.device, dtype=torch.float32)
+    drows = None if weights is None else _empty(dy, *rows.shape)
     if t > 0:
         (dy_rows, dy_stride), (x, stride) = _rows(dy), _rows(rows)
         chunk, warps = row_chunk(h)
-        with launch_on(dy, "combine_backward_weights"):
+        with launch_on(dy, "combine_backward_weights" if weights is None else "combine_backward"):
             _dots(
-                dy.device.index, (t * slots,), (dy_rows, x, places.contiguous(), dots, dy_stride, stride, slots),
-                (h, chunk), num_warps=warps,
+                dy.device.index, (t * slots,),
+                (
+                    dy_rows, x, places.contiguous(), dots, dots if weights is None else _contiguous(weights),
+                    x if drows is None else drows, dy_stride, stride, slots,
+                ),
+                (h, chunk, weights is not None), num_warps=warps,
             )  # fmt: skip
-    return dots
+    return dots, None if drows is None else drows.to(dy.dtype)

@@ -20,6 +20,14 @@ def check_top_k(scores: Tensor, k: int) -> None:
         raise ValueError(f"top_k: k is {k!r}; allowed: an int from 1 to the {scores.shape[-1]} scores of a token")
 
 
+def check_normalized(operation: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: torch.float32")
+        if tensor.dim() != 2 or not tensor.shape[1]:
+            raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: [T, k] with k at least 1")
+
+
 def _check_indices(operation: str, name: str, indices: Tensor, dims: str, like: Tensor, limit: int) -> None:
     """Raises unless indices are int64 of these dimensions; on a CPU also unless they are from 0 to limit - 1."""
     if not isinstance(indices, Tensor):
@@ -55,8 +63,19 @@ def check_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> None:
     _check_indices(operation, "order", order, "[R]", dy, weights.numel())
 
 
-def check_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> None:
-    operation = "combine_backward_weights"
+def check_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> None:
+    operation = "combine_backward"
+    check_backward_weights(dy, rows, places, operation)
+    check(operation, "weights", weights, tuple(places.shape), dy)
+    if places.numel() != rows.shape[0]:
+        raise ValueError(
+            f"{operation}: rows has shape {tuple(rows.shape)}; allowed: [R, H] with an R of T * k, {places.numel()}"
+        )
+
+
+def check_backward_weights(
+    dy: Tensor, rows: Tensor, places: Tensor, operation: str = "combine_backward_weights"
+) -> None:
     check(operation, "dy", dy, None, dy)
     check(operation, "rows", rows, None, dy, (dy.dtype,))
     if rows.shape[1] != dy.shape[1]:
@@ -70,6 +89,16 @@ def check_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> None:
         )
 
 
-def check_gather(x: Tensor, order: Tensor) -> None:
+def check_gather(x: Tensor, order: Tensor, slots: int) -> None:
     check("gather_rows", "x", x, None, x)
-    _check_indices("gather_rows", "order", order, "[R]", x, x.shape[0])
+    _check_indices("gather_rows", "order", order, "[R]", x, x.shape[0] * slots)
+
+
+def check_sort(index: Tensor, experts: int) -> None:
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"sort_by_expert: index has dtype {index.dtype}; allowed: torch.int32 or torch.int64")
+    if index.dim() != 2 or not index.shape[1] or experts < 1:
+        raise ValueError(
+            f"sort_by_expert: index has shape {tuple(index.shape)}, for {experts} experts; allowed: [T, k] with k at "
+            "least 1, for at least one"
+        )

@@ -20,7 +20,7 @@ from tp_invariant.kernels import peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
-from tp_invariant.kernels.experts import grouped, routing
+from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
@@ -116,6 +116,22 @@ def experts(dtype: torch.dtype) -> None:
             grouped.grouped_outer(dy[:, :8], x, offsets, out=torch.zeros(count, 8, hidden), accumulate=True)
 
 
+def experts_by_tma(dtype: torch.dtype) -> None:
+    """With each tile that the number of rows decides, and both forms of each kernel."""
+    hidden, inner, out = 512, 384, torch.zeros(8, 384, 512)
+    weight = torch.zeros(8, inner, hidden, dtype=dtype)
+    with mock.patch.object(grouped_tma, "supports_tma", lambda *args: True):
+        for average in (40, 100, 300, 1000):
+            x, dy = torch.zeros(8 * average, hidden, dtype=dtype), torch.zeros(8 * average, inner, dtype=dtype)
+            offsets = torch.arange(0, 8 * average + 1, average, dtype=torch.int32)
+            grouped.grouped_matmul(x, weight.mT, offsets, bias=torch.zeros(8, inner))
+            grouped.grouped_matmul(dy, weight, offsets)
+            grouped.grouped_outer(dy, x, offsets)
+        grouped.grouped_matmul(x, weight.mT, offsets, out_dtype=torch.float32)
+        grouped.grouped_outer(dy, x, offsets, out_dtype=torch.float32)
+        grouped.grouped_outer(dy, x, offsets, out=out, accumulate=True)
+
+
 def routes(dtype: torch.dtype) -> None:
     rows, scores, weights = (torch.zeros(*shape, dtype=dtype) for shape in ((64, 1000), (16, 128), (16, 4)))
     routing.top_k(scores, 4)
@@ -123,10 +139,15 @@ def routes(dtype: torch.dtype) -> None:
     routing.combine(rows, weights.float(), places)
     routing.combine(rows, None, places)
     routing.combine_backward_rows(rows[:16], weights, places.view(-1))
+    routing.gather_rows(rows, places.view(-1), 4)
+    routing.sort_by_expert(places, 128)
+    _, total = routing.normalized(weights.float(), 0.0)
+    routing.normalized_backward(weights.float(), weights.float(), total)
     for h in (1000, 2048, 20000):  # of each length one compiled form, however the tensors lie in memory
         wide = torch.zeros(64, h + 48, dtype=dtype)
         for x in (torch.zeros(64, h, dtype=dtype), wide[:, :h], wide[:, 1 : h + 1]):
             routing.combine_backward_weights(x[:16], x, places)
+            routing.combine_backward(x[:16], weights, x, places)
         routing.combine_backward_weights(x[:1], x, places.view(-1)[1:4].view(1, 3))
 
 
@@ -245,6 +266,7 @@ def main() -> None:
             losses(dtype)
             clipping(dtype)
         products(torch.bfloat16, True)
+        experts_by_tma(torch.bfloat16)
         attentions()
         peers()
     print("\n".join(sorted(compiled)))

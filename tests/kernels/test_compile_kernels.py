@@ -72,10 +72,39 @@ def test_row_sums_of_attention_are_in_the_layout_of_the_product(compiled):
     assert all("nvidia_mma" in layout for layout in found), set(found)
 
 
-def test_dot_products_of_one_length_are_one_compiled_form(compiled):
-    """Another form may add in another order. Here: three lengths of two dtypes, in four ways in memory each."""
+def test_dot_products_of_one_length_are_added_in_one_order(compiled):
+    """Three lengths of two dtypes, in four ways in memory each, are one form each, and one with drows beside them.
+
+    Both add in one layout: threads hold as many neighbours each, and warps lie in one order.
+    """
     _, folder = compiled
-    assert len(list(folder.rglob("_dots_kernel.ttgir"))) == 3 * 2
+    texts = [path.read_text() for path in folder.rglob("_dots_kernel.ttgir")]
+    assert len(texts) == 3 * 2 * 2
+    found = []
+    for text in texts:
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+        shapes = re.findall(r'"tt\.reduce"\(.*?\}\) : \((tensor<\d+xf32, #\w+>)\)', text, re.DOTALL)
+        elements = re.search(r"%dy_ptr: !tt.ptr<(\w+)>", text).group(1)
+        (shape,) = shapes
+        found.append((elements, shape.partition(",")[0], layouts[re.search(r"#\w+", shape).group()]))
+    assert len(set(found)) == 3 * 2 and all(found.count(form) == 2 for form in set(found))
+
+
+def test_products_by_expert_compute_a_step_while_the_next_is_loaded(compiled):
+    """A compiler that waits for each step's product, or copies operands by registers, gives the same bits, slowly."""
+    _, folder = compiled
+    for name, forms in (("_rows", 5), ("_outer", 2), ("outer_ahead", 3)):
+        texts = [path.read_text() for path in folder.rglob(f"{name}_kernel.ptx")]
+        assert len(texts) >= forms
+        for text in texts:
+            assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", text)
+            assert "cp.async.bulk.tensor.4d" in text and "ldmatrix" not in text
+
+
+def test_sorting_by_expert_asserts_that_experts_exist(compiled):
+    _, folder = compiled
+    texts = [path.read_text() for path in folder.rglob("_count_kernel.ptx")]
+    assert texts and all("__assertfail" in text for text in texts)
 
 
 def test_cross_entropy_asserts_on_the_device_and_fuses_nothing(compiled):

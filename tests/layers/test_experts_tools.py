@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from meshes import mesh_or_group
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import tp_invariant as tpi
 from tp_invariant import checkpoint, testing
@@ -312,3 +313,36 @@ def test_a_learned_activation_is_refused():
         layer(*arguments)
     layer.activation.requires_grad_(False)
     assert layer(*arguments).shape == (3, 7, HIDDEN)
+
+
+# --- the mode of a model's own router -------------------------------------------------------------------------------
+
+
+class Seen(TorchFunctionMode):
+    """What torch is asked for while the mode is on."""
+
+    def __init__(self, is_for_routers_alone: bool) -> None:
+        super().__init__()
+        self.is_for_routers_alone, self.names = is_for_routers_alone, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_leave_the_mode_in_which_a_models_own_router_runs():
+    """The controls: another mode sees what they do, and this one what comes after them, or after an error in them."""
+    layer = tpi.Experts(4, 8, 8)
+    index = torch.zeros(3, 2, dtype=torch.int64)
+    x, weights = torch.ones(3, 8), torch.ones(3, 2)
+    with Seen(is_for_routers_alone=False) as mode:
+        want = layer(x, index, weights)
+    assert len(mode.names) > 10
+    with Seen(is_for_routers_alone=True) as mode:
+        got = layer(x, index, weights)
+        inside = len(mode.names)
+        with pytest.raises(ValueError, match="hidden_states has shape"):
+            layer(x[:, 1:], index, weights)
+        x.add(1)
+    assert inside == 0 and mode.names[-1] is Tensor.add
+    assert_bitwise_equal(got, want)

@@ -44,7 +44,7 @@ from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
 from ..kernels.select import select
 from .partial_gradients import is_wanted, partial_gradients_of
-from .vocab import check_ids
+from .vocab import check_id_dtype, check_ids
 
 # --- which rank computes which row ----------------------------------------------------------------------------------
 
@@ -143,20 +143,21 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     the host: on a GPU it waits once in a call until the routing is computed, which leaves the GPU without work for as
     long as the host then takes to launch the next kernels. Backward needs no further wait.
     """
-    check_ids(index, experts, name="top_k_index", rank=group.rank)
     k, device, world = index.shape[-1], index.device, group.size
     sharded = sequence_dim is not None
-    index = index.int()
-    own = index.reshape(-1)
     if world == 1:
-        by_expert, order = own.sort(stable=True)
-        bounds = torch.arange(experts + 1, device=device, dtype=by_expert.dtype)
-        offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
+        if device.type == "cuda":  # what sorts them asserts on the device that they exist
+            check_id_dtype(index, name="top_k_index", rank=group.rank)
+        else:
+            check_ids(index, experts, name="top_k_index", rank=group.rank)
+        order, places, offsets = select("routing", device.type).sort_by_expert(index.reshape(-1, k), experts)
         rows = [len(order)]
-        places = _inverse(order).view(len(order) // k, k)
         return Dispatch(
             group, order, offsets, None, order, places, rows, rows, rows, len(places), sharded, group, travels=sharded
         )
+    check_ids(index, experts, name="top_k_index", rank=group.rank)
+    index = index.int()
+    own = index.reshape(-1)
     whole = index if sequence_dim is None else gather_dim(index, sequence_dim, group)
     tokens = whole[..., 0].numel()
     if sequence_dim is None:
@@ -253,8 +254,8 @@ class TokenRows(torch.autograd.Function):
         ctx.call = way
         kernels = select("routing", x.device.type)
         if way.travels:
-            return way.to_owners(kernels.gather_rows(way.own_tokens(x), way.departure // way.slots))
-        return kernels.gather_rows(x, way.order // way.slots)
+            return way.to_owners(kernels.gather_rows(way.own_tokens(x), way.departure, way.slots))
+        return kernels.gather_rows(x, way.order, way.slots)
 
     @staticmethod
     @once_differentiable
@@ -286,6 +287,9 @@ class Combine(torch.autograd.Function):
         way: Dispatch = ctx.call
         kernels = select("routing", dy.device.type)
         drows = dweights = None
+        if way.arrival is None and all(ctx.needs_input_grad[:2]):
+            drows, dots = kernels.combine_backward(dy, weights, arrived, way.places)
+            return drows, dots.to(weights.dtype), None
         if ctx.needs_input_grad[0]:
             if way.travels:
                 own = way.own_tokens(dy), way.own_tokens(weights)

@@ -105,29 +105,21 @@ def _index_of_largest(scores: Tensor, k: int) -> Tensor:
     return select("routing", scores.device.type).top_k(scores, k)[1]
 
 
-def _sum_of_slots(x: Tensor) -> Tensor:
-    """[.., k] -> [.., 1], in slot order."""
-    first, *others = x.split(1, dim=-1)
-    for other in others:
-        first = first + other
-    return first
-
-
 class _Normalized(torch.autograd.Function):
     """y = w / (sum of w + epsilon) over the last dim; dw = (dy - sum of dy y) / (sum of w + epsilon)."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, epsilon: float) -> Tensor:
-        total = _sum_of_slots(weights) + epsilon
-        y = weights / total
+        y, total = select("routing", weights.device.type).normalized(flatten_tokens(weights), epsilon)
         ctx.save_for_backward(y, total)
-        return y
+        return y.view(weights.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         y, total = ctx.saved_tensors
-        return (dy - _sum_of_slots(dy * y)) / total, None
+        kernels = select("routing", dy.device.type)
+        return kernels.normalized_backward(flatten_tokens(dy), y, total).view(dy.shape), None
 
 
 class _Softmax(torch.autograd.Function):

@@ -126,6 +126,8 @@ def use_own_code(model: nn.Module) -> None:
 class _Reroute(TorchFunctionMode):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
 
+    is_for_routers_alone = True  # Experts leaves it
+
     def __init__(self, gemm_fn: GemmFn | None) -> None:
         super().__init__()
         self.gemm_fn = gemm_fn

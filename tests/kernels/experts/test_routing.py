@@ -138,11 +138,29 @@ def test_against_autograd_in_float64(kernels, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("tokens, slots, h", ((5, 1, 40), (9, 4, 2048), (3, 8, 33), (2, 2, 9000)))
+def test_both_gradients_of_the_sum_at_once(kernels, tokens, slots, h, dtype):
+    """The bytes that each has by itself, also where other tensors lie at other addresses."""
+    (rows, weights, dy), (places, order) = case(tokens, slots, h, dtype), routing_of(tokens, slots)
+    padded = torch.full((tokens * slots, h + 3), NAN, device=DEVICE, dtype=dtype)
+    padded[:, 1:-2] = rows
+    for factors in (weights, weights.to(dtype)):
+        wanted = [
+            kernels.combine_backward_rows(dy, factors, order), kernels.combine_backward_weights(dy, rows, places)
+        ]  # fmt: skip
+        for view in (rows, padded[:, 1:-2], rows.t().contiguous().t()):
+            assert_bitwise_equal(list(kernels.combine_backward(dy, factors, view, places)), wanted)
+    with pytest.raises(ValueError, match=re.escape("combine_backward: rows has shape")):
+        kernels.combine_backward(dy, weights, torch.cat([rows, rows]), places)
+
+
+@every_dtype
 def test_gathered_rows_and_their_gradients(kernels, dtype):
     tokens, slots, h = 6, 3, 50
     x, (places, order) = rand(tokens, h, dtype=dtype), routing_of(tokens, slots)
-    rows = kernels.gather_rows(x, order // slots)
+    rows = kernels.gather_rows(x, order, slots)
     assert_bitwise_equal(rows[places], x.unsqueeze(1).expand(-1, slots, -1).contiguous())
+    assert_bitwise_equal(kernels.gather_rows(x.t().contiguous().t()[:, :7], order, slots), rows[:, :7].contiguous())
     drows = rand(tokens * slots, h, dtype=dtype, seed=3)
     ones = torch.ones(tokens, slots, device=DEVICE)
     assert_bitwise_equal(kernels.combine(drows, None, places), kernels.combine(drows, ones, places))
@@ -223,7 +241,13 @@ DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
         (ValueError, "combine: weights has shape (2, 1); allowed: (2, 2)", (X, WEIGHTS[:, :1], PLACES)),
         (ValueError, "combine: places has shape (2,); allowed: [T, k], k at least 1", (X, None, PLACES[0])),
         (ValueError, "combine: places has values from 0 to 3; allowed: 0 to 2", (X[:3], None, PLACES)),
-        (ValueError, "gather_rows: order has values from -1 to 2; allowed: 0 to 3", (X, PLACES[:, 0] - 1 + PLACES[0])),
+        (
+            ValueError,
+            "gather_rows: order has values from -1 to 2; allowed: 0 to 3",
+            (X, PLACES[:, 0] - 1 + PLACES[0], 1),
+        ),
+        (TypeError, "sort_by_expert: index has dtype torch.float32; allowed: torch.int32 or torch.int64", (X, 3)),
+        (ValueError, "sort_by_expert: index has shape (4,), for 3 experts; allowed: [T, k]", (PLACES.view(-1), 3)),
         (
             ValueError,
             "combine_backward_rows: weights has shape (2, 2); allowed: [T, k] with the T of dy, 4",
@@ -252,3 +276,51 @@ def test_what_is_refused(kernels, error, message, args):
         pytest.skip("the host would wait for the values")
     with pytest.raises(error, match=re.escape(message)):
         functools.partial(getattr(kernels, message.partition(":")[0]), *args)()
+
+
+@pytest.mark.parametrize("tokens, slots", ((300, 8), (5, 1), (1, 3), (0, 4)))
+def test_normalized_weights_and_their_gradient(kernels, tokens, slots):
+    """The bytes of torch's operations one by one, in the order of slots. The control: from the last slot on, others."""
+    weights, dy = rand(tokens, slots).abs(), rand(tokens, slots, seed=1)
+    for epsilon in (0.0, 1e-20, 0.1):
+        y, total = kernels.normalized(weights.t().contiguous().t(), epsilon)
+        wanted = in_slot_order(weights.unsqueeze(-1), range(slots)).squeeze(-1) + epsilon
+        assert_bitwise_equal([y, total], [weights / wanted.unsqueeze(1), wanted])
+        dots = in_slot_order((dy * y).unsqueeze(-1), range(slots))
+        got = kernels.normalized_backward(dy.t().contiguous().t(), y, total)
+        assert_bitwise_equal(got, (dy - dots) / total.unsqueeze(1))
+    if tokens > 100:
+        assert not torch.equal(in_slot_order(weights.unsqueeze(-1), range(slots)[::-1]).squeeze(-1) + 0.1, total)
+    exact = weights.double().requires_grad_()
+    (exact / (exact.sum(1, keepdim=True) + 0.1)).backward(dy.double())
+    assert (got.double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
+    with pytest.raises(TypeError, match=r"normalized: weights has dtype torch.float16; allowed: torch.float32"):
+        kernels.normalized(weights.half(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "tokens, slots, experts", ((1, 1, 1), (700, 8, 128), (33, 2, 3), (40, 4, 512), (9, 3, 600), (0, 2, 5))
+)
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+def test_rows_are_sorted_by_expert_token_and_slot(kernels, tokens, slots, experts, dtype):
+    """Python's stable sort. In the first case all rows go to the last expert, and to few in another."""
+    generator = torch.Generator().manual_seed(0)
+    for chosen in (experts, 1, min(experts, 2)):
+        index = experts - 1 - torch.randint(chosen, (tokens, slots), generator=generator)
+        order, places, offsets = kernels.sort_by_expert(index.to(DEVICE, dtype), experts)
+        flat = index.flatten().tolist()
+        wanted = sorted(range(len(flat)), key=flat.__getitem__)
+        assert order.dtype == places.dtype == torch.int64 and offsets.dtype == torch.int32
+        assert order.tolist() == wanted and order[places.flatten()].tolist() == list(range(len(flat)))
+        assert places.shape == (tokens, slots)
+        assert offsets.tolist() == [sum(e < expert for e in flat) for expert in range(experts + 1)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on the device ends the process's use of it")
+@pytest.mark.parametrize("bad", (-1, 600), ids=str)
+def test_an_expert_that_does_not_exist(bad):
+    """Where torch sorts. The interpreter leaves the kernel's assertion out: test_compile_kernels.py looks for it."""
+    index = torch.zeros(3, 2, dtype=torch.int64)
+    index[1, 1] = bad
+    with pytest.raises((AssertionError, RuntimeError), match="expert that does not exist"):
+        routing.sort_by_expert(index, 600)
