@@ -7,9 +7,9 @@ A step is forward, loss, backward, clipping and fused AdamW, in bf16, with rando
 the model as transformers made it, with its SDPA, torch's clipping and the loss that transformers computes; at other
 degrees, and in graphs, it is the same sharded model with the mode off. Both models take steps in turn; a time is the
 slowest rank's median, from one synchronisation to the next. "host" is the time until the step's last launch, which is
-what limits where it is nearly the whole step; "launches" counts the kernels, copies and fills of one step. A digest of
-the TP-invariant model's weights after all steps is printed: it is the same at every degree. On a CPU
-(`--preset qwen3-tiny`) it shows that the program runs.
+what limits where it is nearly the whole step; "launches" counts the kernels, copies and fills of one step. --digest
+adds that of the TP-invariant model's weights after all steps, which is the same at every degree. On a CPU (`--preset
+qwen3-tiny`) it shows that the program runs.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def compare(options: argparse.Namespace, group: Any, device: torch.device, form:
                 for _ in range(options.steps):
                     trainer.step(ids)
         (stock_host, stock), (host, ours) = trainers["stock"].medians(), trainers["ours"].medians()
-    digest = tpi.testing.digest(tpi.testing.full_parameters(trainers["ours"].model))
+    digest = tpi.testing.digest(tpi.testing.full_parameters(trainers["ours"].model)) if options.digest else ""
     if group is None or dist.get_rank(group) == 0:
         print(
             f"{tokens:6} tokens  {form:8}  stock {stock:7.2f} (host {stock_host:7.2f}, {launches['stock']:5} launches)"
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences that the tokens are in")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["eager"])
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--digest", action="store_true", help="of the weights in the end; takes seconds for billions")
     parser.add_argument("--steps", type=int, default=4, help="steps of each side in a turn")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=3)

@@ -150,24 +150,6 @@ def test_gradient_checkpointing(qwen3):
     assert_bitwise_equal(step(model), expected)
 
 
-def test_compiled_layers_share_their_graph():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    results, counts = [], []
-    for context in (without_them(), contextlib.nullcontext()):
-        with context:
-            model = tpi.parallelize(hf_models.build("qwen3", num_hidden_layers=3), None)
-        counter = CompileCounterWithBackend("aot_eager")
-        for layer in model.model.layers:
-            layer.compile(backend=counter)
-        results.append(step(model))
-        counts.append(counter.frame_count)
-        torch._dynamo.reset()
-    assert_bitwise_equal(*results)
-    assert counts[0] == counts[1]
-
-
 def test_lora_on_the_layers_inside(qwen3):
     peft = pytest.importorskip("peft")
     from tp_invariant.integrations.peft import register
