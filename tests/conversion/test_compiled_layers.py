@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from typing import Any
 
 import hf_models
@@ -49,7 +50,10 @@ def graphs(tp_group: Any, family: str, kind: str, sequence_parallel: bool, dynam
         tpi.parallelize(model, mesh, sequence_parallel=sequence_parallel)
     counter = compile_layers(model, dynamic)
     found = []
-    with tpi.set_tp_invariant_mode(kind != "plain"):
+    # torch 2.11 takes the lengths that a graph keeps for tensors whose memory backward may use
+    config = importlib.import_module("torch._functorch.config")
+    donated = config.donated_buffer and not (dynamic and torch.__version__ < "2.13")
+    with config.patch(donated_buffer=donated), tpi.set_tp_invariant_mode(kind != "plain"):
         for step in range(3):
             inputs = shorter(0, (24, 16, 20)[step]) if dynamic else hf_models.batch(2 * step)
             model(**inputs).loss.backward()
