@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import io
+import pickle
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -133,6 +135,29 @@ def test_copies_and_pickles(qwen3):
         assert [type(m).__name__ for m in twin.model.layers[0].children()][:2] == ["Qwen3Attention", "Qwen3MLP"]
 
 
+def test_cloudpickle_finds_the_classes(qwen3):
+    """mlflow and Ray pickle with it. A class that no file names it takes apart, with all that its code refers to."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    twin = cloudpickle.loads(cloudpickle.dumps(qwen3))
+    assert [type(m) for m in twin.modules()] == [type(m) for m in qwen3.modules()]
+    assert_bitwise_equal(step(twin), step(qwen3))
+
+
+def tripled(self, x):
+    return 3 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_unpickled_where_the_file_has_another_block(qwen3):
+    """The factor is not lost: what the class has become is looked at when the forward is made."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    written = pickle.dumps(qwen3)
+    with without_them():
+        plain = tpi.parallelize(hf_models.build("qwen3"), None)
+    with mock.patch.object(modeling_qwen3.Qwen3MLP, "forward", tripled):
+        assert_bitwise_equal(step(pickle.loads(written)), step(plain))
+
+
 def test_other_models_of_the_same_classes_are_as_they_were(qwen3):
     from transformers.models.qwen3 import modeling_qwen3
 
@@ -252,6 +277,80 @@ def test_what_takes_the_rotations_place_in_its_file_is_called(qwen3):
         assert_bitwise_equal(changed["logits"], step(qwen3)["logits"])
 
 
+def test_forwards_that_are_patched_in_the_class_are_called(qwen3):
+    """Before parallelize, when another model of the class has a forward by now, and afterwards."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    of_attention, of_mlp = modeling_qwen3.Qwen3Attention.forward, modeling_qwen3.Qwen3MLP.forward
+
+    def doubled(self, *args, **kwargs):
+        output, weights = of_attention(self, *args, **kwargs)
+        return 2 * output, weights
+
+    code = of_attention.__code__  # the keys as values too; it rotates by the same global
+    names = tuple("k_proj" if name == "v_proj" else name for name in code.co_names)
+    without_values = FunctionType(code.replace(co_names=names), of_attention.__globals__)
+    expected = step(qwen3)
+    for kind, other in (
+        (modeling_qwen3.Qwen3Attention, doubled),
+        (modeling_qwen3.Qwen3Attention, without_values),
+        (modeling_qwen3.Qwen3MLP, lambda self, x: 2 * of_mlp(self, x)),
+    ):
+        with mock.patch.object(kind, "forward", other):
+            with without_them():
+                plain = step(tpi.parallelize(hf_models.build("qwen3"), None))
+            assert_bitwise_equal(step(qwen3), plain)
+            assert_bitwise_equal(step(tpi.parallelize(hf_models.build("qwen3"), None)), plain)
+        with pytest.raises(AssertionError):
+            assert_bitwise_equal(plain["logits"], expected["logits"])
+        assert_bitwise_equal(step(qwen3), expected)
+
+
+def test_functions_that_the_rotation_calls_may_be_patched(qwen3):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    with mock.patch.object(modeling_qwen3, "rotate_half", lambda x: x):
+        assert rotation_of(modeling_qwen3.apply_rotary_pos_emb) is None
+        with without_them():
+            plain = step(tpi.parallelize(hf_models.build("qwen3"), None))
+        changed = step(qwen3)
+    assert_bitwise_equal(changed, plain)
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(changed["logits"], step(qwen3)["logits"])
+
+
+def test_an_activation_that_is_told_another_function():
+    """As transformers' GELUTanh by its `act`, and nn.GELU by `approximate`."""
+    results = []
+    for context in (without_them(), contextlib.nullcontext()):
+        with context:
+            model = tpi.parallelize(nn.Sequential(Gated(nn.GELU(approximate="tanh"))), None, PLAN)
+        assert forwards(model)["gated_forward"] == len(results)
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+        for name, parameter in sorted(model.named_parameters()):
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+        with tpi.set_tp_invariant_mode(True), torch.no_grad():
+            before = model(x)
+            model[0].act.activation.approximate = "none"
+            results.append([before, model(x)])
+    assert_bitwise_equal(*results)
+    with pytest.raises(AssertionError):
+        assert_bitwise_equal(*results[0])
+
+
+def test_functions_in_the_place_of_submodules():
+    model = tpi.parallelize(nn.Sequential(Gated()), None, PLAN)
+    x = torch.randn(3, 8)
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        expected = model(x)
+        for name in ("up", "act"):
+            module = getattr(model[0], name)
+            delattr(model[0], name)
+            setattr(model[0], name, functools.partial(module))
+            assert_bitwise_equal(model(x), expected)
+
+
 # --- what a module computes -----------------------------------------------------------------------------------------
 
 
@@ -284,6 +383,9 @@ class HalvesUpFirst(Gated):
         return self.down(self.act(gate) * up)
 
 
+PLAN = {"0.gate": "colwise", "0.up": "colwise", "0.both": "colwise", "0.down": "rowwise"}
+
+
 @pytest.mark.parametrize(
     "kind, expected",
     [
@@ -298,12 +400,11 @@ def test_blocks_that_get_a_forward(kind, expected, activation):
     torch.manual_seed(0)
     block = kind(activation())
     assert recipe_of(block) == expected
-    plan = {"gate": "colwise", "up": "colwise", "both": "colwise", "down": "rowwise"}
     model = nn.Sequential(block)
     results = []
     for context in (without_them(), contextlib.nullcontext()):
         with context:
-            twin = tpi.parallelize(copy.deepcopy(model), None, {f"0.{name}": style for name, style in plan.items()})
+            twin = tpi.parallelize(copy.deepcopy(model), None, PLAN)
         assert forwards(twin)["gated_forward"] == len(results)
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         with tpi.set_tp_invariant_mode(True):
@@ -392,6 +493,41 @@ class OtherGradient(nn.Module):
         return StraightThrough.apply(x)
 
 
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x.clamp(max=1000.0))
+
+
+class OtherInTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) * 2 if self.training else F.silu(x)
+
+
+class CountsCalls(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.silu(x)
+
+
+def test_activations_that_are_silu_at_times_alone():
+    for activation in (Clamped(), OtherInTraining().eval(), CountsCalls()):
+        before = dict(vars(activation))
+        assert recognise_activation(activation) is None
+        assert vars(activation) == before  # nor was it told anything
+
+
+def test_recognition_does_not_depend_on_where_it_is_done():
+    rotary_forwards._rotation_of.cache_clear()
+    gated_blocks._probes.cache_clear()
+    from transformers.models.qwen3 import modeling_qwen3
+
+    with torch.inference_mode(), torch.device("meta"):
+        assert recognise_activation(nn.SiLU()) == "silu"
+        assert rotation_of(modeling_qwen3.apply_rotary_pos_emb) is not None
+
+
 def test_activations_by_what_they_compute():
     from transformers.activations import ACT2FN
 
@@ -432,6 +568,11 @@ def with_a_branch(q, k, cos, sin):
     return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
 
 
+def clamped(q, k, cos, sin):
+    cos, sin, q, k = cos.unsqueeze(1), sin.unsqueeze(1), torch.clamp(q, -65504, 65504), torch.clamp(k, -65504, 65504)
+    return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
+
+
 def tokens_first(q, k, cos, sin, unsqueeze_dim=2):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
@@ -448,5 +589,29 @@ def test_functions_that_rotate_by_what_they_compute():
 
     assert rotation_of(modeling_qwen3.apply_rotary_pos_emb) == RotationKind(interleaved=False, partial=False)
     assert rotation_of(modeling_gpt_neox.apply_rotary_pos_emb) == RotationKind(interleaved=False, partial=True)
-    for function in (in_float32, other_zeros, with_a_branch, tokens_first, other_names, rotate_half, len, None):
+    for function in (
+        in_float32,
+        other_zeros,
+        with_a_branch,
+        clamped,
+        tokens_first,
+        other_names,
+        rotate_half,
+        len,
+        None,
+    ):
         assert rotation_of(function) is None, function
+
+
+def test_a_name_that_is_an_attribute_too_is_not_renamed():
+    """Code has one list of names, for globals and attributes."""
+
+    def forward(self, q, k, cos, sin):
+        return self.tokens_first(*other_names(q, k, cos, sin))
+
+    assert rotary_forwards._globals_alone(forward.__code__) == ["other_names"]
+
+    def with_both(self, q, k, cos, sin):
+        return self.other_names(other_names(q, k, cos, sin))
+
+    assert rotary_forwards._globals_alone(with_both.__code__) == []

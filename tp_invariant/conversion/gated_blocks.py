@@ -8,6 +8,7 @@ alone, which changes no bit, since gated_activation has those of the operators t
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def install(model: nn.Module) -> None:
         if act is inner:  # one that is position-invariant by itself
             act = PositionInvariantActivation(inner)
             setattr(module, recipe.act, act)
-        act.computes = computes, inner
+        act.computes = computes, inner, tuple(_settings(inner).items())
         kind: Any = type(module)
         module.__class__ = class_with_forward(kind, "gated_forward", *recipe)
 
@@ -81,6 +82,16 @@ def recipe_of(module: nn.Module) -> Recipe | None:
         return _match(_Leaves().trace(module))
     except Exception:  # torch.fx cannot follow it: foreign code may raise any exception
         return None
+
+
+def _recipe_of_class(kind: Any, expected: Recipe) -> Recipe | None:
+    """The recipe of a module of this class that has the submodules of `expected`."""
+    module = object.__new__(kind)
+    nn.Module.__init__(module)
+    for name in expected[:4]:
+        if name:
+            module._modules[name] = nn.Identity()
+    return recipe_of(module)
 
 
 def _match(graph: fx.Graph) -> Recipe | None:
@@ -140,15 +151,27 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @functools.cache
+@torch.inference_mode(False)
 def _probes() -> list[tuple[Tensor, Tensor]]:
-    """Inputs of many magnitudes, and gradients."""
+    """Inputs of many magnitudes, and gradients; with the largest ones, which an activation may clamp."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        x, dy = (torch.randn(2, 1024, generator=generator, device="cpu") for _ in range(2))
-        scale = torch.exp2(torch.randint(-12, 6, x.shape, generator=generator, device="cpu").float())
-        found.append(((x * scale).to(dtype), dy.to(dtype)))
+        for least, most in ((-12, 6), (-126, 127)):
+            x, dy = (torch.randn(2, 1024, generator=generator, device="cpu") for _ in range(2))
+            scale = torch.exp2(torch.randint(least, most, x.shape, generator=generator, device="cpu").float())
+            found.append(((x * scale).to(dtype), dy.to(dtype)))
+        infinite = torch.tensor([float("inf"), -float("inf")], device="cpu").repeat(32)
+        found.append((infinite.to(dtype), torch.ones_like(infinite).to(dtype)))
     return found
+
+
+_OF_EVERY_MODULE = {*nn.Module().__dict__}
+
+
+def _settings(activation: nn.Module) -> dict[str, Any]:
+    """What the module has been told, such as `approximate`, by which its function may change."""
+    return {name: value for name, value in activation.__dict__.items() if name not in _OF_EVERY_MODULE}
 
 
 def recognise_activation(activation: nn.Module) -> str | None:
@@ -160,16 +183,31 @@ def recognise_activation(activation: nn.Module) -> str | None:
     stateless = not any(True for _ in (*activation.parameters(), *activation.buffers(), *activation.children()))
     if not stateless or not is_untouched(activation):
         return None
+    try:
+        tried = copy.deepcopy(activation)  # which may count its calls
+    except Exception:  # foreign code may raise any exception
+        return None
+    before = _settings(tried)
     for name, function in _FUNCTIONS.items():
-        if all(_same(activation, function, x, dy) for x, dy in _probes()):
-            return name
+        if all(_in_both_modes(tried, function, x, dy) for x, dy in _probes()):
+            after = _settings(tried)
+            same = before.keys() == after.keys() and all(after[key] is value for key, value in before.items())
+            return name if same else None
     return None
+
+
+def _in_both_modes(activation: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> bool:
+    for training in (True, False):
+        activation.train(training)
+        if not _same(activation, function, x, dy):
+            return False
+    return True
 
 
 def _same(activation: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> bool:
     results = []
     for call in (activation, function):
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             leaf = x.clone().requires_grad_()
             try:
                 y = call(leaf)
@@ -199,14 +237,15 @@ def is_untouched(module: nn.Module) -> bool:
 
 def _is_as_found(act: Any) -> bool:
     """Whether the activation is what `install` has seen, and nobody must be told of its calls."""
-    return (
-        type(act) is PositionInvariantActivation
-        and act.computes is not None
-        and act.computes[1] is act.activation
-        and is_untouched(act)
-        and is_untouched(act.activation)
-        and not _has_any_global_hook()
-    )
+    if type(act) is not PositionInvariantActivation or act.computes is None or _has_any_global_hook():
+        return False
+    _, found, settings = act.computes
+    if found is not act.activation or not is_untouched(act) or not is_untouched(found):
+        return False
+    same = True
+    for name, value in settings:  # all() of a generator takes longer
+        same = same and getattr(found, name, None) is value
+    return same
 
 
 def _fits(gate: Any, up: Any) -> bool:
@@ -224,12 +263,19 @@ def _fits(gate: Any, up: Any) -> bool:
 @maker
 def gated_forward(base: Any, gate: str, up: str, act: str, down: str, up_first: bool) -> Callable[..., Any]:
     former = base.forward
+    recipe = Recipe(gate, up, act, down, up_first)
+    if _recipe_of_class(base, recipe) != recipe:  # of an unpickled model, where the file has another class now
+        return former
+    names = tuple(name for name in recipe[:4] if name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         children = self._modules
-        activation = children[act]
+        activation = children.get(act)
         if len(args) != 1 or kwargs or not is_tp_invariant_mode_enabled() or not _is_as_found(activation):
             return former(self, *args, **kwargs)
+        for name in names:
+            if children.get(name) is None:  # no module took the place of one: a function, perhaps
+                return former(self, *args, **kwargs)
         if not up:
             both = children[gate](*args)
             left = leave()

@@ -3,7 +3,7 @@
 parallelize gives a module such a class as layers/replicate.py gives others: of the former one's name, derived from it,
 and one for all modules alike, so that torch.compile takes their graphs for one another. So copies, pickles and hooks of
 such a module are as before, and whoever changes a submodule (an adapter, an offloading hook) is heard, since forwards
-call submodules.
+call submodules. So is a library that puts another forward in the place of the former class's, before or afterwards.
 """
 
 from __future__ import annotations
@@ -29,22 +29,51 @@ def maker(function: Callable[..., Callable[..., Any]]) -> Callable[..., Callable
     return function
 
 
-@functools.cache
 def class_with_forward(base: Any, name: str, *options: Any) -> Any:
-    """A class of base's name that derives from it, with the forward that the maker of this name gives."""
+    """A class of base's name that derives from it, with the forward that the maker of this name gives.
+
+    While base has another forward than it has now, that one is called.
+    """
+    return _class_with_forward(base, base.forward, name, *options)
+
+
+@functools.cache
+def _class_with_forward(base: Any, former: Callable[..., Any], name: str, *options: Any) -> Any:
+    own = _MAKERS[name](base, *options)
+
+    @functools.wraps(former)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        present = base.forward
+        return (own if present is former else present)(self, *args, **kwargs)
+
     attributes = {
-        "forward": functools.wraps(base.forward)(_MAKERS[name](base, *options)),
+        "forward": forward,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "_made_of": (base, name, *options),
     }
+    if base.__reduce_ex__ is object.__reduce_ex__ and base.__reduce__ is object.__reduce__:
+        attributes["__reduce_ex__"] = _reduce_module
     return _WithForward(base.__name__, (base,), attributes)
 
 
 def takes_a_forward(module: Any) -> bool:
     """Whether the module's class can be replaced: it has no metaclass, and no forward of the module's own hides it."""
     return type(type(module)) in (type, _WithForward) and "forward" not in module.__dict__
+
+
+def _reduce_module(self: Any, protocol: Any) -> Any:
+    """As `object` does, with what the class is made of: cloudpickle asks no one about a class without a name in a file,
+    and takes its functions apart."""
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
+    made_of = type(self).__dict__.get("_made_of")
+    return reduced if made_of is None else (_made, made_of, *reduced[2:])
+
+
+def _made(*made_of: Any) -> Any:
+    kind = class_with_forward(*made_of)
+    return kind.__new__(kind)
 
 
 def _reduce(cls: Any) -> Any:

@@ -11,10 +11,11 @@ must fit, too. Everything else goes to the former function, which changes no bit
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,19 @@ def install(model: nn.Module) -> None:
         forward = kind.forward
         if isinstance(module, ShardedModule) or not isinstance(forward, FunctionType) or not takes_a_forward(module):
             continue
-        for name in forward.__code__.co_names:
+        for name in _globals_alone(forward.__code__):
             if rotation_of(forward.__globals__.get(name)) is not None:
                 module.__class__ = class_with_forward(kind, "rotary_forward", name)
                 break
+
+
+def _globals_alone(code: CodeType) -> list[str]:
+    """The names that a function reads as globals, and not also as attributes, which would be renamed with them."""
+    uses: dict[str, set[str]] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in dis.hasname:
+            uses.setdefault(instruction.argval, set()).add(instruction.opname)
+    return [name for name, how in uses.items() if how == {"LOAD_GLOBAL"}]
 
 
 class RotationKind(NamedTuple):
@@ -51,38 +61,61 @@ class RotationKind(NamedTuple):
     partial: bool
 
 
+class _Helper(NamedTuple):
+    """A function that is called by its name in a file, and may be replaced there."""
+
+    names: dict[str, Any]
+    name: str
+    function: FunctionType
+
+
 @functools.cache
-def _rotation_of(function: FunctionType) -> RotationKind | None:
+def _rotation_of(function: FunctionType) -> tuple[RotationKind, list[_Helper]] | None:
+    """And the functions that it calls, of which this was found out."""
     parameters = list(inspect.signature(function).parameters.values())
-    if [p.name for p in parameters[:4]] != _PARAMETERS or not _is_plain(function):
+    helpers = _helpers(function)
+    if [p.name for p in parameters[:4]] != _PARAMETERS or helpers is None:
         return None
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[4:]):
         return None
     for interleaved in (False, True):
         if all(_same(function, interleaved, *probe) for probe in _probes(8)):
-            return RotationKind(interleaved, all(_same(function, interleaved, *probe) for probe in _probes(4)))
+            partial = all(_same(function, interleaved, *probe) for probe in _probes(4))
+            return RotationKind(interleaved, partial), helpers
     return None
 
 
 def rotation_of(function: Any) -> RotationKind | None:
     """What a function (q, k, cos, sin, ..) computes, None if it is not rotary_embedding."""
-    return _rotation_of(function) if isinstance(function, FunctionType) else None
+    found = _rotation_of(function) if isinstance(function, FunctionType) else None
+    return found[0] if found is not None and _are_as_found(found[1]) else None
 
 
-def _is_plain(function: FunctionType) -> bool:
-    """Whether it has no branch, and calls nothing but torch's functions and such functions."""
+def _are_as_found(helpers: list[_Helper]) -> bool:
+    same = True
+    for names, name, function in helpers:  # all() of a generator takes longer
+        same = same and names.get(name) is function
+    return same
+
+
+def _helpers(function: FunctionType) -> list[_Helper] | None:
+    """The functions that it calls; None if it has a branch, or calls anything but torch's functions and such ones."""
     if not is_straight(function.__code__):
-        return False
+        return None
+    found = []
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType):
-            if value is function or not _is_plain(value):
-                return False
+            below = None if value is function else _helpers(value)
+            if below is None:
+                return None
+            found += [_Helper(function.__globals__, name, value), *below]
         elif value is not None and not (isinstance(value, ModuleType) and value.__name__ == "torch"):
-            return False
-    return True
+            return None
+    return found
 
 
+@torch.inference_mode(False)
 def _probes(features: int) -> list[tuple[Tensor, ...]]:
     """(q, k, cos, sin, dq, dk), with cos and sin of this number of eight features."""
     generator = torch.Generator().manual_seed(0)
@@ -93,6 +126,9 @@ def _probes(features: int) -> list[tuple[Tensor, ...]]:
             tensors = [torch.randn(s, generator=generator, device="cpu") for s in shapes]
             for x in (*tensors[:2], *tensors[4:]):  # zeros of both signs: autograd adds those of slices, and not others
                 x *= torch.rand(x.shape, generator=generator, device="cpu") < 0.4
+            for x in tensors[:2]:  # what a function may clamp
+                x *= torch.exp2(torch.randint(-60, 60, x.shape, generator=generator, device="cpu").float())
+                x[0, 0, 0, 0] = float("inf")
             found.append(tuple(x.to(dtype) for x in tensors))
     return found
 
@@ -103,7 +139,7 @@ def _same(
     results = []
     for call in (function, apply_rotation):
         options = () if call is function else (interleaved,)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             leaves = [x.clone().requires_grad_() for x in (q, k)]
             try:
                 outputs = call(*leaves, cos, sin, *options)
@@ -139,15 +175,15 @@ def _fits(q: Any, k: Any, cos: Any, sin: Any, partial: bool) -> bool:
     )
 
 
-def _substitute(names: dict[str, Any], name: str, function: FunctionType, kind: RotationKind) -> Callable[..., Any]:
-    interleaved, partial = kind
+def _substitute(names: dict[str, Any], name: str, function: FunctionType) -> Callable[..., Any]:
+    (interleaved, partial), helpers = _rotation_of(function)  # type: ignore[misc]
 
     @functools.wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         present = names[name]
         if torch.compiler.is_compiling() or present is not function:  # compilers fuse torch's operators
             return present(*args, **kwargs)
-        if len(args) == 4 and not kwargs and is_tp_invariant_mode_enabled():
+        if len(args) == 4 and not kwargs and is_tp_invariant_mode_enabled() and _are_as_found(helpers):
             left = leave()
             try:
                 if _fits(*args, partial):
@@ -164,11 +200,10 @@ def rotary_forward(base: Any, name: str) -> Callable[..., Any]:
     former: Any = base.forward
     names, code = former.__globals__, former.__code__
     function = names.get(name)
-    kind = rotation_of(function)
-    if kind is None:  # of an unpickled model, where the file has another function now
+    if rotation_of(function) is None:  # of an unpickled model, where the file has another function now
         return former
     own = f"_tp_invariant_{name}"
-    names[own] = _substitute(names, name, function, kind)
+    names[own] = _substitute(names, name, function)
     renamed = code.replace(co_names=tuple(own if n == name else n for n in code.co_names))
     forward = FunctionType(renamed, names, former.__name__, former.__defaults__, former.__closure__)
     forward.__kwdefaults__ = former.__kwdefaults__

@@ -16,11 +16,11 @@ from .mode import is_tp_invariant_mode_enabled
 class PositionInvariantActivation(nn.Module):
     """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`.
 
-    computes: the name by which functional/gated_activation.py knows its function, where conversion has found that out,
-        and the module of which it was found out.
+    computes: the name by which functional/gated_activation.py knows its function, where conversion has found that out;
+        the module of which it was found out, and the module's own attributes then.
     """
 
-    computes: tuple[str, nn.Module] | None = None
+    computes: tuple[str, nn.Module, tuple[tuple[str, Any], ...]] | None = None
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
