@@ -19,7 +19,7 @@ launch loop over the tiles.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,8 @@ class GroupedTile:
     halves: whether a tile is stored in two halves, which takes less shared memory.
     programs: for each multiprocessor. With two, one computes while the other stores.
     ahead: whether the loads of the next tile start while this one is stored. In `rows` the compiler makes one loop of
-        those over tiles and over K; where the number of steps varies it cannot, and grouped_hopper.py does it by hand.
+        those over tiles and over K; where the number of steps varies it cannot, and grouped_hopper.py does it by hand,
+        for a C of 16 bits.
     """
 
     block_m: int
@@ -357,6 +358,8 @@ def outer(
 ) -> Tensor:
     """Writes C [E, M, N], or adds to it; `can_read_outer` has accepted the operands."""
     m, n, experts = a.shape[1], b.shape[1], len(offsets) - 1
+    if tile.ahead and c.element_size() != 2:
+        tile = replace(tile, ahead=False)
     index = a.get_device() if a.is_cuda else None
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     launch = _launch("outer", tile, index, a.dtype, c.dtype, accumulate)

@@ -99,18 +99,18 @@ def _normalized_kernel(
 # A stable sort by counting: how many of a block of rows each expert has; sums over the experts and blocks before; then
 # each row's place. EXPERTS is a power of two from `experts` up. Sums of integers have no order to depend on.
 @triton.jit
-def _experts_of(index_ptr, rows, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+def _experts_of(index_ptr, rows, experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(index_ptr + at, mask=at < rows, other=-1).to(tl.int32)
-    return at, expert, expert[:, None] == tl.arange(0, EXPERTS)[None, :]
+    expert = tl.load(index_ptr + at, mask=at < rows, other=-1)
+    exists = (expert >= 0) & (expert < experts)  # before 2**32 + 3 becomes 3
+    return at, exists, exists[:, None] & (expert.to(tl.int32)[:, None] == tl.arange(0, EXPERTS)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "experts", "blocks"])
 def _count_kernel(index_ptr, counts_ptr, rows, experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
-    exists = (expert >= 0) & (expert < experts)
+    at, exists, chosen = _experts_of(index_ptr, rows, experts, BLOCK, EXPERTS)
     tl.device_assert(exists | (at >= rows), _NO_EXPERT)
-    numbers = tl.arange(0, EXPERTS)
+    numbers = tl.arange(0, EXPERTS).to(tl.int64)
     counts = tl.sum(chosen.to(tl.int32), axis=0)
     tl.store(counts_ptr + numbers * blocks + tl.program_id(0), counts, mask=numbers < experts)
 
@@ -121,14 +121,13 @@ def _place_kernel(
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     # ends: of the rows of each expert and block, in the order in which they are sorted
-    at, expert, chosen = _experts_of(index_ptr, rows, BLOCK, EXPERTS)
-    numbers = tl.arange(0, EXPERTS)
+    at, exists, chosen = _experts_of(index_ptr, rows, experts, BLOCK, EXPERTS)
+    numbers = tl.arange(0, EXPERTS).to(tl.int64)
     part = numbers * blocks + tl.program_id(0)
     first = tl.load(ends_ptr + part - 1, mask=(numbers < experts) & (part > 0), other=0)
     place = tl.sum(tl.where(chosen, tl.cumsum(chosen.to(tl.int32), axis=0) - 1 + first[None, :], 0), axis=1)
-    inside = (at < rows) & (expert >= 0) & (expert < experts)
-    tl.store(order_ptr + place, at.to(tl.int64), mask=inside)
-    tl.store(places_ptr + at, place.to(tl.int64), mask=inside)
+    tl.store(order_ptr + place, at.to(tl.int64), mask=exists)
+    tl.store(places_ptr + at, place.to(tl.int64), mask=exists)
     if tl.program_id(0) == 0:
         ends = tl.load(ends_ptr + (numbers + 1) * blocks - 1, mask=numbers < experts, other=0)
         tl.store(offsets_ptr + numbers + 1, ends, mask=numbers < experts)
@@ -300,7 +299,7 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
     order = torch.empty(rows, device=index.device, dtype=torch.int64)
     places, offsets = torch.empty_like(order), order.new_empty(experts + 1, dtype=torch.int32)
     counts = order.new_empty(experts * blocks, dtype=torch.int32)
-    flat = index.reshape(-1)
+    flat = index.reshape(-1).contiguous()  # of one column of a wider tensor reshape makes a view with its stride
     with launch_on(index, "sort_by_expert"):
         device, numbers = index.device.index, (rows, experts, blocks)
         _count(device, (blocks,), (flat, counts, *numbers), (block, width), num_warps=4)

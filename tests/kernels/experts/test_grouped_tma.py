@@ -6,6 +6,7 @@ compared on a Hopper GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -115,6 +116,21 @@ def test_sums_in_the_interpreter(tile, counts):
     expected = torch.stack([o + w if c else o for o, w, c in zip(out, wanted, counts, strict=True)])
     assert grouped.grouped_outer(a, dy, offsets_of(counts), out=out, accumulate=True, config=tile) is out
     assert_bitwise_equal(out, expected)
+
+
+@in_interpreter
+@pytest.mark.usefixtures("addressable")
+@pytest.mark.parametrize("accumulate", (False, True))
+def test_a_tile_whose_loads_run_ahead_makes_gradients_in_fp32_too(accumulate):
+    """By the other kernel: the one in which they do stores 16 bits, and adds nothing."""
+    counts, (a, dy) = (3, 0, 20), (rand(23, cols, dtype=torch.float32, seed=cols) for cols in (24, 40))
+    got = []
+    for ahead in (False, True):
+        out, tile = torch.ones(3, 24, 40), dataclasses.replace(SMALL[0], ahead=ahead)
+        got.append(grouped.grouped_outer(a, dy, offsets_of(counts), out=out, accumulate=accumulate, config=tile))
+    assert_bitwise_equal(*got)
+    exact = torch.stack([a[s].double().t() @ dy[s].double() for s in slices_of(counts)]) + float(accumulate)
+    assert (got[1].double() - exact).norm() <= 1e-5 * exact.norm()
 
 
 @in_interpreter

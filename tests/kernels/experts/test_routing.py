@@ -316,6 +316,28 @@ def test_rows_are_sorted_by_expert_token_and_slot(kernels, tokens, slots, expert
         assert offsets.tolist() == [sum(e < expert for e in flat) for expert in range(experts + 1)]
 
 
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+def test_experts_that_are_views_of_wider_tensors(kernels, dtype):
+    """Those that reshape(-1) turns into a view with a stride above all, such as one column of several."""
+    wide = torch.randint(8, (40, 6), generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    for index in (wide[:, :1], wide[:, 2:3], wide[:, ::2], wide[3:4, ::3], wide[:1, :1].expand(40, 1), wide.t()):
+        got = kernels.sort_by_expert(index, 8)
+        assert_bitwise_equal(list(got), list(kernels.sort_by_expert(index.contiguous(), 8)))
+        by_expert = index.flatten()[got[0]]
+        assert_bitwise_equal(by_expert, index.flatten().sort().values)
+    assert not torch.equal(kernels.sort_by_expert(wide[:, :1], 8)[0], kernels.sort_by_expert(wide[:, 1:2], 8)[0])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on the device ends the process's use of it")
+@pytest.mark.parametrize("bad", (-1, 8, 2**32 + 3, -(2**32) + 3, 2**63 - 1))
+def test_an_expert_that_does_not_exist_is_counted_with_no_other(bad):
+    """Also where its lower 32 bits are an expert's. What is asserted on a GPU is that all rows are counted."""
+    index = torch.full((5, 3), 3)
+    index[2, 1] = bad
+    *_, offsets = routing.sort_by_expert(index, 8)
+    assert offsets.tolist() == [0] * 4 + [14] * 5
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on the device ends the process's use of it")
 @pytest.mark.parametrize("bad", (-1, 600), ids=str)
 def test_an_expert_that_does_not_exist(bad):
