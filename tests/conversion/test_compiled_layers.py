@@ -18,7 +18,7 @@ from tp_invariant import testing
 from tp_invariant.core import module_hooks
 from tp_invariant.testing import assert_bitwise_equal
 
-LAYERS = 5
+LAYERS = 4
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
@@ -75,21 +75,19 @@ def check(found: list[int], family: str, dynamic: bool | None = None) -> None:
     assert first == second == last, f"layers were compiled again: {found}"
 
 
-@pytest.mark.parametrize("family", ("qwen3", "gemma2", "olmo2", "phi3"))
+@pytest.mark.parametrize("family", ("gemma2",))
 def test_equal_layers_share_a_graph(family):
     check(graphs(None, family, "group", False), family)
 
 
-@pytest.mark.parametrize("kind", ("group", "mesh"))
-@pytest.mark.parametrize("sequence_parallel", (False, True))
+@pytest.mark.parametrize("kind, sequence_parallel", (("group", True), ("mesh", False)))
 def test_equal_layers_share_a_graph_on_two_ranks(kind, sequence_parallel):
     for found in run_ranks(graphs, 2, "qwen3", kind, sequence_parallel):
         check(found, "qwen3")
 
 
-@pytest.mark.parametrize("degree", (1, 2))
-def test_other_lengths_need_no_other_graph(degree):
-    for found in run_ranks(graphs, degree, "llama", "group", degree == 2, True):
+def test_other_lengths_need_no_other_graph():
+    for found in run_ranks(graphs, 2, "llama", "group", True, True):
         check(found, "llama", True)
 
 
@@ -120,9 +118,8 @@ def eager(mode: bool) -> dict[str, Any]:
     return run_ranks(steps, 1, False, False, mode)[0]
 
 
-@pytest.mark.parametrize("degree, sequence_parallel", ((1, False), (2, True)))
-def test_bits_are_those_of_eager_layers(degree, sequence_parallel):
-    for results in run_ranks(steps, degree, sequence_parallel, True, True):
+def test_bits_are_those_of_eager_layers():
+    for results in run_ranks(steps, 2, True, True, True):
         assert_bitwise_equal(results, eager(True))
 
 
