@@ -66,11 +66,11 @@ def _at(first, count, row):
 
 @triton.jit
 def _sum_of_rows(
-    a_desc, b_desc, row, col, expert, first_step, last_step,
+    a_desc, b_desc, row, col, expert, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, B_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(first_step, last_step):
+    for step in range(0, steps):
         k = step * BLOCK_K  # TMA loads zeros past K
         a = a_desc.load([row, k])  # rows of the next expert too, whose rows of C are not stored
         if B_TRANSPOSED:
@@ -83,11 +83,11 @@ def _sum_of_rows(
 
 @triton.jit
 def _sum_over_rows(
-    a_desc, b_desc, row, col, first, count, first_step, last_step,
+    a_desc, b_desc, row, col, first, count,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(first_step, last_step):
+    for step in range(0, tl.cdiv(count, BLOCK_K)):
         wrap, end, at = _at(first, count, step * BLOCK_K)  # TMA loads zeros past the expert's rows
         a = a_desc.load([wrap, end, at, row]).reshape(BLOCK_K, BLOCK_M)
         b = b_desc.load([wrap, end, at, col]).reshape(BLOCK_K, BLOCK_N)
@@ -143,7 +143,7 @@ def _rows_kernel(
         tile_m, tile_n = _tile(tile - before, tl.cdiv(count, BLOCK_M), tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = _sum_of_rows(a_desc, b_desc, first + row, col, expert, 0, steps, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        acc = _sum_of_rows(a_desc, b_desc, first + row, col, expert, steps, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
         acc += 0.0  # no negative zero, as in matmul.py
         if HAS_BIAS:
             cols = col + tl.arange(0, BLOCK_N)
@@ -173,9 +173,7 @@ def _outer_kernel(
         tile_m, tile_n = _tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = _sum_over_rows(
-            a_desc, b_desc, row, col, first, count, 0, tl.cdiv(count, BLOCK_K), BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        acc = _sum_over_rows(a_desc, b_desc, row, col, first, count, BLOCK_M, BLOCK_N, BLOCK_K)
         acc += 0.0
         if (count > 0) | (not ACCUMULATE):  # adding the zeros of an expert without rows would turn -0.0 into 0.0
             if HALVES:
