@@ -101,8 +101,10 @@ def group_name(group: Any) -> str:
 
 def group_by_name(name: str) -> Any:
     """The group with this name in torch's own table, from which destroyed groups are removed."""
+    if not name:
+        return _new_group(None)
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    return _new_group(resolve(name) if name else None)
+    return _new_group(resolve(name))
 
 
 def define(
