@@ -239,12 +239,14 @@ def row_chunk(h: int) -> tuple[int, int]:
     return chunk, min(16, max(1, chunk // 512))
 
 
-def sums_tile(warps: int) -> tuple[int, int]:
+def sums_tile(chunk: int, warps: int) -> tuple[int, int]:
     """Columns of a program of the partial sums, and how many rows it loads at once. A choice of speed alone.
 
     Short rows come in few programs, which have to wait little; those of long rows load more bytes at once.
     """
-    return (64 * warps, 8 if warps == 4 else 16) if warps <= 4 else (128 * warps, 16)
+    if warps <= 4:
+        return 64 * warps, 8 if warps == 4 else 16
+    return (1024, 16 if warps == 8 else 8) if chunk <= 8192 else (2048, 8)
 
 
 def keeps_row(h: int, rms: bool) -> bool:
@@ -438,7 +440,7 @@ def _launch_backward(
         mean_there = rstd_there if rms or mean is None else _contiguous(mean)
         w = x_rows if weight is None else _rows(weight)[0]
         chunk, warps = row_chunk(h)
-        columns, at_once = sums_tile(warps)
+        columns, at_once = sums_tile(chunk, warps)
         sum_programs = cdiv(h, columns) if count else 0
         block = rows_per_sum or t
         numbers = dy_stride, x_stride, t, block, sum_programs, block if rows else 0, int(with_bias)
