@@ -27,6 +27,8 @@ from .aligned_copies import copied_matmul
 from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
+from .matmul_tma import remember_together as remember_together  # for who selects this module
+from .matmul_tma import repeat_together as repeat_together
 from .operands import check_bias, check_kinds, check_operands
 from .output import check_output, check_promotion, written
 
