@@ -72,7 +72,8 @@ def twice(run, recorded, known, **inputs):
 @pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_norms(launches, rms, bias):
-    x, dy = torch.randn(2, 40, 64, dtype=torch.bfloat16).unbind()
+    """Of rows, and of rows that have more dims."""
+    x, dy = torch.randn(2, *((2, 20) if bias else (40,)), 64, dtype=torch.bfloat16).unbind()
     weight = torch.randn(64)
     b = torch.randn(64) if bias else None
 
@@ -80,6 +81,7 @@ def test_norms(launches, rms, bias):
         return norm.norm_forward(x, weight, b, eps=1e-5, rms=rms, zero_centered=False)
 
     first, again = twice(forward, launches, norm._known, x=x, weight=weight, b=b)
+    assert first[1][0][0] == x.shape
     if rms:  # which has no mean: its kernel gets any address for it
         first, again = (([(*one[:6], None, *one[7:]) for one in launched], made) for launched, made in (first, again))
     assert first == again

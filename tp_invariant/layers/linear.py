@@ -309,7 +309,8 @@ class Linear(ShardedModule, nn.Linear):
         try:
             return self._forward(x)
         finally:
-            enter_again(left)
+            if left:
+                enter_again(left)
 
     def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):
@@ -536,8 +537,13 @@ def _costs_text(device: torch.device) -> str:
 _has_autocast = constant(lambda kind: kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind))
 
 
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast selects on this device; None if autocast is off."""
+    if not torch.compiler.is_compiling() and not _is_any_autocast_enabled():
+        return None
     kind = device.type
     if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
