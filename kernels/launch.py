@@ -105,7 +105,7 @@ _MAX_MAPS = 1024  # kept for each descriptor of a launch, shape and strides
 
 class _Address(int):
     def data_ptr(self) -> int:
-        return self
+        return int(self)
 
 
 class TensorMaps(dict[int, tuple]):

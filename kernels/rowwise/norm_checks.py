@@ -13,7 +13,7 @@ from ..dtypes import DTYPES
 def check(
     operation: str, name: str, tensor: Tensor, shape: tuple | EllipsisType | None, like: Tensor, dtypes=DTYPES
 ) -> None:
-    """Raise unless `tensor` has `shape` (None: any [rows, H], Ellipsis: any [.., rows, H]), the device of `like`, and one of `dtypes`."""
+    """Raise unless `tensor` has `shape` (None: any [rows, H], Ellipsis: any [.., H]), the device of `like`, and one of `dtypes`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
     if tensor.dtype not in dtypes:
@@ -21,8 +21,8 @@ def check(
     if isinstance(shape, tuple):
         fits, allowed = tensor.shape == shape, str(shape)
     else:
-        dims, allowed = tensor.dim(), f"[{'' if shape is None else '.., '}rows, H] with H at least 1"
-        fits = (dims == 2 or (dims > 2 and shape is not None)) and tensor.shape[-1] > 0
+        dims, allowed = tensor.dim(), f"[{'rows' if shape is None else '..'}, H] with H at least 1"
+        fits = (dims == 2 if shape is None else dims > 0) and tensor.shape[-1] > 0
     if not fits:
         raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
     if tensor.device != like.device:
@@ -31,7 +31,7 @@ def check(
 
 def as_rows(x: Tensor) -> Tensor:
     """x [.., H] as [T, H]: a view where strides allow."""
-    return x if x.dim() == 2 else x.flatten(0, -2)
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def check_forward(
