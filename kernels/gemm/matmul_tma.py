@@ -445,7 +445,7 @@ def tma_matmul(
     others = (
         m, n, steps, promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k, *constants,
     )  # fmt: skip
-    describe, strides = launch.descriptor, c.stride()
+    describe = launch.descriptor
     narrow = (None,) if narrow_block is None else describe(2, b, narrow_block)
     c_position = 2 if narrow_block is None else 3
     if key is not None and launch.direct:

@@ -86,8 +86,8 @@ def add_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(s, y, mean, rstd): s = x + residual, contiguous, of their dtype, and what `norm_forward` makes of s.
 
-    x, residual: [.., H] of one shape and dtype, bfloat16, float16 or float32, any strides. The rest as for `norm_forward`, which
-    raises the same errors.
+    x, residual: [.., H] of one shape and dtype, bfloat16, float16 or float32, any strides. The rest as for
+    `norm_forward`, which raises the same errors.
     """
     try:
         of_bias = None if bias is None else layout(bias)

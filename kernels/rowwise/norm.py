@@ -391,8 +391,9 @@ def norm_backward_input(
 ) -> Tensor:
     """dx, like x, contiguous; one row's bits never see another. See the top of this file for the formula.
 
-    dy, x: [.., H], of T rows; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`), rstd: float32 [T],
-    from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
+    dy, x: [.., H], of T rows; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`) and
+    rstd: float32 [T], from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that
+    does not fit.
     """
     return _launch_backward("norm_backward_input", dy, x, weight, mean, rstd, rms, zero_centered, None, False)[0]
 
@@ -436,7 +437,8 @@ def _launch_backward(
     if rows_per_sum is not None:
         check_rows_per_sum(operation, rows_per_sum)
     rows, count = 0 if weight is None else t, 0 if rows_per_sum is None else cdiv(t, rows_per_sum)
-    dx = torch.empty((0, h) if weight is None else given_x.shape, device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
+    shape, stored = (0, h) if weight is None else given_x.shape, torch.float32 if interpreting() else x.dtype
+    dx = torch.empty(shape, device=x.device, dtype=stored)
     sums = torch.empty((count, 2 * h if with_bias else h), device=x.device, dtype=torch.float32)
     if t > 0:
         (dy_rows, dy_stride), (x_rows, x_stride), rstd_there = _rows(dy), _rows(x), _contiguous(rstd)

@@ -13,7 +13,10 @@ from ..dtypes import DTYPES
 def check(
     operation: str, name: str, tensor: Tensor, shape: tuple | EllipsisType | None, like: Tensor, dtypes=DTYPES
 ) -> None:
-    """Raise unless `tensor` has `shape` (None: any [rows, H], Ellipsis: any [.., H]), the device of `like`, and one of `dtypes`."""
+    """Raise unless `tensor` has `shape`, the device of `like`, and one of `dtypes`.
+
+    shape: None is any [rows, H], Ellipsis any [.., H].
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
     if tensor.dtype not in dtypes:

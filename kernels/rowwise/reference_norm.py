@@ -32,6 +32,11 @@ def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
     return (centered * rstd.unsqueeze(-1)).view(x.shape)
 
 
+def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
+    """New rows [T, H] as [.., H], which is no view: a view that an autograd function returns cannot be changed in place."""
+    return rows if rows.shape == shape else torch.ops.aten._unsafe_view.default(rows, shape)
+
+
 def norm_forward(
     x: Tensor,
     weight: Tensor,
@@ -55,7 +60,7 @@ def norm_forward(
     y = centered * rstd * _scale(weight, zero_centered)
     if bias is not None:
         y = y + bias.float()
-    return y.to(out_dtype or x.dtype).view(shape), None if mean is None else mean.squeeze(1), rstd.squeeze(1)
+    return _shaped(y.to(out_dtype or x.dtype), shape), None if mean is None else mean.squeeze(1), rstd.squeeze(1)
 
 
 def norm_backward(
@@ -93,7 +98,7 @@ def norm_backward_input(
     dx = wdy - xhat * _row_mean(xhat * wdy)
     if not rms:
         dx = dx - _row_mean(wdy)
-    return (dx * rstd.unsqueeze(1)).to(x.dtype).view(shape)
+    return _shaped((dx * rstd.unsqueeze(1)).to(x.dtype), shape)
 
 
 def norm_weight_partial_sums(

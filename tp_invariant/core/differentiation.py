@@ -19,14 +19,14 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     torch's looks in all arguments for tensors that are left of an earlier torch.func transform, and takes the tensors
     that they stand for: a gradient of theirs would reach nobody. `are_ordinary` finds them.
     """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def are_ordinary(tensors: Sequence[Any]) -> bool:
     """Whether each is a Tensor, a Parameter or None, and no transform of torch.func is active or has left one.
 
-    A tensor that a transform has left is of the class Tensor itself. Inside of a transform torch's own apply raises: see
-    `Function.apply`.
+    A tensor that a transform has left is of the class Tensor itself. Inside of a transform torch's own apply raises:
+    see `Function.apply`.
     """
     if torch._C._are_functorch_transforms_active():
         return False

@@ -195,18 +195,20 @@ def gemm(
     return c
 
 
-def repeat_products(gemm_fn: GemmFn | None, facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, Any]:
+def repeat_products(
+    gemm_fn: GemmFn | None, facts: tuple, a: Tensor, *tensors: Tensor | None
+) -> tuple[tuple | None, Any]:
     """A key for products of these tensors, and the products if `remember_products` has stored them under it, else None.
 
     The key holds `facts` and all of the tensors but their addresses and values; it is None where a gemm_fn of a user
     applies, or nothing can be remembered. A product is a function of the addresses of a, b and the bias. What is
     remembered has passed the checks of `gemm`.
     """
-    if gemm_fn is not None or _default is not None or not tensors[0].is_cuda:  # type: ignore[union-attr]
+    if gemm_fn is not None or _default is not None or not a.is_cuda:
         return None, None
     if torch._C._len_torch_dispatch_stack():  # selective checkpointing, say: it sees the same operators at every call
         return None, None
-    return select("GEMM", "cuda").repeat_together(facts, *tensors)  # type: ignore[no-any-return]
+    return select("GEMM", "cuda").repeat_together(facts, a, *tensors)
 
 
 def remember_products(key: tuple, *products: tuple[Any, ...] | int | None) -> None:

@@ -247,7 +247,7 @@ def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
         def tensor_maps(self, position, shape, strides):
             class Maps(dict):
                 def __missing__(_, address):
-                    extent = sum((n - 1) * stride for n, stride in zip(shape, strides)) + 1
+                    extent = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
                     memory = torch.frombuffer((ctypes.c_float * extent).from_address(address), dtype=torch.float32)
                     x = memory.as_strided(shape, strides)
                     return super(Remembering, self).descriptor(position, x, self.blocks[position])
