@@ -26,7 +26,7 @@ from ..dtypes import HALF_DTYPES
 from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, layout
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
-from .output import written
+from .output import extent, written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
@@ -297,7 +297,8 @@ class Prepared(NamedTuple):
     """A call without its data: all that the next call with operands of the same layouts has in common with it.
 
     In training the addresses of activations change from step to step, so a call goes by none. Of a, b, the narrow part
-    of b (None if there is none) and c it has the tensor maps.
+    of b (None if there is none) and c it has the tensor maps; extents are the bytes from the first to after the last
+    element of a, b, the bias (0 if there is none) and c.
     """
 
     launch: Launch
@@ -311,16 +312,31 @@ class Prepared(NamedTuple):
     of_narrow: TensorMaps | None
     of_c: TensorMaps
     others: tuple
+    extents: tuple[int, int, int, int]
 
     def __call__(self, a: int, b: int, bias: int | None = None) -> Tensor:
         """The product of what is at these addresses, on the current device, which is `index`."""
-        launch, index, new, shape, strides, dtype, of_a, of_b, of_narrow, of_c, others = self
+        launch, index, new, shape, strides, dtype, of_a, of_b, of_narrow, of_c, others, _ = self
         c = new(shape, strides, dtype)
         at = c.data_ptr()
         # a kernel without a narrow block is told None, which is no descriptor and has no position
         narrow = (None,) if of_narrow is None else of_narrow[b]
         launch(index, *of_a[a], *of_b[b], *narrow, *of_c[at], at if bias is None else bias, *others)
         return c
+
+    def into(self, out: Tensor, a: int, b: int, bias: int | None) -> bool:
+        """Writes the product to out, or adds it; False, and nothing is done, if output.py might refuse this memory."""
+        at, extents = out.data_ptr(), self.extents
+        end = at + extents[3]
+        for start, size in ((a, extents[0]), (b, extents[1]), (at if bias is None else bias, extents[2])):
+            if size and start < end and at < start + size:
+                return False
+        if out.requires_grad and torch.is_grad_enabled():
+            return False
+        narrow = (None,) if self.of_narrow is None else self.of_narrow[b]
+        pointer = at if bias is None else bias
+        self.launch(self.index, *self.of_a[a], *self.of_b[b], *narrow, *self.of_c[at], pointer, *self.others)
+        return True
 
 
 _MAX_PREPARED = 4096
@@ -349,12 +365,20 @@ def call_key(
     return out_dtype, promote_every, of_a, of_b, of_bias
 
 
-def repeat_call(key: tuple | None, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product if an earlier call had this key, else None: preparing a call takes most of the host's time."""
+def repeat_call(
+    key: tuple | None, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor | None:
+    """The product if an earlier call had this key, else None: preparing a call takes most of the host's time.
+
+    out: where the call writes, whose layout is in the key; the others make a new tensor.
+    """
     prepared = _prepared.get(key)  # type: ignore[arg-type]
     if prepared is None or prepared.index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda's
         return None
-    return prepared(a.data_ptr(), b.data_ptr(), None if bias is None else bias.data_ptr())
+    at_bias = None if bias is None else bias.data_ptr()
+    if out is None:
+        return prepared(a.data_ptr(), b.data_ptr(), at_bias)
+    return written(out) if prepared.into(out, a.data_ptr(), b.data_ptr(), at_bias) else None
 
 
 def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, tuple | None]:
@@ -452,11 +476,11 @@ def tma_matmul(
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         maps = launch.tensor_maps
-        (a_layout, b_layout), c_shape = ((tuple(x.shape), x.stride()) for x in (a, b)), (m, n)
+        a_layout, b_layout, c_layout = ((tuple(x.shape), x.stride()) for x in (a, b, c))
         _prepared[key] = Prepared(
-            launch, index, allocator(a.device), c_shape, contiguous_strides(c_shape), out_dtype,
+            launch, index, allocator(a.device), *c_layout, out_dtype,
             maps(0, *a_layout), maps(1, *b_layout), None if narrow_block is None else maps(2, *b_layout),
-            maps(c_position, c_shape, contiguous_strides(c_shape)), others,
+            maps(c_position, *c_layout), others, tuple(0 if x is None else extent(x) for x in (a, b, bias, c)),
         )  # fmt: skip
     pointer = c if bias is None else bias
     launch(

@@ -33,7 +33,7 @@ def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 
 def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
-    """New rows [T, H] as [.., H], which is no view: a view that an autograd function returns cannot be changed in place."""
+    """New rows [T, H] as [.., H], and no view: autograd refuses in-place changes of a view that a function returns."""
     return rows if rows.shape == shape else torch.ops.aten._unsafe_view.default(rows, shape)
 
 

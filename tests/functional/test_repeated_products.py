@@ -15,7 +15,8 @@ from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant import gemm
-from tp_invariant.kernels.gemm import matmul_tma
+from tp_invariant.gemm import gemm_fn
+from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.testing import assert_bitwise_equal
 
 TOKENS, K, N = (2, 4), 32, 16
@@ -62,7 +63,15 @@ def served(monkeypatch):
         served.append(c.data_ptr())
         return c
 
+    into = matmul_tma.Prepared.into
+
+    def serve_into(self, out, *args):
+        done = into(self, out, *args)
+        served.extend([out.data_ptr()] * done)
+        return done
+
     monkeypatch.setattr(matmul_tma.Prepared, "__call__", serve)
+    monkeypatch.setattr(matmul_tma.Prepared, "into", serve_into)
     monkeypatch.setattr(matmul_tma, "Launch", ByAddress)
     monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 3)
     monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, n, out_dtype: True)
@@ -72,6 +81,7 @@ def served(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(gemm_fn, "bundled_gemm_fn", lambda device: matmul.matmul)
     matmul_tma._plan.cache_clear()
     with tpi.set_tp_invariant_mode(True):
         yield served
@@ -182,3 +192,53 @@ def test_inputs(served, name):
         assert_bitwise_equal(x.grad, dy @ layer.weight.detach())
         assert_bitwise_equal(layer.weight.grad, dy.flatten(0, -2).t() @ x.detach().flatten(0, -2))
     assert counts[2:] == [3, INPUTS[name][1]]
+
+
+def test_main_grad(served):
+    """Added to what main_grad is at the time, or written to it; and a call that only looks like a known one."""
+    layer = tpi.Linear(K, N, bias=False, fuse_wgrad_accumulation=True)
+    with torch.no_grad():
+        layer.weight.copy_(integers(N, K))
+    want, kept = torch.zeros(N, K), []
+
+    def step():
+        served.clear()
+        kept.append(x := integers(*TOKENS, K))
+        y = layer(x)
+        y.backward(dy := integers(*y.shape))
+        return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+    layer.weight.main_grad = torch.zeros(N, K)
+    for turn in range(4):
+        want += step()
+        assert_bitwise_equal(layer.weight.main_grad, want)
+        assert (layer.weight.main_grad.data_ptr() in served) == (turn > 0)
+    layer.weight.main_grad = elsewhere = torch.zeros(N, 2 * K)[:, :K].contiguous()
+    gradient = step()
+    assert_bitwise_equal(elsewhere, gradient)
+    assert elsewhere.data_ptr() in served
+    layer.weight.overwrite_main_grad = True
+    assert_bitwise_equal(elsewhere, (step(), elsewhere)[0])
+    layer.weight.overwrite_main_grad = False
+    before = layer.weight
+    layer.weight = nn.Parameter(integers(N, K))
+    layer.weight.main_grad = torch.zeros(N, K)
+    assert_bitwise_equal(layer.weight.main_grad, (step(), layer.weight.main_grad)[0])
+    assert not any(found[0].main_grad.weight is before for found in layer._agreed.resolved.values())
+    del layer.weight.main_grad
+    with pytest.raises(ValueError, match=r"main_grad of the weight .* is missing"):
+        layer(kept[0])
+
+
+def test_an_output_that_shares_memory_with_an_operand_of_a_known_call(served):
+    a, b, out = integers(8, 32), integers(32, 32), torch.zeros(8, 32)
+    for _ in range(3):
+        matmul.matmul(a, b, out=out)
+        assert_bitwise_equal(out, a @ b)
+    assert out.data_ptr() in served
+    rows = torch.zeros(40, 32)
+    for name, operands in {"a": (rows[:8], b, rows[7:15]), "b": (a, rows[:32], rows[31:39])}.items():
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            matmul.matmul(*operands[:2], out=operands[2])
+    with pytest.raises(ValueError, match="out requires grad"):
+        matmul.matmul(a, b, out=torch.zeros(8, 32, requires_grad=True))
