@@ -336,11 +336,6 @@ _rows_of_ones: dict[tuple, Tensor] = {}
 _MAX_ROWS_OF_ONES = 4096
 
 
-def ones_that_stay(x: Tensor) -> Tensor | None:
-    """The row of ones for `column_sums` of x, if its memory is never freed."""
-    return _rows_of_ones.get((x.get_device(), x.dtype, x.shape[0]))
-
-
 def _row_of_ones(x: Tensor) -> Tensor:
     """[1, T] for x [T, N], to be read alone. On a GPU it is made once: else a bias gradient would be two launches."""
     rows = x.shape[0]
@@ -361,6 +356,11 @@ def _row_of_ones(x: Tensor) -> Tensor:
         _rows_of_ones.clear()
     found = _rows_of_ones[key] = made[:, :rows]
     return found
+
+
+def ones_that_stay(x: Tensor) -> Tensor | None:
+    """The row of ones for `column_sums` of x, if its memory is never freed."""
+    return _rows_of_ones.get((x.get_device(), x.dtype, x.shape[0]))
 
 
 # --- as an op -------------------------------------------------------------------------------------------------------
