@@ -93,14 +93,38 @@ class _Descriptor:
     padding = "zero"
     round_f32_to_tf32 = False
 
-    def __init__(self, base: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
+    def __init__(self, base: Tensor | _Address, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.base, self.shape, self.strides = base, shape, strides
 
 
 # Triton's own launch in Python takes 8 us with three descriptors, 3.4 of them the call into the driver. Of the versions
 # here it is known what lies between; another one is launched the public way.
 _KNOWN_LAUNCHERS = ("3.6.",)
-_MAX_MAPS = 1024  # tensor maps kept for each descriptor of a launch
+_MAX_MAPS = 1024  # kept for each descriptor of a launch, shape and strides
+
+
+class _Address(int):
+    def data_ptr(self) -> int:
+        return int(self)
+
+
+class TensorMaps(dict[int, tuple]):
+    """The arguments that pass a descriptor of one shape and strides, by the address that it describes.
+
+    A tensor map holds an address and sizes, and no tensor: it is made once for each.
+    """
+
+    def __init__(self, expand: Any, compiled: Any, shape: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        self._expand, self._compiled, self._shape, self._strides = expand, compiled, shape, strides
+
+    def __missing__(self, address: int) -> tuple:
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        bind_context(torch.cuda.current_device())
+        described = _Descriptor(_Address(address), self._shape, self._strides)
+        arguments = self[address] = tuple(self._expand(described, self._compiled))
+        return arguments
 
 
 class Launch:
@@ -123,7 +147,8 @@ class Launch:
         self._constant: tuple = ()  # what it is told between the stream and the arguments
         self._arguments = 0  # how many it takes
         self._layouts: list[Any] = []  # of the descriptors' boxes, as compiled
-        self._maps: list[dict[tuple, tuple]] = []  # (address, shape, strides) -> arguments, for each descriptor
+        self._maps: dict[tuple, TensorMaps] = {}  # of the position of a descriptor, its shape and strides
+        self._current_stream: Any = None  # of a device's index
 
     def descriptor(
         self,
@@ -135,24 +160,26 @@ class Launch:
     ) -> tuple:
         """The arguments that pass a descriptor, of x or of what shape and strides make of its memory.
 
-        position: the how manieth descriptor of the kernel it is, not counting those that are None. A tensor map holds
-        an address and sizes, and no tensor: it is made once for each.
+        position: the how manieth descriptor of the kernel it is, not counting those that are None.
         """
         shape, strides = shape or tuple(x.shape), strides or x.stride()
-        if self._direct is None:
-            if x.is_cuda:
-                bind_context(x.get_device())
-            if self._compiled is not None:
-                return (_Descriptor(x, shape, strides),)
-            return (self._make_descriptor(x, list(shape), list(strides), list(block)),)
-        maps, key = self._maps[position], (x.data_ptr(), shape, strides)
-        arguments = maps.get(key)
-        if arguments is None:
-            if len(maps) >= _MAX_MAPS:
-                maps.clear()
+        if self._direct is not None:
+            return self.tensor_maps(position, shape, strides)[x.data_ptr()]
+        if x.is_cuda:
             bind_context(x.get_device())
-            arguments = maps[key] = tuple(self._expand(_Descriptor(x, shape, strides), self._layouts[position]))
-        return arguments
+        if self._compiled is not None:
+            return (_Descriptor(x, shape, strides),)
+        return (self._make_descriptor(x, list(shape), list(strides), list(block)),)
+
+    def tensor_maps(self, position: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMaps:
+        """`descriptor` by address, of a launch that is `direct`."""
+        key = position, shape, strides
+        maps = self._maps.get(key)
+        if maps is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            maps = self._maps[key] = TensorMaps(self._expand, self._layouts[position], shape, strides)
+        return maps
 
     @property
     def direct(self) -> bool:
@@ -164,7 +191,7 @@ class Launch:
         grid = grid or self._grid
         # another thread may have found the launcher after these arguments were made
         if self._direct is not None and len(args) == self._arguments:
-            self._direct(*grid, driver.active.get_current_stream(device_index), *self._constant, *args)
+            self._direct(*grid, self._current_stream(device_index), *self._constant, *args)
             return
         if self._compiled is not None:
             self._compiled[grid](*args, stream=driver.active.get_current_stream(device_index))
@@ -185,7 +212,7 @@ class Launch:
             launcher, layouts = cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
         if not all(layouts):  # descriptors that are no tensor maps: not Hopper
             return
-        self._layouts, self._maps = list(layouts), [{} for _ in layouts]
+        self._layouts, self._current_stream = list(layouts), driver.active.get_current_stream
         self._arguments = arguments + sum(2 * len(layout["block_size"]) for layout in layouts)  # sizes and strides too
         compiled = self._compiled
         self._constant = (
@@ -212,6 +239,13 @@ def empty(
     if strides is None:
         strides = (shape[1], 1) if len(shape) == 2 else (1,) if len(shape) == 1 else contiguous_strides(shape)
     return _empty_strided(shape, strides, dtype)
+
+
+def allocator(device: torch.device) -> Any:
+    """`empty` on this device, as a function of shape, strides and dtype, in less of the host's time."""
+    if _empty_strided is not None and device.type == "cuda":
+        return _empty_strided
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

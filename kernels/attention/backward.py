@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, cdiv, interpreting, launch_on, layout
-from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side, sink_grads
+from ..launch import Launch, cdiv, empty, interpreting, launch_on, layout
+from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
     Problem,
     Rows,
@@ -496,7 +496,7 @@ def _backward(
     dmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
-    dq, dk, dv = (empty_heads(x) for x in (q, k, v))
+    dq, dk, dv = [empty(x.shape, x.dtype, x.device, strides_of_heads(x.shape)) for x in (q, k, v)]
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
     given, key = (q, k, v, dout, out, lse), None
@@ -512,10 +512,10 @@ def _backward(
         plan = _plan(q, k, v, dout, out, lse, (of_q, of_k, of_v, of_dout), spec.scale, p, dmask is not None)
     else:
         q_matrix, k_matrix, v_matrix, dout_matrix = q, k, v, dout
-    delta = torch.empty_like(lse)
+    delta = empty(lse.shape, lse.dtype, lse.device)  # like lse, which is contiguous here
     parts: tuple[Tensor, ...] = (dk, dv)
     if plan.parts is not None:
-        parts = torch.empty(plan.parts, dtype=torch.float32, device=q.device).unbind(0)
+        parts = empty(plan.parts, torch.float32, q.device).unbind(0)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
     matrix, index, run = matrix_arguments(mask), plan.index, plan.by_keys
     (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows

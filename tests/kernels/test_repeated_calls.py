@@ -29,9 +29,17 @@ def launches(monkeypatch):
         recorded.append((self._kernel.__name__, grid, *map(plain, args)))
 
     def describe(self, position, x, block, shape=None, strides=None):
-        return x.data_ptr(), tuple(block), tuple(shape or x.shape), tuple(strides or x.stride())
+        return x.data_ptr(), tuple(shape or x.shape), tuple(strides or x.stride())
+
+    class Maps(dict):
+        def __init__(self, launch, position, shape, strides):
+            self.layout = shape, strides
+
+        def __missing__(self, address):
+            return address, *self.layout
 
     monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr(Launch, "tensor_maps", lambda *args: Maps(*args))
     monkeypatch.setattr(Launch, "descriptor", describe)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
@@ -64,7 +72,8 @@ def twice(run, recorded, known, **inputs):
 @pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_norms(launches, rms, bias):
-    x, dy = torch.randn(2, 40, 64, dtype=torch.bfloat16).unbind()
+    """Of rows, and of rows that have more dims."""
+    x, dy = torch.randn(2, *((2, 20) if bias else (40,)), 64, dtype=torch.bfloat16).unbind()
     weight = torch.randn(64)
     b = torch.randn(64) if bias else None
 
@@ -72,6 +81,7 @@ def test_norms(launches, rms, bias):
         return norm.norm_forward(x, weight, b, eps=1e-5, rms=rms, zero_centered=False)
 
     first, again = twice(forward, launches, norm._known, x=x, weight=weight, b=b)
+    assert first[1][0][0] == x.shape
     if rms:  # which has no mean: its kernel gets any address for it
         first, again = (([(*one[:6], None, *one[7:]) for one in launched], made) for launched, made in (first, again))
     assert first == again
@@ -213,6 +223,7 @@ def products(launches, monkeypatch):
     monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, c_stride, out_dtype: True)
     monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 132)
     monkeypatch.setattr(matmul_tma, "_prepared", {})
+    monkeypatch.setattr(matmul_tma, "_prepared_together", {})
     monkeypatch.setattr(Launch, "direct", True)
     matmul_tma._plan.cache_clear()
     yield launches
@@ -256,6 +267,6 @@ def test_products_of_the_same_layouts_elsewhere_in_memory(products, name):
     assert found[0] == found[1] == found[2] and len(found[0]) == 1
     assert {"a", "b", "c"} <= {x for x in found[0][0] if isinstance(x, str)}
     (prepared,) = matmul_tma._prepared.values()
-    assert (prepared.narrow_block is not None) == (name == "two descriptors of b")
+    assert (prepared.of_narrow is not None) == (name == "two descriptors of b")
     product = kept[0][2]
     assert (tuple(product.shape), product.dtype) == (prepared.shape, options.get("out_dtype", torch.bfloat16))
