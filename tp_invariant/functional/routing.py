@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..core.compiled import outside_of_graphs
+from ..core.compiled import as_custom_op, define, outside_of_graphs
 from ..core.differentiation import once_differentiable
 from ..core.elementwise import in_whole_vectors
 from ..kernels.select import select
@@ -79,30 +79,57 @@ class _Chosen(torch.autograd.Function):
     """scores [.., E], index [.., k] of different experts -> their scores. torch's gather would add in backward."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, index: Tensor, experts: int) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape = scores.shape
+        ctx.experts = experts
         return scores.gather(-1, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).scatter(-1, index, grad), None
+        return grad.new_zeros((*index.shape[:-1], ctx.experts)).scatter(-1, index, grad), None, None
 
 
-@outside_of_graphs("its kernel is no op")
+def _restore_chosen(ctx: Any, dtypes: Any, experts: int) -> None:
+    ctx.experts = experts
+
+
+_chosen = as_custom_op(
+    _Chosen,
+    name="chosen_scores",
+    tensors=("scores", "index"),
+    outputs=lambda scores, index, experts: [scores.new_empty(index.shape)],
+    saved=(1,),
+    restore=_restore_chosen,
+)
+
+
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(values, indices) of the k largest along the last dim, descending; of equal ones the lower index comes first.
 
     In place of torch.topk, in which equal scores have no order. NaN is the largest, as there.
     """
     index = _index_of_largest(scores.detach(), k)
-    return _Chosen.apply(scores, index), index
+    return _chosen(scores, index, scores.shape[-1]), index
+
+
+def _index(scores: Tensor, k: int) -> Tensor:
+    return select("routing", scores.device.type).top_k(scores, k)[1]
+
+
+# An op, because a graph that began after it would have the values as an input, and the compiler's backward refuses an
+# input that a router then normalises in place (values /= values.sum(..), as transformers' do).
+_index_op = define(
+    "index_of_largest",
+    "(Tensor scores, int k) -> Tensor",
+    _index,
+    lambda scores, k: scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64),
+)
 
 
 def _index_of_largest(scores: Tensor, k: int) -> Tensor:
-    return select("routing", scores.device.type).top_k(scores, k)[1]
+    return (_index_op if torch.compiler.is_compiling() else _index)(scores, k)
 
 
 class _Normalized(torch.autograd.Function):
@@ -170,7 +197,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     else:
         scores = (_Softmax if routing.scores == "softmax" else _Sigmoid).apply(logits)
     index = _choose(scores.detach(), routing, correction)
-    weights = _Chosen.apply(scores, index)
+    weights = _chosen(scores, index, scores.shape[-1])
     if routing.scores == "softmax_of_chosen":
         weights = _Softmax.apply(weights)
     elif routing.normalize:
