@@ -230,6 +230,19 @@ def layout(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.get_device(), address and address % 16 + 1, x.is_neg()
 
 
+def layouts(*tensors: Tensor | None) -> tuple | None:
+    """The layout of each, for a key of what an earlier call has found out.
+
+    None for a call that must not be remembered: an argument that is no tensor, or has no memory, or is negated by a
+    flag, which is copied first.
+    """
+    try:
+        found = tuple([None if x is None else layout(x) for x in tensors])
+    except (AttributeError, RuntimeError):
+        return None
+    return None if any([x is not None and x[5] for x in found]) else found
+
+
 def specialization(x: Any) -> Any:
     """What Triton 3.6 and 3.7 look at in an argument that is no constexpr: its type, whether a number is a multiple of
     16 or 1, which becomes a constant, and how an address aligns. One compiled kernel takes all arguments of equal ones.
