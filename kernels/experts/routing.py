@@ -3,7 +3,8 @@
 Legend: T tokens, k slots (experts chosen for a token), R rows (one for each token and slot that is here), E experts.
 
     top_k                      the k largest scores of a token, in descending order; equal ones by the lower index
-    normalized                 y[t, s] = weights[t, s] / (their sum over s + epsilon), and its backward
+    choose                     index[t] = the top k of choice[t]; weights[t, s] = scores[t, index[t, s]], maybe over their
+                               sum + epsilon, times a factor; choose_backward: dscores
     sort_by_expert             the order of rows by (expert, token, slot), and where each expert's rows begin
     gather_rows                rows[i] = x[token of row i]; its backward is `combine` without weights
     combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
@@ -32,15 +33,16 @@ from .routing_checks import (
     check_backward_rows,
     check_backward_weights,
     check_combine,
+    check_choose,
+    check_choose_backward,
     check_gather,
-    check_normalized,
     check_sort,
     check_top_k,
 )
 
 __all__ = [
-    "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights", "gather_rows",
-    "normalized", "normalized_backward", "sort_by_expert", "top_k",
+    "choose", "choose_backward", "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights",
+    "gather_rows", "sort_by_expert", "top_k",
 ]  # fmt: skip
 
 MAX_COUNTED = 512  # experts for which a block of rows is counted at once
@@ -48,52 +50,83 @@ _NO_EXPERT = tl.constexpr("top_k_index holds an expert that does not exist")
 COLUMNS = 1024  # of a program of the elementwise kernels, at most; sets the speed only
 
 
+_NONE = tl.constexpr(-9223372036854775808)  # below every key
+
+
+@triton.jit
+def _keys(row, cols, experts, WIDTH: tl.constexpr):
+    """Integers in the order of a row's scores, all different: -0.0 equals 0.0, and NaN is the largest."""
+    x = tl.load(row + cols, mask=cols < experts, other=0.0).to(tl.float32)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    places = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    keys = places.to(tl.int64) * 4294967296 + (WIDTH - cols)
+    return tl.where(cols < experts, keys, _NONE)
+
+
 @triton.jit
 def _top_k_kernel(scores_ptr, values_ptr, indices_ptr, stride, experts, k, WIDTH: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     row = scores_ptr + token * stride
-    cols = tl.arange(0, WIDTH)
-    x = tl.load(row + cols, mask=cols < experts, other=0.0).to(tl.float32)
-    # Integers in the order of the scores: -0.0 equals 0.0, and NaN is the largest.
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    places = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-    keys = places.to(tl.int64) * 4294967296 + (WIDTH - cols)  # all different
-    keys = tl.where(cols < experts, keys, -9223372036854775808)
+    keys = _keys(row, tl.arange(0, WIDTH), experts, WIDTH)
     for slot in range(k):
         best = tl.max(keys, axis=0)
         index = WIDTH - (best & 4294967295)
         tl.store(indices_ptr + token * k + slot, index)
         tl.store(values_ptr + token * k + slot, tl.load(row + index))
-        keys = tl.where(keys == best, -9223372036854775808, keys)
+        keys = tl.where(keys == best, _NONE, keys)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
-def _normalized_kernel(
-    x_ptr, y_ptr, total_ptr, out_ptr, tokens, slots, epsilon, TOKENS: tl.constexpr, BACKWARD: tl.constexpr
+@triton.jit
+def _choose_kernel(
+    choice_ptr, scores_ptr, weights_ptr, index_ptr, y_ptr, total_ptr, experts, k, epsilon, scale,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    # Stores y and the sums, or of dy, y and the sums, dweights.
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = token < tokens
-    x_ptr, y_ptr, out_ptr = x_ptr + token * slots, y_ptr + token * slots, out_ptr + token * slots
-    total = tl.load(x_ptr, mask=inside, other=1.0)
-    if BACKWARD:
-        total *= tl.load(y_ptr, mask=inside, other=0.0)
-    for slot in range(1, slots):
-        term = tl.load(x_ptr + slot, mask=inside, other=0.0)
-        if BACKWARD:
-            term *= tl.load(y_ptr + slot, mask=inside, other=0.0)
-        total += term
-    if BACKWARD:
-        dot = total
-        total = tl.load(total_ptr + token, mask=inside, other=1.0)
-    else:
+    # weights = y * scale, where y are the chosen scores, or with NORMALIZE these over total
+    token = tl.program_id(0).to(tl.int64)
+    keys = _keys(choice_ptr + token * experts, tl.arange(0, WIDTH), experts, WIDTH)
+    slots = tl.arange(0, SLOTS)
+    chosen = tl.zeros((SLOTS,), tl.int64)
+    y = tl.zeros((SLOTS,), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for slot in range(k):
+        best = tl.max(keys, axis=0)
+        index = WIDTH - (best & 4294967295)
+        score = tl.load(scores_ptr + token * experts + index)
+        chosen = tl.where(slots == slot, index, chosen)
+        y = tl.where(slots == slot, score, y)
+        total = tl.where(slot == 0, score, total + score)
+        keys = tl.where(keys == best, _NONE, keys)
+    at = token * k + slots
+    if NORMALIZE:
         total += epsilon
-        tl.store(total_ptr + token, total, mask=inside)
-    for slot in range(slots):
-        x = tl.load(x_ptr + slot, mask=inside, other=0.0)
-        if BACKWARD:
-            x -= dot
-        tl.store(out_ptr + slot, tl.div_rn(x, total), mask=inside)
+        y = tl.div_rn(y, total)
+        tl.store(total_ptr + token, total)
+    tl.store(y_ptr + at, y, mask=slots < k)
+    tl.store(index_ptr + at, chosen, mask=slots < k)
+    tl.store(weights_ptr + at, (y * scale).to(weights_ptr.dtype.element_ty), mask=slots < k)
+
+
+@triton.jit
+def _choose_backward_kernel(
+    dweights_ptr, index_ptr, y_ptr, total_ptr, dscores_ptr, experts, k, scale,
+    WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, WIDTH)
+    dot = tl.full((), 0.0, tl.float32)
+    if NORMALIZE:
+        for slot in range(k):
+            dy = tl.load(dweights_ptr + token * k + slot).to(tl.float32) * scale
+            term = dy * tl.load(y_ptr + token * k + slot)
+            dot = tl.where(slot == 0, term, dot + term)
+        total = tl.load(total_ptr + token)
+    dscores = tl.zeros((WIDTH,), tl.float32)
+    for slot in range(k):
+        dy = tl.load(dweights_ptr + token * k + slot).to(tl.float32) * scale
+        if NORMALIZE:
+            dy = tl.div_rn(dy - dot, total)
+        dscores = tl.where(cols == tl.load(index_ptr + token * k + slot), dy, dscores)
+    tl.store(dscores_ptr + token * experts + cols, dscores, mask=cols < experts)
 
 
 # A stable sort by counting: how many of a block of rows each expert has; sums over the experts and blocks before; then
@@ -200,7 +233,8 @@ def _dots_kernel(
 
 # Every operation rounds on its own: see the top of this file.
 _top_k = Launches(_top_k_kernel)
-_normalized = Launches(_normalized_kernel, enable_fp_fusion=False)
+_choose = Launches(_choose_kernel, enable_fp_fusion=False)
+_choose_backward = Launches(_choose_backward_kernel, enable_fp_fusion=False)
 _count = Launches(_count_kernel, debug=True, sanitize_overflow=False)  # debug keeps the assertion
 _place = Launches(_place_kernel)
 _gather = Launches(_gather_kernel)
@@ -227,6 +261,12 @@ def _columns(h: int) -> tuple[int, int]:
     return columns, max(1, columns // 256)
 
 
+def _width(experts: int) -> tuple[int, int]:
+    """Of a row of scores, and warps."""
+    width = max(16, next_power_of_2(experts))
+    return width, min(8, max(1, width // 512))
+
+
 def _empty(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, device=like.device, dtype=torch.float32 if interpreting() else like.dtype)
 
@@ -243,43 +283,70 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     t = rows.shape[0]
     values, indices = _empty(scores, t, k), torch.empty((t, k), device=scores.device, dtype=torch.int64)
     if t > 0:
-        width = max(16, next_power_of_2(experts))
+        width, warps = _width(experts)
         with launch_on(scores, "top_k"):
             _top_k(
                 scores.device.index, (t,), (rows, values, indices, rows.stride(0), experts, k), (width,),
-                num_warps=min(8, max(1, width // 512)),
+                num_warps=warps,
             )  # fmt: skip
     return values.to(scores.dtype).view(shape), indices.view(shape)
 
 
-def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(weights / total, total) for float32 weights [T, k] and total [T]: their sum, in the order of slots, + epsilon.
+def choose(
+    scores: Tensor,
+    choice: Tensor,
+    k: int,
+    *,
+    normalize: bool,
+    epsilon: float,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(weights, index, y, total): a token's experts with the k largest of choice [T, E], as `top_k`, and their weights.
 
-    Raises TypeError for another dtype, and ValueError for another shape.
+    y: float32 [T, k], the chosen of scores [T, E]; with normalize, these divided by total [T], their sum in the order of
+    slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError for
+    another dtype, and ValueError for shapes that differ and as `top_k`.
     """
-    check_normalized("normalized", weights=weights)
-    x = _contiguous(weights)
-    y, total = torch.empty_like(x), x.new_empty(len(x))
-    _normalize(x, y, total, y, epsilon, False)
-    return y, total
-
-
-def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
-    """dweights [T, k] = (dy - sum of dy y) / total, the sum in the order of slots; all float32; y, total as above."""
-    check_normalized("normalized_backward", dy=dy, y=y)
-    dweights = torch.empty_like(y)
-    _normalize(_contiguous(dy), y, total, dweights, 0.0, True)
-    return dweights
-
-
-def _normalize(x: Tensor, y: Tensor, total: Tensor, out: Tensor, epsilon: float, backward: bool) -> None:
-    t, slots = x.shape
+    check_choose(scores, choice, k)
+    (t, experts), device = scores.shape, scores.device
+    scores, choice = _contiguous(scores), scores if choice is scores else _contiguous(choice)
+    index, y = torch.empty((t, k), device=device, dtype=torch.int64), scores.new_empty((t, k))
+    weights = torch.empty((t, k), device=device, dtype=torch.float32 if interpreting() else out_dtype)
+    total = scores.new_empty(t) if normalize else None
     if t > 0:
-        with launch_on(x, "normalized"):
-            _normalized(
-                x.device.index, (cdiv(t, 128),), (x, y, total, out, t, slots, float(epsilon)), (128, backward),
-                num_warps=4,
+        width, warps = _width(experts)
+        with launch_on(scores, "choose"):
+            _choose(
+                device.index, (t,),
+                (
+                    choice, scores, weights, index, y, y if total is None else total, experts, k, float(epsilon),
+                    float(scale),
+                ),
+                (width, next_power_of_2(k), normalize), num_warps=warps,
             )  # fmt: skip
+    return weights.to(out_dtype), index, y, total
+
+
+def choose_backward(
+    dweights: Tensor, index: Tensor, y: Tensor, total: Tensor | None, *, experts: int, scale: float
+) -> Tensor:
+    """dscores, float32 [T, E], of `choose`'s results and dweights [T, k]; zeros where an expert was not chosen.
+
+    With a total dscores = (dy - sum of dy y) / total, the sum in the order of slots, where dy = dweights times scale.
+    """
+    check_choose_backward(dweights, y)
+    t, k = y.shape
+    dscores = y.new_empty((t, experts))
+    if t > 0:
+        width, warps = _width(experts)
+        with launch_on(dweights, "choose_backward"):
+            _choose_backward(
+                y.device.index, (t,),
+                (_contiguous(dweights), index, y, y if total is None else total, dscores, experts, k, float(scale)),
+                (width, total is not None), num_warps=warps,
+            )  # fmt: skip
+    return dscores
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

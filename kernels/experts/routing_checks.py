@@ -20,12 +20,15 @@ def check_top_k(scores: Tensor, k: int) -> None:
         raise ValueError(f"top_k: k is {k!r}; allowed: an int from 1 to the {scores.shape[-1]} scores of a token")
 
 
-def check_normalized(operation: str, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: torch.float32")
-        if tensor.dim() != 2 or not tensor.shape[1]:
-            raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: [T, k] with k at least 1")
+def check_choose(scores: Tensor, choice: Tensor, k: int) -> None:
+    check("choose", "scores", scores, None, scores, (torch.float32,))
+    if choice is not scores:
+        check("choose", "choice", choice, tuple(scores.shape), scores, (torch.float32,))
+    check_top_k(scores, k)
+
+
+def check_choose_backward(dweights: Tensor, y: Tensor) -> None:
+    check("choose_backward", "dweights", dweights, tuple(y.shape), y)
 
 
 def _check_indices(operation: str, name: str, indices: Tensor, dims: str, like: Tensor, limit: int) -> None:

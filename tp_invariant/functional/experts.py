@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
-from ..core.differentiation import once_differentiable
+from ..core.differentiation import applier, once_differentiable
 from ..core.dtensors import local_of
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
@@ -302,12 +302,8 @@ class Combine(torch.autograd.Function):
         return drows, dweights, None
 
 
-def token_rows(x: Tensor, way: Dispatch) -> Tensor:
-    return TokenRows.apply(x, way)
-
-
-def combine(rows: Tensor, weights: Tensor, way: Dispatch) -> Tensor:
-    return Combine.apply(rows, weights, way)
+token_rows = applier(TokenRows)
+combine = applier(Combine)
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -447,6 +443,9 @@ class PartialSums:
         waiting.add(parameter, [*each, *[None] * (self.count - len(each))])
 
 
+_grouped_linear = applier(GroupedLinear)
+
+
 def grouped_linear(
     rows: Tensor,
     weight: Tensor,
@@ -458,7 +457,7 @@ def grouped_linear(
     partial: PartialSums | None = None,
 ) -> Tensor:
     """stored: how the weight and the bias are. partial: where their gradients go if not to .grad."""
-    return GroupedLinear.apply(rows, weight, bias, offsets, stored, transposed, gemm_fn, partial)
+    return _grouped_linear(rows, weight, bias, offsets, stored, transposed, gemm_fn, partial)
 
 
 # --- between the products -------------------------------------------------------------------------------------------

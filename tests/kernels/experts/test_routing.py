@@ -278,24 +278,41 @@ def test_what_is_refused(kernels, error, message, args):
         functools.partial(getattr(kernels, message.partition(":")[0]), *args)()
 
 
-@pytest.mark.parametrize("tokens, slots", ((300, 8), (5, 1), (1, 3), (0, 4)))
-def test_normalized_weights_and_their_gradient(kernels, tokens, slots):
+@pytest.mark.parametrize("tokens, slots, experts", ((30, 8, 12), (5, 1, 3), (1, 3, 3), (0, 4, 9)))
+def test_chosen_weights_and_their_gradient(kernels, tokens, slots, experts):
     """The bytes of torch's operations one by one, in the order of slots. The control: from the last slot on, others."""
-    weights, dy = rand(tokens, slots).abs(), rand(tokens, slots, seed=1)
-    for epsilon in (0.0, 1e-20, 0.1):
-        y, total = kernels.normalized(weights.t().contiguous().t(), epsilon)
-        wanted = in_slot_order(weights.unsqueeze(-1), range(slots)).squeeze(-1) + epsilon
-        assert_bitwise_equal([y, total], [weights / wanted.unsqueeze(1), wanted])
-        dots = in_slot_order((dy * y).unsqueeze(-1), range(slots))
-        got = kernels.normalized_backward(dy.t().contiguous().t(), y, total)
-        assert_bitwise_equal(got, (dy - dots) / total.unsqueeze(1))
-    if tokens > 100:
-        assert not torch.equal(in_slot_order(weights.unsqueeze(-1), range(slots)[::-1]).squeeze(-1) + 0.1, total)
-    exact = weights.double().requires_grad_()
-    (exact / (exact.sum(1, keepdim=True) + 0.1)).backward(dy.double())
-    assert (got.double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
-    with pytest.raises(TypeError, match=r"normalized: weights has dtype torch.float16; allowed: torch.float32"):
-        kernels.normalized(weights.half(), 0.0)
+    scores, dweights = rand(tokens, experts).abs(), rand(tokens, slots, seed=1)
+    corrected = scores + rand(1, experts, seed=2)
+    for choice, normalize, epsilon, scale, dtype in (
+        (scores, True, 0.0, 1.0, torch.bfloat16),
+        (corrected, True, 1e-20, 2.5, torch.float32),
+        (corrected.t().contiguous().t(), False, 0.0, 0.3, torch.float16),
+        (scores, True, 0.1, 1.0, torch.float32),
+    ):
+        options = dict(normalize=normalize, epsilon=epsilon, scale=scale, out_dtype=dtype)
+        weights, index, y, total = kernels.choose(scores, choice, slots, **options)
+        assert_bitwise_equal(index, kernels.top_k(choice, slots)[1])
+        wanted = chosen = scores.gather(1, index)
+        if normalize:
+            sums = in_slot_order(chosen.unsqueeze(-1), range(slots)).squeeze(-1) + epsilon
+            assert_bitwise_equal(total, sums)
+            wanted = chosen / sums.unsqueeze(1)
+        assert_bitwise_equal([weights, y], [(wanted * scale).to(dtype), wanted])
+        dy = dweights.to(dtype)
+        got = kernels.choose_backward(dy.t().contiguous().t(), index, y, total, experts=experts, scale=scale)
+        dy = dy.float() * scale
+        if normalize:
+            dy = (dy - in_slot_order((dy * y).unsqueeze(-1), range(slots))) / total.unsqueeze(1)
+        assert_bitwise_equal(got, torch.zeros_like(scores).scatter(1, index, dy))
+    if tokens > 20:
+        assert not torch.equal(in_slot_order(chosen.unsqueeze(-1), range(slots)[::-1]).squeeze(-1) + 0.1, total)
+    exact = chosen.double().requires_grad_()
+    (exact / (exact.sum(1, keepdim=True) + 0.1)).backward(dweights.double())
+    assert (got.gather(1, index).double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
+    with pytest.raises(TypeError, match=r"choose: scores has dtype torch.float16; allowed: torch.float32"):
+        kernels.choose(scores.half(), scores, slots, **options)
+    with pytest.raises(ValueError, match=re.escape("choose: choice has shape (1, 2)")):
+        kernels.choose(scores, scores.new_ones(1, 2), slots, **options)
 
 
 @pytest.mark.parametrize(
