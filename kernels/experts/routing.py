@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
-from ..rowwise.norm import _load, _row, _rows, row_chunk
+from ..rowwise.norm import _find, _key_of, _load, _remember, _row, _rows, row_chunk
 from . import reference_routing
 from .routing_checks import (
     check_backward,
@@ -308,23 +308,27 @@ def choose(
     slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError for
     another dtype, and ValueError for shapes that differ and as `top_k`.
     """
+    key = _key_of(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
+    if (known := _find(key)) is not None:
+        weights, index, y, *totals = known.results()
+        known.run(choice, scores, weights, index, y, *(totals or [y]))
+        return weights, index, y, totals[0] if totals else None
     check_choose(scores, choice, k)
     (t, experts), device = scores.shape, scores.device
-    scores, choice = _contiguous(scores), scores if choice is scores else _contiguous(choice)
+    given = scores, choice
+    scores, choice = _contiguous(scores), _contiguous(choice)
     index, y = torch.empty((t, k), device=device, dtype=torch.int64), scores.new_empty((t, k))
     weights = torch.empty((t, k), device=device, dtype=torch.float32 if interpreting() else out_dtype)
     total = scores.new_empty(t) if normalize else None
     if t > 0:
         width, warps = _width(experts)
+        numbers, constants = (experts, k, float(epsilon), float(scale)), (width, next_power_of_2(k), normalize)
+        tensors = choice, scores, weights, index, y, y if total is None else total
         with launch_on(scores, "choose"):
-            _choose(
-                device.index, (t,),
-                (
-                    choice, scores, weights, index, y, y if total is None else total, experts, k, float(epsilon),
-                    float(scale),
-                ),
-                (width, next_power_of_2(k), normalize), num_warps=warps,
-            )  # fmt: skip
+            launch = _choose(device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
+        if scores is given[0] and choice is given[1]:
+            results = [x for x in (weights, index, y, total) if x is not None]
+            _remember(key, launch, results, (*numbers, *constants), (t,))
     return weights.to(out_dtype), index, y, total
 
 
@@ -335,17 +339,22 @@ def choose_backward(
 
     With a total dscores = (dy - sum of dy y) / total, the sum in the order of slots, where dy = dweights times scale.
     """
+    key = _key_of(("choose_backward", experts, scale), dweights, index, y, total)
+    if (known := _find(key)) is not None:
+        (dscores,) = known.results()
+        known.run(dweights, index, y, y if total is None else total, dscores)
+        return dscores
     check_choose_backward(dweights, y)
     t, k = y.shape
     dscores = y.new_empty((t, experts))
     if t > 0:
         width, warps = _width(experts)
+        own, numbers, constants = _contiguous(dweights), (experts, k, float(scale)), (width, total is not None)
+        tensors = own, index, y, y if total is None else total, dscores
         with launch_on(dweights, "choose_backward"):
-            _choose_backward(
-                y.device.index, (t,),
-                (_contiguous(dweights), index, y, y if total is None else total, dscores, experts, k, float(scale)),
-                (width, total is not None), num_warps=warps,
-            )  # fmt: skip
+            launch = _choose_backward(y.device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
+        if own is dweights:
+            _remember(key, launch, (dscores,), (*numbers, *constants), (t,))
     return dscores
 
 
@@ -377,16 +386,21 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]. Errors as for `combine`."""
+    key = _key_of(("gather_rows", slots), x, order)
+    if (known := _find(key)) is not None:
+        (rows,) = known.results()
+        known.run(x, order, rows)
+        return rows
     check_gather(x, order, slots)
-    (r, h), own = (len(order), x.shape[1]), _contiguous_rows(x)
+    (r, h), own, own_order = (len(order), x.shape[1]), _contiguous_rows(x), order.contiguous()
     rows = torch.empty((r, h), device=x.device, dtype=own.dtype)
     if r > 0:
         columns, _ = _columns(h)
+        grid, numbers = (cdiv(r, 8), cdiv(h, columns)), (own.stride(0), r, slots, h)
         with launch_on(x, "gather_rows"):
-            _gather(
-                x.device.index, (cdiv(r, 8), cdiv(h, columns)),
-                (own, order.contiguous(), rows, own.stride(0), r, slots, h), (8, columns), num_warps=4,
-            )  # fmt: skip
+            launch = _gather(x.device.index, grid, (own, own_order, rows, *numbers), (8, columns), num_warps=4)
+        if own is x and own_order is order:
+            _remember(key, launch, (rows,), (*numbers, 8, columns), grid)
     return rows.to(x.dtype)
 
 
@@ -397,18 +411,23 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     places: int64 [T, k], rows' indices; they are checked on a CPU only. In fp32, where products and sums round on their
     own, then rounded once to rows' dtype. Raises TypeError for a dtype and ValueError for what else does not fit.
     """
+    key = _key_of(("combine",), rows, weights, places)
+    if (known := _find(key)) is not None:
+        (y,) = known.results()
+        known.run(rows, rows if weights is None else weights, places, y)
+        return y
     check_combine(rows, weights, places)
     (t, slots), h = places.shape, rows.shape[1]
     y = _empty(rows, t, h)
     if t > 0:
         x = _contiguous_rows(rows)
+        w, own_places = x if weights is None else _contiguous(weights), places.contiguous()
         columns, warps = _columns(h)
+        grid, numbers, constants = (t, cdiv(h, columns)), (x.stride(0), h), (slots, columns, weights is not None)
         with launch_on(rows, "combine"):
-            _combine(
-                rows.device.index, (t, cdiv(h, columns)),
-                (x, x if weights is None else _contiguous(weights), places.contiguous(), y, x.stride(0), h),
-                (slots, columns, weights is not None), num_warps=warps,
-            )  # fmt: skip
+            launch = _combine(rows.device.index, grid, (x, w, own_places, y, *numbers), constants, num_warps=warps)
+        if x is rows and (weights is None or w is weights) and own_places is places:
+            _remember(key, launch, (y,), (*numbers, *constants), grid)
     return y.to(rows.dtype)
 
 
@@ -447,26 +466,31 @@ def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) 
     dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
     `combine`.
     """
+    key = _key_of(("combine_backward",), dy, weights, rows, places)
+    if (known := _find(key)) is not None:
+        drows, dots = known.results()
+        known.run(dy, rows, places, dots, weights, drows)
+        return drows, dots
     check_backward(dy, weights, rows, places)
-    dots, drows = _dots_of(dy, rows, places, weights)
+    dots, drows = _dots_of(dy, rows, places, weights, key)
     assert drows is not None
     return drows, dots
 
 
-def _dots_of(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _dots_of(
+    dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, key: tuple | None = None
+) -> tuple[Tensor, Tensor | None]:
     (t, slots), h = places.shape, dy.shape[1]
     dots = torch.empty((t, slots), device=dy.device, dtype=torch.float32)
     drows = None if weights is None else _empty(dy, *rows.shape)
     if t > 0:
-        (dy_rows, dy_stride), (x, stride) = _rows(dy), _rows(rows)
+        (dy_rows, dy_stride), (x, stride), own_places = _rows(dy), _rows(rows), places.contiguous()
+        w = dots if weights is None else _contiguous(weights)
         chunk, warps = row_chunk(h)
+        tensors = dy_rows, x, own_places, dots, w, x if drows is None else drows
+        numbers, constants = (dy_stride, stride, slots), (h, chunk, weights is not None)
         with launch_on(dy, "combine_backward_weights" if weights is None else "combine_backward"):
-            _dots(
-                dy.device.index, (t * slots,),
-                (
-                    dy_rows, x, places.contiguous(), dots, dots if weights is None else _contiguous(weights),
-                    x if drows is None else drows, dy_stride, stride, slots,
-                ),
-                (h, chunk, weights is not None), num_warps=warps,
-            )  # fmt: skip
+            launch = _dots(dy.device.index, (t * slots,), (*tensors, *numbers), constants, num_warps=warps)
+        if drows is not None and dy_rows is dy and x is rows and own_places is places and w is weights:
+            _remember(key, launch, (drows, dots), (*numbers, *constants), (t * slots,))
     return dots, None if drows is None else drows.to(dy.dtype)
