@@ -18,6 +18,7 @@ from .routing_checks import (
     check_choose_backward,
     check_gather,
     check_sort,
+    check_spread,
     check_top_k,
 )
 
@@ -76,6 +77,14 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return order, places.view(index.shape), offsets
+
+
+def spread_rows(x: Tensor, places: Tensor) -> Tensor:
+    """See routing.spread_rows."""
+    check_spread(x, places)
+    rows = torch.empty((places.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
+    rows[places] = x.unsqueeze(1)
+    return rows
 
 
 def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:

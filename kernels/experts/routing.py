@@ -7,6 +7,7 @@ Legend: T tokens, k slots (experts chosen for a token), R rows (one for each tok
                                sum + epsilon, times a factor; choose_backward: dscores
     sort_by_expert             the order of rows by (expert, token, slot), and where each expert's rows begin
     gather_rows                rows[i] = x[token of row i]; its backward is `combine` without weights
+    spread_rows                the same where all rows of the tokens are here: x is read once
     combine                    y[t] = sum over slots s of weights[t, s] * rows[places[t, s]]
     combine_backward_rows      drows[i] = weights[t, s] * dy[t] for the token and slot of row i
     combine_backward_weights   dweights[t, s] = dy[t] . rows[places[t, s]]
@@ -37,12 +38,13 @@ from .routing_checks import (
     check_choose_backward,
     check_gather,
     check_sort,
+    check_spread,
     check_top_k,
 )
 
 __all__ = [
     "choose", "choose_backward", "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights",
-    "gather_rows", "sort_by_expert", "top_k",
+    "gather_rows", "sort_by_expert", "spread_rows", "top_k",
 ]  # fmt: skip
 
 MAX_COUNTED = 512  # experts for which a block of rows is counted at once
@@ -180,6 +182,16 @@ def _gather_kernel(
 
 
 @triton.jit
+def _spread_kernel(x_ptr, places_ptr, rows_ptr, stride, H, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(x_ptr + token * stride + cols, mask=cols < H, other=0.0)
+    for slot in tl.static_range(SLOTS):
+        place = tl.load(places_ptr + token * SLOTS + slot)
+        tl.store(rows_ptr + place * H + cols, x, mask=cols < H)
+
+
+@triton.jit
 def _combine_kernel(
     rows_ptr, weights_ptr, places_ptr, y_ptr, stride, H,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -238,6 +250,7 @@ _choose_backward = Launches(_choose_backward_kernel, enable_fp_fusion=False)
 _count = Launches(_count_kernel, debug=True, sanitize_overflow=False)  # debug keeps the assertion
 _place = Launches(_place_kernel)
 _gather = Launches(_gather_kernel)
+_spread = Launches(_spread_kernel)
 _combine = Launches(_combine_kernel, enable_fp_fusion=False)
 _scale = Launches(_scale_kernel, enable_fp_fusion=False)
 _dots = Launches(_dots_kernel, enable_fp_fusion=False)
@@ -384,23 +397,41 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
     return order, places.view(index.shape), offsets
 
 
-def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
-    """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]. Errors as for `combine`."""
-    key = _key_of(("gather_rows", slots), x, order)
+def spread_rows(x: Tensor, places: Tensor) -> Tensor:
+    """rows [T * k, H] with rows[places[t, s]] = x[t], for x [T, H] of any strides and int64 places [T, k], each row once.
+
+    `gather_rows` of their inverse, where all rows of the tokens are here: x is read once. Errors as for `combine`.
+    """
+    key = _key_of(("spread_rows",), x, places)
     if (known := _find(key)) is not None:
         (rows,) = known.results()
-        known.run(x, order, rows)
+        known.run(x, places, rows)
         return rows
+    check_spread(x, places)
+    (t, slots), h, own, own_places = places.shape, x.shape[1], _contiguous_rows(x), places.contiguous()
+    rows = torch.empty((t * slots, h), device=x.device, dtype=own.dtype)
+    if t > 0:
+        columns, warps = _columns(h)
+        grid, numbers, constants = (t, cdiv(h, columns)), (own.stride(0), h), (slots, columns)
+        with launch_on(x, "spread_rows"):
+            launch = _spread(x.device.index, grid, (own, own_places, rows, *numbers), constants, num_warps=warps)
+        if own is x and own_places is places:
+            _remember(key, launch, (rows,), (*numbers, *constants), grid)
+    return rows.to(x.dtype)
+
+
+def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]. Errors as for `combine`."""
     check_gather(x, order, slots)
-    (r, h), own, own_order = (len(order), x.shape[1]), _contiguous_rows(x), order.contiguous()
+    (r, h), own = (len(order), x.shape[1]), _contiguous_rows(x)
     rows = torch.empty((r, h), device=x.device, dtype=own.dtype)
     if r > 0:
         columns, _ = _columns(h)
-        grid, numbers = (cdiv(r, 8), cdiv(h, columns)), (own.stride(0), r, slots, h)
         with launch_on(x, "gather_rows"):
-            launch = _gather(x.device.index, grid, (own, own_order, rows, *numbers), (8, columns), num_warps=4)
-        if own is x and own_order is order:
-            _remember(key, launch, (rows,), (*numbers, 8, columns), grid)
+            _gather(
+                x.device.index, (cdiv(r, 8), cdiv(h, columns)),
+                (own, order.contiguous(), rows, own.stride(0), r, slots, h), (8, columns), num_warps=4,
+            )  # fmt: skip
     return rows.to(x.dtype)
 
 

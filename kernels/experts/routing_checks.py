@@ -8,6 +8,8 @@ from torch import Tensor
 from ..dtypes import DTYPES
 from ..rowwise.norm_checks import check
 
+MAX_ROWS = 2**31  # offsets are int32
+
 
 def check_top_k(scores: Tensor, k: int) -> None:
     if not isinstance(scores, Tensor):
@@ -97,6 +99,15 @@ def check_gather(x: Tensor, order: Tensor, slots: int) -> None:
     _check_indices("gather_rows", "order", order, "[R]", x, x.shape[0] * slots)
 
 
+def check_spread(x: Tensor, places: Tensor) -> None:
+    check("spread_rows", "x", x, None, x)
+    _check_indices("spread_rows", "places", places, "[T, k]", x, places.numel())
+    if places.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"spread_rows: places has shape {tuple(places.shape)}; allowed: [T, k] with the T of x, {x.shape[0]}"
+        )
+
+
 def check_sort(index: Tensor, experts: int) -> None:
     if index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"sort_by_expert: index has dtype {index.dtype}; allowed: torch.int32 or torch.int64")
@@ -105,3 +116,9 @@ def check_sort(index: Tensor, experts: int) -> None:
             f"sort_by_expert: index has shape {tuple(index.shape)}, for {experts} experts; allowed: [T, k] with k at "
             "least 1, for at least one"
         )
+    check_rows(index.numel())
+
+
+def check_rows(rows: int) -> None:
+    if rows >= MAX_ROWS:
+        raise ValueError(f"experts get {rows} rows on a rank, one for each token and slot; allowed: fewer than 2**31")

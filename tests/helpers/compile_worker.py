@@ -140,6 +140,7 @@ def routes(dtype: torch.dtype) -> None:
     routing.combine(rows, None, places)
     routing.combine_backward_rows(rows[:16], weights, places.view(-1))
     routing.gather_rows(rows, places.view(-1), 4)
+    routing.spread_rows(rows[:16], places)
     routing.sort_by_expert(places, 128)
     chosen = routing.choose(
         scores.float(), scores.float(), weights.shape[1], normalize=True, epsilon=0.0, scale=1.0, out_dtype=dtype

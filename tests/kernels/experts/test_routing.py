@@ -160,6 +160,8 @@ def test_gathered_rows_and_their_gradients(kernels, dtype):
     x, (places, order) = rand(tokens, h, dtype=dtype), routing_of(tokens, slots)
     rows = kernels.gather_rows(x, order, slots)
     assert_bitwise_equal(rows[places], x.unsqueeze(1).expand(-1, slots, -1).contiguous())
+    for view in (x, x.t().contiguous().t()):
+        assert_bitwise_equal(kernels.spread_rows(view, places), rows)
     assert_bitwise_equal(kernels.gather_rows(x.t().contiguous().t()[:, :7], order, slots), rows[:, :7].contiguous())
     drows = rand(tokens * slots, h, dtype=dtype, seed=3)
     ones = torch.ones(tokens, slots, device=DEVICE)
@@ -246,6 +248,11 @@ DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
             "gather_rows: order has values from -1 to 2; allowed: 0 to 3",
             (X, PLACES[:, 0] - 1 + PLACES[0], 1),
         ),
+        (
+            ValueError,
+            "spread_rows: places has shape (2, 2); allowed: [T, k] with the T of x, 4",
+            (X, PLACES),
+        ),
         (TypeError, "sort_by_expert: index has dtype torch.float32; allowed: torch.int32 or torch.int64", (X, 3)),
         (ValueError, "sort_by_expert: index has shape (4,), for 3 experts; allowed: [T, k]", (PLACES.view(-1), 3)),
         (
@@ -276,6 +283,12 @@ def test_what_is_refused(kernels, error, message, args):
         pytest.skip("the host would wait for the values")
     with pytest.raises(error, match=re.escape(message)):
         functools.partial(getattr(kernels, message.partition(":")[0]), *args)()
+
+
+def test_more_rows_than_offsets_can_count(kernels):
+    index = torch.empty(2**30, 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=re.escape("experts get 2147483648 rows on a rank")):
+        kernels.sort_by_expert(index, 8)
 
 
 @pytest.mark.parametrize("tokens, slots, experts", ((30, 8, 12), (5, 1, 3), (1, 3, 3), (0, 4, 9)))
