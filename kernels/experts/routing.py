@@ -3,8 +3,8 @@
 Legend: T tokens, k slots (experts chosen for a token), R rows (one for each token and slot that is here), E experts.
 
     top_k                      the k largest scores of a token, in descending order; equal ones by the lower index
-    choose                     index[t] = the top k of choice[t]; weights[t, s] = scores[t, index[t, s]], maybe over their
-                               sum + epsilon, times a factor; choose_backward: dscores
+    choose                     index[t] = the top k of choice[t], weights[t, s] = scores[t, index[t, s]], maybe over
+                               their sum + epsilon, times a factor; choose_backward: dscores
     sort_by_expert             the order of rows by (expert, token, slot), and where each expert's rows begin
     gather_rows                rows[i] = x[token of row i]; its backward is `combine` without weights
     spread_rows                the same where all rows of the tokens are here: x is read once
@@ -33,9 +33,9 @@ from .routing_checks import (
     check_backward,
     check_backward_rows,
     check_backward_weights,
-    check_combine,
     check_choose,
     check_choose_backward,
+    check_combine,
     check_gather,
     check_sort,
     check_spread,
@@ -317,9 +317,9 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(weights, index, y, total): a token's experts with the k largest of choice [T, E], as `top_k`, and their weights.
 
-    y: float32 [T, k], the chosen of scores [T, E]; with normalize, these divided by total [T], their sum in the order of
-    slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError for
-    another dtype, and ValueError for shapes that differ and as `top_k`.
+    y: float32 [T, k], the chosen of scores [T, E]; with normalize these divided by total [T], their sum in the order of
+    slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError
+    for another dtype, and ValueError for shapes that differ and as `top_k`.
     """
     key = _key_of(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
     if (known := _find(key)) is not None:
@@ -398,7 +398,7 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def spread_rows(x: Tensor, places: Tensor) -> Tensor:
-    """rows [T * k, H] with rows[places[t, s]] = x[t], for x [T, H] of any strides and int64 places [T, k], each row once.
+    """rows [T * k, H] with rows[places[t, s]] = x[t], for x [T, H], any strides, int64 places [T, k], each row once.
 
     `gather_rows` of their inverse, where all rows of the tokens are here: x is read once. Errors as for `combine`.
     """

@@ -140,7 +140,7 @@ def of_mixture(compiled: bool, fullgraph: bool = False) -> dict[str, Any]:
 
 
 def test_a_router_that_normalises_in_place():
-    """Its top-k breaks no graph: with the values as an input of the next graph backward would raise. Experts break it."""
+    """Its top-k breaks no graph: with the values as an input of the next one backward would raise. Experts break it."""
     assert_bitwise_equal(of_mixture(True), of_mixture(False))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="the routing decides how many rows a rank has"):
         of_mixture(True, fullgraph=True)
