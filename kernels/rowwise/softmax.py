@@ -60,7 +60,7 @@ def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _dots_kernel(dy_ptr, y_ptr, dots_ptr, H, CHUNK: tl.constexpr):
+def _sums_of_products_kernel(dy_ptr, y_ptr, dots_ptr, H, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * H
     sums = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, H, CHUNK):
@@ -72,7 +72,7 @@ def _dots_kernel(dy_ptr, y_ptr, dots_ptr, H, CHUNK: tl.constexpr):
 
 @triton.jit
 def _softmax_backward_kernel(dy_ptr, y_ptr, dots_ptr, dx_ptr, H, CHUNK: tl.constexpr):
-    # Not in _dots_kernel, where a dx of 16 bits would give the compiler another order for the sum.
+    # Not in _sums_of_products_kernel, where a dx of 16 bits would give the compiler another order for the sum.
     row = tl.program_id(0).to(tl.int64) * H
     dot = tl.load(dots_ptr + tl.program_id(0))
     for start in range(0, H, CHUNK):
@@ -84,7 +84,7 @@ def _softmax_backward_kernel(dy_ptr, y_ptr, dots_ptr, dx_ptr, H, CHUNK: tl.const
 
 _softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
 _sums = Launches(_sums_kernel, enable_fp_fusion=False)
-_dots = Launches(_dots_kernel, enable_fp_fusion=False)
+_sums_of_products = Launches(_sums_of_products_kernel, enable_fp_fusion=False)
 _softmax_backward = Launches(_softmax_backward_kernel, enable_fp_fusion=False)
 _prepared_sums: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
 _MAX_PREPARED = 4096
@@ -119,7 +119,7 @@ def softmax_backward(dy: Tensor, y: Tensor, *, out_dtype: torch.dtype) -> Tensor
         with launch_on(y, "softmax_backward"):
             chunk, warps = row_chunk(y.shape[1])
             grid, options = (y.shape[0],), dict(num_warps=warps)
-            _dots(y.device.index, grid, (dy, y, dots, y.shape[1]), (chunk,), **options)
+            _sums_of_products(y.device.index, grid, (dy, y, dots, y.shape[1]), (chunk,), **options)
             _softmax_backward(y.device.index, grid, (dy, y, dots, dx, y.shape[1]), (chunk,), **options)
     return dx.to(out_dtype)
 
