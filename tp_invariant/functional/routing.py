@@ -170,6 +170,7 @@ class _Route(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(scores, index, y, total)
         ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)  # of index, in a launch
         ctx.routing, ctx.dtype = routing, logits.dtype
         return weights, index
 

@@ -171,6 +171,30 @@ def test_gathered_rows_and_their_gradients(kernels, dtype):
     assert error <= (torch.finfo(dtype).eps / 2 + slots * 2.0**-23) * exact.norm()
 
 
+def test_calls_of_the_same_layouts(kernels):
+    """What a call remembers is no address and no value."""
+    tokens, slots, h, experts = 6, 3, 50, 7
+    for seed in range(3):
+        x, rows, weights = (rand(*shape, seed=seed) for shape in ((tokens, h), (tokens * slots, h), (tokens, slots)))
+        order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        places = order.argsort().view(tokens, slots)
+        terms = rows[places] * weights.unsqueeze(-1)
+        assert_bitwise_equal(kernels.combine(rows, weights, places), in_slot_order(terms, range(slots)))
+        assert_bitwise_equal(kernels.combine(rows, None, places), in_slot_order(rows[places], range(slots)))
+        assert_bitwise_equal(kernels.spread_rows(x, places), kernels.gather_rows(x, order, slots))
+        drows = (x.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
+        dots = kernels.combine_backward_weights(x, rows, places)
+        assert_bitwise_equal(list(kernels.combine_backward(x, weights, rows, places)), [drows, dots])
+        scores = rand(tokens, experts, seed=seed)
+        found = kernels.choose(
+            scores, scores, slots, normalize=False, epsilon=0.0, scale=2.0, out_dtype=torch.float32
+        )  # fmt: skip
+        values, index = kernels.top_k(scores, slots)
+        assert_bitwise_equal(list(found[:3]), [values * 2, index, values])
+        dscores = kernels.choose_backward(weights, index, values, None, experts=experts, scale=2.0)
+        assert_bitwise_equal(dscores, torch.zeros_like(scores).scatter(1, index, weights * 2))
+
+
 def everything(kernels: ModuleType, rows: Tensor, weights: Tensor, dy: Tensor, places: Tensor) -> list[Tensor]:
     """Each of the first dim T."""
     t, slots = places.shape
