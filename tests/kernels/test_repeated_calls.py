@@ -4,6 +4,7 @@ Launches are recorded instead of made, on CPU tensors, so that the path which GP
 """
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
+from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.launch import Launch
-from tp_invariant.kernels.rowwise import add_norm, norm, rope, torch_gated
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, torch_gated
 
 
 @pytest.fixture
@@ -42,9 +44,10 @@ def launches(monkeypatch):
     monkeypatch.setattr(Launch, "tensor_maps", lambda *args: Maps(*args))
     monkeypatch.setattr(Launch, "descriptor", describe)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm, routing, gated, grouped):
         monkeypatch.setattr(module, "interpreting", lambda: False)
         monkeypatch.setattr(module, "launch_on", lambda *args: contextlib.nullcontext())
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
         module._known.clear()
     yield recorded
     for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
@@ -136,6 +139,59 @@ def test_gated_activations(launches, form):
     for run, more in ((backward, {}), (into_halves, {"dx": torch.zeros(2, 5, 128, dtype=torch.bfloat16)})):
         first, again = twice(run, launches, torch_gated._known, dy=dy, gate=gate, up=up, **more)
         assert first == again
+
+
+def test_gated_activations_of_experts(launches):
+    gate, up, dy = torch.randn(3, 5, 64, dtype=torch.bfloat16).unbind()
+
+    def forward(gate, up):
+        return [gated.gated_forward(gate, up, "silu")]
+
+    def backward(dy, gate, up, dx):
+        gated.gated_backward(dy, gate, up, "silu", out=dx.chunk(2, dim=-1))
+        return [dx]
+
+    first, again = twice(forward, launches, norm._known, gate=gate, up=up)
+    assert first == again
+    dx = torch.zeros(5, 128, dtype=torch.bfloat16)
+    first, again = twice(backward, launches, norm._known, dy=dy, gate=gate, up=up, dx=dx)
+    assert first == again
+
+
+ROUTING = {
+    "combine": lambda rows, weights, places: [routing.combine(rows, weights, places)],
+    "combine without weights": lambda rows, places: [routing.combine(rows, None, places)],
+    "combine_backward": lambda x, weights, rows, places: routing.combine_backward(x, weights, rows, places),
+    "spread_rows": lambda x, places: [routing.spread_rows(x, places)],
+    "choose": lambda scores: routing.choose(
+        scores, scores, 3, normalize=False, epsilon=0.0, scale=1.0, out_dtype=torch.bfloat16
+    ),
+    "choose and normalize": lambda scores, choice: routing.choose(
+        scores, choice, 3, normalize=True, epsilon=0.1, scale=2.0, out_dtype=torch.float32
+    ),
+    "choose_backward": lambda weights, places, y: [
+        routing.choose_backward(weights, places, y, None, experts=9, scale=2.0)
+    ],
+    "choose_backward and normalize": lambda weights, places, y, total: [
+        routing.choose_backward(weights, places, y, total, experts=9, scale=2.0)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_routing(launches, name):
+    given = dict(
+        x=torch.randn(6, 64), rows=torch.randn(18, 64), weights=torch.rand(6, 3), places=torch.arange(18).view(6, 3),
+        scores=torch.rand(6, 9), choice=torch.rand(6, 9), y=torch.rand(6, 3), total=torch.rand(6),
+    )  # fmt: skip
+    code = ROUTING[name].__code__
+    inputs = {key: given[key] for key in code.co_varnames[: code.co_argcount]}
+    first, again = twice(ROUTING[name], launches, norm._known, **inputs)
+    assert first == again and len(first[0]) == 1
+    known = len(norm._known)
+    copied = {key: x.t().contiguous().t() if x.dim() == 2 else x for key, x in inputs.items()}
+    ROUTING[name](**copied)  # which must be copied
+    assert len(norm._known) == known
 
 
 @pytest.mark.parametrize("alone", (False, True))
@@ -270,3 +326,30 @@ def test_products_of_the_same_layouts_elsewhere_in_memory(products, name):
     assert (prepared.of_narrow is not None) == (name == "two descriptors of b")
     product = kept[0][2]
     assert (tuple(product.shape), product.dtype) == (prepared.shape, options.get("out_dtype", torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ("rows", "rows of transposed weights", "rows and a bias", "outer"))
+def test_products_by_expert_of_the_same_layouts_elsewhere_in_memory(launches, monkeypatch, kind):
+    monkeypatch.setattr(grouped_tma, "supports_tma", lambda a, c_stride, out_dtype: True)
+    monkeypatch.setattr(grouped_tma, "multiprocessors_of", lambda index: 132)
+    monkeypatch.setattr(grouped_tma, "_calls", {})
+    monkeypatch.setattr(Launch, "direct", True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index that CPU tensors have
+    found, kept = [], []
+    for counts in ((20, 41, 67), (0, 128, 0), (1, 1, 126)):
+        launches.clear()
+        offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        a, b = new(128, 64), new(128, 96) if kind == "outer" else new(3, 64, 96)
+        b = b.mT.contiguous().mT if "transposed" in kind else b
+        bias = new(3, 96) if "bias" in kind else None
+        if kind == "outer":
+            c = grouped.grouped_outer(a, b, offsets)
+        else:
+            c = grouped.grouped_matmul(a, b, offsets, bias=bias)
+        kept.append((a, b, c, bias, offsets))  # so that no address is used again
+        texts = dict(a=a, b=b, c=c, offsets=offsets, **({} if bias is None else {"bias": bias}))
+        names = {x.data_ptr(): text for text, x in texts.items()}
+        found.append(([tuple(names.get(x, x) for x in one) for one in launches], c.shape, c.stride(), c.dtype))
+        assert len(grouped_tma._calls) == 1
+    assert found[0] == found[1] == found[2] and len(found[0][0]) == 1
+    assert {"a", "b", "c", "offsets"} <= {x for x in found[0][0][0] if isinstance(x, str)}

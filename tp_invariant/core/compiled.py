@@ -55,6 +55,7 @@ def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg=reason)  # what `disable` breaks gives no reason to who asks for no break
                 return torch.compiler.disable(fn, reason=reason)(*args, **kwargs)
             return fn(*args, **kwargs)
 
