@@ -36,6 +36,7 @@ from .tiles import (
     key_phases,
     launch,
     matrix_arguments,
+    matrix_rows,
     pad_heads,
     padded_head_dim,
     problem,
@@ -84,10 +85,10 @@ def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _walk_queries(
-    k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d,
+    k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d,
     at, key, dk, dv, low, high, queries, keys, window, score_factor, factor, inverse_cap,
     BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
         q = q_desc.load([row_q + start, column_q])
@@ -107,9 +108,13 @@ def _walk_queries(
         scores = capped(tl.dot(k, q.T, input_precision="ieee"), inverse_cap, SOFTCAP)
         exponents = scores
         if MATRIX:
-            places = matrix_at[:, None] + query.to(tl.int64)[None, :] * stride_mq
-            there = (key < keys)[:, None] & (query < queries)[None, :]
-            exponents = with_matrix(scores, score_factor, matrix_ptr, places, there, MATRIX)
+            mask_row = mask_ptr
+            if MATRIX_UNIT:
+                of_query = tl.minimum(query, queries - 1) if TAIL else query
+                mask_row = matrix_rows(mask_ptr, of_query.to(tl.int64) * stride_mq, MATRIX_UNIT)[None, :]
+            exponents = with_matrix(
+                scores, score_factor, mask_row, key[:, None], stride_mk, keys, MATRIX, MATRIX_UNIT, True
+            )
             if MATRIX == 2:
                 exponents = biased_exponent(exponents)
         weights = tl.exp2(tl.fma(exponents, factor, -lse[None, :]))
@@ -145,6 +150,7 @@ def _dk_dv_kernel(
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # causal: the first keys have most queries
     kv_head = head // groups
@@ -189,36 +195,38 @@ def _dk_dv_kernel(
     dk = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
-    score_factor, matrix_at = factor, key
+    score_factor, mask_ptr = factor, key
     if MATRIX:
-        matrix_at = key.to(tl.int64) * stride_mk + head.to(tl.int64) * stride_mh + batch.to(tl.int64) * stride_mb
+        mask_ptr = matrix_rows(
+            matrix_ptr, batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh, MATRIX_UNIT
+        )
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
     if CAUSAL:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         whole, clear, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             clear, tl.minimum(high, edge), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         tl.maximum(low, edge), high, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
     )  # fmt: skip
     to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
     tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
@@ -227,11 +235,12 @@ def _dk_dv_kernel(
 
 @triton.jit
 def _walk_keys(
-    q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+    q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
     row_k, column_k, row_v, column_v, position, lse, delta, dq,
     low, high, keys, window, score_factor, factor, inverse_cap,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_GRAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
+    MATRIX_GRAD: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k = k_desc.load([row_k + start, column_k])
@@ -242,9 +251,10 @@ def _walk_keys(
         scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
         exponents = scores
         if MATRIX:
-            there = inside[:, None] & (key < keys)[None, :]
-            at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
-            exponents = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
+            exponents = with_matrix(
+                scores, score_factor, mask_row, tl.multiple_of(key, BLOCK_K)[None, :], stride_mk, keys, MATRIX,
+                MATRIX_UNIT, TAIL,
+            )  # fmt: skip
             if MATRIX == 2:
                 exponents = biased_exponent(exponents)
         weights = tl.exp2(tl.fma(exponents, factor, -lse[:, None]))
@@ -259,6 +269,7 @@ def _walk_keys(
             dbias = weights * (dweights - delta[:, None])  # before the cap's slope
             if MASKED:
                 dbias = tl.where(see, dbias, 0.0)
+            there = inside[:, None] & (key < keys)[None, :]
             tl.store(dmatrix_ptr + dmatrix_at[:, None] + key[None, :], dbias, mask=there)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
     return dq
@@ -280,7 +291,7 @@ def _dq_kernel(
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
-    MATRIX_GRAD: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr, MATRIX_GRAD: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
     tile = tiles - 1 - tile
@@ -312,37 +323,42 @@ def _dq_kernel(
     low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
     dq = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
     edge = keys // BLOCK_K * BLOCK_K  # whole blocks of keys end here
-    score_factor, matrix_at, dmatrix_at = factor, query, at
+    score_factor, mask_row, dmatrix_at = factor, query, at
     if MATRIX:
-        matrix_at = query.to(tl.int64) * stride_mq + head.to(tl.int64) * stride_mh + batch.to(tl.int64) * stride_mb
+        of_head = batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
+        if MATRIX_UNIT:
+            of_query = tl.minimum(query, queries - 1).to(tl.int64) * stride_mq
+            mask_row = matrix_rows(matrix_ptr, of_head + of_query, MATRIX_UNIT)[:, None]
+        else:
+            mask_row = matrix_ptr + of_head
         dmatrix_at = at * tokens_k
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
     if WINDOW:
         dq = _walk_keys(
-            q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+            q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
             row_k, column_k, row_v, column_v, position, lse, delta, dq,
             low, tl.minimum(clear, edge), keys, window, score_factor, factor, inverse_cap,
-            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
         )  # fmt: skip
     dq = _walk_keys(
-        q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+        q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         clear, full, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
     )  # fmt: skip
     if CAUSAL:
         dq = _walk_keys(
-            q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+            q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
             row_k, column_k, row_v, column_v, position, lse, delta, dq,
             full, tl.minimum(high, edge), keys, window, score_factor, factor, inverse_cap,
-            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
         )  # fmt: skip
     dq = _walk_keys(
-        q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+        q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         tl.maximum(low, edge), high, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
     )  # fmt: skip
     dq = dq * scale + 0.0
     to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
@@ -397,6 +413,7 @@ class _Plan(NamedTuple):
     """
 
     index: int | None
+    matrix_unit: int
     delta: Launch
     delta_numbers: tuple
     delta_grid: tuple[int, int, int]
@@ -438,7 +455,9 @@ def _plan(
     room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
     key_tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
     parts = None if groups == 1 else (2, batch, tokens_k, heads, head_dim)
-    constants = (head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix)
+    constants = (
+        head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
+    )  # fmt: skip
     dtypes = q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype
     by_keys = launch(_dk_dv_kernel, index, dtypes, key_tile, constants)
     key_tiles = cdiv(p.longest_k, key_tile.keys)
@@ -455,7 +474,9 @@ def _plan(
 
     tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
     tiles = cdiv(p.longest_q, tile.queries)
-    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, matrix_grad)
+    constants = (
+        head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,
+    )  # fmt: skip
     by_queries = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
     query_numbers = (
         *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), heads, groups, p.sequences, tiles, tokens,
@@ -463,6 +484,7 @@ def _plan(
     )  # fmt: skip
     return _Plan(
         index=index,
+        matrix_unit=p.matrix_unit,
         delta=delta,
         delta_numbers=delta_numbers,
         delta_grid=(cdiv(queries, _DELTA_TILE.queries), 1, 1),
@@ -497,6 +519,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
     dq, dk, dv = (empty_heads(x) for x in (q, k, v))
+    mask = None if mask is None else mask.resolve_neg()
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
     given, key = (q, k, v, dout, out, lse), None
@@ -517,7 +540,7 @@ def _backward(
     if plan.parts is not None:
         parts = torch.empty(plan.parts, dtype=torch.float32, device=q.device).unbind(0)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    matrix, index, run = matrix_arguments(mask), plan.index, plan.by_keys
+    matrix, index, run = matrix_arguments(mask, plan.matrix_unit), plan.index, plan.by_keys
     (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows
     q_args = of_q.descriptor(run, 0, q_matrix, plan.key_block)
     dout_args = of_dout.descriptor(run, 1, dout_matrix, plan.key_block)

@@ -45,6 +45,7 @@ from .tiles import (
     key_phases,
     launch,
     matrix_arguments,
+    matrix_rows,
     pad_heads,
     padded_head_dim,
     problem,
@@ -65,11 +66,12 @@ _MAX_SCRATCH = 2**28  # bytes
 
 @triton.jit
 def _attend(
-    q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+    q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, position,
     before, before_largest, before_total, acc, largest, total,
     low, high, keys, window, score_factor, factor, inverse_cap,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     the current chunk. With FOLDS they are folded into those of the chunks before whenever a new chunk begins.
@@ -91,10 +93,10 @@ def _attend(
                 total = tl.zeros_like(total)
         scores = capped(scores, inverse_cap, SOFTCAP)
         if MATRIX:
-            key = start + tl.arange(0, BLOCK_K)
-            at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
-            there = inside[:, None] & (key < keys)[None, :]
-            scores = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
+            key = tl.multiple_of(start, BLOCK_K) + tl.arange(0, BLOCK_K)
+            scores = with_matrix(
+                scores, score_factor, mask_row, key[None, :], stride_mk, keys, MATRIX, MATRIX_UNIT, MASKED
+            )
         if MASKED:
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -136,7 +138,7 @@ def _forward_kernel(
     HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-    SINKS: tl.constexpr, MATRIX: tl.constexpr,
+    SINKS: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
@@ -176,29 +178,33 @@ def _forward_kernel(
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     before, before_largest, before_total = acc, largest, total
-    score_factor, matrix_at = factor, query
+    score_factor, mask_row = factor, query
     if MATRIX:
-        matrix_at = q_head.to(tl.int64) * stride_mh + query.to(tl.int64) * stride_mq + batch.to(tl.int64) * stride_mb
+        if MATRIX_UNIT == 0 and SHARED == 1:
+            mask_row = matrix_ptr + (batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh)
+        else:
+            of_query = tl.minimum(query, queries - 1).to(tl.int64) * stride_mq + batch.to(tl.int64) * stride_mb
+            mask_row = matrix_rows(matrix_ptr, of_query + q_head.to(tl.int64) * stride_mh, MATRIX_UNIT)[:, None]
         if MATRIX == 2:
             factor = tl.full((), 1.4426950408889634, tl.float32)  # of 2
     if WINDOW:
         before, before_largest, before_total, acc, largest, total = _attend(
-            q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+            q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, position,
             before, before_largest, before_total, acc, largest, total,
             low, clear, keys, window, score_factor, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX,
+            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+        q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, position,
         before, before_largest, before_total, acc, largest, total,
         clear, full, keys, window, score_factor, factor, inverse_cap,
-        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
     )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+        q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, position,
         before, before_largest, before_total, acc, largest, total,
         full, high, keys, window, score_factor, factor, inverse_cap,
-        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX,
+        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT,
     )  # fmt: skip
 
     columns = column + tl.arange(0, V_COLUMNS)
@@ -320,7 +326,7 @@ def _plan(
     overlap = can_overlap(index)
     constants = (
         head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
-        *p.flags, overlap, p.sinks, p.matrix,
+        *p.flags, overlap, p.sinks, p.matrix, p.matrix_unit,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
     merge_constants = (
@@ -429,6 +435,7 @@ def _forward(
     """key: to remember the call by."""
     given = q, k, v
     sinks = None if sinks is None else sinks.resolve_neg()
+    mask = None if mask is None else mask.resolve_neg()
     p, shape, index = problem(q, k, spec, lengths, sinks, mask), q.shape, q.device.index
     out = empty_heads(q)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
@@ -444,7 +451,7 @@ def _forward(
     part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
     run(
         index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
-        cu_q, cu_k, sinks, *(() if own else (*matrix_arguments(mask), part)), *numbers, grid=grid,
+        cu_q, cu_k, sinks, *(() if own else (*matrix_arguments(mask, p.matrix_unit), part)), *numbers, grid=grid,
     )  # fmt: skip
     if key is not None and merge is None and not interpreting() and all(map(is_, (q, k, v), given)):
         if len(_known) >= _MAX_KNOWN:

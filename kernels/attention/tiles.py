@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -115,12 +116,25 @@ def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
-def with_matrix(scores, factor, matrix_ptr, at, there, MATRIX: tl.constexpr):
+def matrix_rows(matrix_ptr, at, UNIT: tl.constexpr):
+    """Pointers to rows of a mask's matrix that begin `at` so many units; see `matrix_unit`."""
+    if UNIT > 1:
+        return tl.multiple_of(matrix_ptr + at * UNIT, UNIT * (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    return matrix_ptr + at
+
+
+@triton.jit
+def with_matrix(scores, factor, row_ptr, key, stride_k, keys, MATRIX: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr):
     """Scores with a mask's matrix: BOOL: -inf where it hides a key; FLOAT: scaled by `factor`, plus its bias.
 
-    Where `there` is False scores are hidden under BOOL and have no bias under FLOAT.
+    row_ptr, key: broadcast to the scores. EDGE: there may be keys past the last, whose scores are then any.
     """
-    given = tl.load(matrix_ptr + at, mask=there, other=0)
+    if UNIT > 1:
+        # the rest of a vector that holds the last key is read too, so that the whole vector has one predicate
+        given = tl.load(row_ptr + key, mask=key // UNIT * UNIT < keys, other=0) if EDGE else tl.load(row_ptr + key)
+    else:
+        at = row_ptr + key.to(tl.int64) * stride_k
+        given = tl.load(at, mask=key < keys, other=0) if EDGE else tl.load(at)
     if MATRIX == 1:
         return tl.where(given != 0, scores, float("-inf"))
     return tl.fma(scores, factor, given.to(tl.float32))
@@ -266,16 +280,30 @@ def launch(
     return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 
-def matrix_arguments(mask: Tensor | None) -> tuple:
-    """A mask [B, Hq, Sq, Sk] and its strides, as the kernels take them.
+def _strides_of_matrix(mask: Tensor) -> list[int]:
+    return [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+
+
+def matrix_unit(mask: Tensor) -> int:
+    """How the kernels read a mask [B, Hq, Sq, Sk]: 0: all queries have the same row; else the largest vector, at most 16
+    bytes, in whose multiples its rows begin, if keys are adjacent, or 1."""
+    *rows, of_key = _strides_of_matrix(mask)
+    if rows[2] == 0:
+        return 0
+    size = mask.element_size()
+    return max(1, math.gcd(_ALIGNMENT, mask.data_ptr(), *(stride * size for stride in rows)) // size) if of_key == 1 else 1
+
+
+def matrix_arguments(mask: Tensor | None, unit: int = 1) -> tuple:
+    """A mask [B, Hq, Sq, Sk] and its strides, those of rows in units, as the kernels take them.
 
     Raises:
         ValueError: a stride that has more than 32 bits.
     """
     if mask is None:
         return (None,) * 5
-    mask = mask.resolve_neg()
-    strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    *rows, of_key = _strides_of_matrix(mask)
+    strides = [*(stride // max(unit, 1) for stride in rows), of_key]
     if max(strides) > _MAX_SIDE:
         raise ValueError(
             f"mask has strides {mask.stride()}: at most {_MAX_SIDE} is allowed; give it a size of 1 where it repeats, "
@@ -298,6 +326,7 @@ class Problem(NamedTuple):
     sinks: bool
     matrix: int  # 0, BOOL or FLOAT: how the kernels read a mask
     matrix_dtype: torch.dtype | None
+    matrix_unit: int  # as `matrix_unit` says
 
     @property
     def exponent(self) -> float:
@@ -336,4 +365,5 @@ def problem(
         sinks is not None,
         matrix,
         None if mask is None else mask.dtype,
+        0 if mask is None else matrix_unit(mask),
     )
