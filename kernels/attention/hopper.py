@@ -167,44 +167,42 @@ def forward_kernel(
     acc = gl.zeros([BLOCK_Q, HEAD_DIM], gl.float32, WIDE)
     largest = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROW)
     total = gl.zeros([BLOCK_Q], gl.float32, ROW)
-    before, before_largest, before_total = acc, largest, total
-    for i in range(0, blocks):
-        start = low + i * BLOCK_K
-        k = _arrived(k_ring, k_full, i, K_BUFFERS)
-        scores = warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False)
-        if (start % CHUNK == 0) & (i > 0):
-            before, before_largest, before_total = _fold(
-                before, before_largest, before_total, acc, largest, total, factor, WIDE
-            )
-            acc = gl.zeros([BLOCK_Q, HEAD_DIM], gl.float32, WIDE)
-            largest = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROW)
-            total = gl.zeros([BLOCK_Q], gl.float32, ROW)
-        scores = _capped(scores, inverse_cap, SOFTCAP)
-        if (start >= full) | (start < clear):
-            key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, NARROW))
-            see = _seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
-            scores = gl.where(see, scores, float("-inf"))
-        new = gl.maximum(largest, gl.max(scores, 1))
-        reference = gl.where(new == float("-inf"), 0.0, new)
-        weights = gl.exp2(gl.fma(scores, factor, -(reference * factor)[:, None]))
-        decay = gl.exp2((largest - reference) * factor)
-        total = gl.fma(total, decay, gl.sum(weights, 1))
-        largest = new
-        weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, WIDE, 2))
-        v = _arrived(v_ring, v_full, i, V_BUFFERS)
-        if start + BLOCK_K > keys:
-            _clear_rows(v, keys - start, BLOCK_K, LOADED)
-        acc = warpgroup_mma(weights, v, acc * _along(decay, WIDE))
-        ahead = i + K_BUFFERS
-        _load(k_desc, row_k + ahead * BLOCK_K, column_k, k_ring, k_full, ahead, ahead < blocks, K_BUFFERS, BYTES)
-        ahead = i + V_BUFFERS
-        _load(v_desc, row_v + ahead * BLOCK_K, column_v, v_ring, v_full, ahead, ahead < blocks, V_BUFFERS, BYTES)
+    # A loop of its own for each chunk: registers that are not used in it may be spilled around it.
+    for chunk in range(low // CHUNK, (high + CHUNK - 1) // CHUNK):
+        before, before_largest, before_total = acc, largest, total
+        acc = gl.zeros([BLOCK_Q, HEAD_DIM], gl.float32, WIDE)
+        largest = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([BLOCK_Q], gl.float32, ROW)
+        for start in range(gl.maximum(low, chunk * CHUNK), gl.minimum(high, chunk * CHUNK + CHUNK), BLOCK_K):
+            i = (start - low) // BLOCK_K
+            k = _arrived(k_ring, k_full, i, K_BUFFERS)
+            scores = warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False)
+            scores = _capped(scores, inverse_cap, SOFTCAP)
+            if (start >= full) | (start < clear):
+                key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, NARROW))
+                see = _seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+                scores = gl.where(see, scores, float("-inf"))
+            new = gl.maximum(largest, gl.max(scores, 1))
+            reference = gl.where(new == float("-inf"), 0.0, new)
+            weights = gl.exp2(gl.fma(scores, factor, -(reference * factor)[:, None]))
+            decay = gl.exp2((largest - reference) * factor)
+            total = gl.fma(total, decay, gl.sum(weights, 1))
+            largest = new
+            weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, WIDE, 2))
+            v = _arrived(v_ring, v_full, i, V_BUFFERS)
+            if start + BLOCK_K > keys:
+                _clear_rows(v, keys - start, BLOCK_K, LOADED)
+            acc = warpgroup_mma(weights, v, acc * _along(decay, WIDE))
+            ahead = i + K_BUFFERS
+            _load(k_desc, row_k + ahead * BLOCK_K, column_k, k_ring, k_full, ahead, ahead < blocks, K_BUFFERS, BYTES)
+            ahead = i + V_BUFFERS
+            _load(v_desc, row_v + ahead * BLOCK_K, column_v, v_ring, v_full, ahead, ahead < blocks, V_BUFFERS, BYTES)
+        acc, largest, total = _fold(before, before_largest, before_total, acc, largest, total, factor, WIDE)
     for s in gl.static_range(K_BUFFERS):
         mbarrier.invalidate(k_full.index(s))
     for s in gl.static_range(V_BUFFERS):
         mbarrier.invalidate(v_full.index(s))
 
-    acc, largest, total = _fold(before, before_largest, before_total, acc, largest, total, factor, WIDE)
     if SINKS:  # merge.with_sinks
         sink = gl.load(sinks_ptr + head) * 1.4426950408889634
         largest = largest * factor
