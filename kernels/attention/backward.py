@@ -42,8 +42,10 @@ from .tiles import (
     problem,
     seen,
     sequence,
+    taken_head_dim,
     tile_for,
     tile_of,
+    load_tokens,
     unit_strides,
     with_matrix,
 )
@@ -60,7 +62,7 @@ _SUM_TILE = Tile(1024, 0, 4, 1)  # elements for each program of the sum over que
 def _delta_kernel(
     out_ptr, dout_ptr, delta_ptr, rows, heads, tokens,
     stride_ob, stride_oh, stride_os, stride_db, stride_dh, stride_ds,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = the sum of out * dout over a row, which the softmax's backward subtracts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -69,8 +71,9 @@ def _delta_kernel(
     batch, head, token = row // tokens // heads, row // tokens % heads, row % tokens
     o_at = batch * stride_ob + head * stride_oh + token * stride_os
     d_at = batch * stride_db + head * stride_dh + token * stride_ds
-    out = tl.load(out_ptr + o_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    out = tl.load(out_ptr + o_at[:, None] * UNIT + size[None, :], mask=there, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=there, other=0.0).to(tl.float32)
     tl.store(delta_ptr + row, tl.sum(out * dout, 1), mask=inside)
 
 
@@ -89,10 +92,11 @@ def _walk_queries(
     at, key, dk, dv, low, high, queries, keys, window, score_factor, factor, inverse_cap,
     BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
+    CLIPPED: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
-        q = q_desc.load([row_q + start, column_q])
-        dout = dout_desc.load([row_d + start, column_d])
+        q = load_tokens(q_desc, row_q + start, column_q, 0, BLOCK_Q, k.shape[1], CLIPPED)
+        dout = load_tokens(dout_desc, row_d + start, column_d, 0, BLOCK_Q, k.shape[1], CLIPPED)
         query = start + tl.arange(0, BLOCK_Q)
         if TAIL:
             # rows past the last query belong to other sequences or heads: 0 times Inf would be NaN
@@ -109,7 +113,7 @@ def _walk_queries(
         exponents = scores
         if MATRIX:
             mask_row = mask_ptr
-            if MATRIX_UNIT:
+            if MATRIX_UNIT >= 0:
                 of_query = tl.minimum(query, queries - 1) if TAIL else query
                 mask_row = matrix_rows(mask_ptr, of_query.to(tl.int64) * stride_mq, MATRIX_UNIT)[None, :]
             exponents = with_matrix(
@@ -148,7 +152,8 @@ def _dk_dv_kernel(
     row_qb, row_qh, col_qb, col_qh, row_db, row_dh, col_db, col_dh,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, heads, groups, sequences, tiles,
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
     MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -167,8 +172,9 @@ def _dk_dv_kernel(
     token = (start_k + key).to(tl.int64)
     k_at = batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + token * stride_ks
     v_at = batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs
-    k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
-    v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
+    v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
 
     # Query i is at position keys - queries + i. Queries low .. high see some of these keys, whole .. clear see all.
     offset = keys - queries
@@ -207,30 +213,30 @@ def _dk_dv_kernel(
             k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
         )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         whole, clear, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
+        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _walk_queries(
             k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             clear, tl.minimum(high, edge), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
         )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         tl.maximum(low, edge), high, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
+        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
     )  # fmt: skip
-    to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
-    tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+    to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * SIZE + size[None, :]
+    tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=there)
+    tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -240,11 +246,11 @@ def _walk_keys(
     low, high, keys, window, score_factor, factor, inverse_cap,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
-    MATRIX_GRAD: tl.constexpr,
+    MATRIX_GRAD: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
-        k = k_desc.load([row_k + start, column_k])
-        v = v_desc.load([row_v + start, column_v])
+        k = load_tokens(k_desc, row_k + start, column_k, 0, BLOCK_K, q.shape[1], CLIPPED)
+        v = load_tokens(v_desc, row_v + start, column_v, 0, BLOCK_K, q.shape[1], CLIPPED)
         key = start + tl.arange(0, BLOCK_K)
         if TAIL:
             k = tl.where((key < keys)[:, None], k, 0.0)  # as in _walk_queries
@@ -289,7 +295,8 @@ def _dq_kernel(
     row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, stride_db, stride_dh, stride_ds, heads, groups, sequences, tiles,
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
     MATRIX_UNIT: tl.constexpr, MATRIX_GRAD: tl.constexpr,
 ):  # fmt: skip
@@ -307,8 +314,9 @@ def _dq_kernel(
     token = (start_q + query).to(tl.int64)
     q_at = batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + token * stride_qs
     d_at = batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh + token * stride_ds
-    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
-    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
     at = (batch * heads + head).to(tl.int64) * tokens_q + token
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
     delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
@@ -326,11 +334,11 @@ def _dq_kernel(
     score_factor, mask_row, dmatrix_at = factor, query, at
     if MATRIX:
         of_head = batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
-        if MATRIX_UNIT:
+        if MATRIX_UNIT >= 0:
             of_query = tl.minimum(query, queries - 1).to(tl.int64) * stride_mq
             mask_row = matrix_rows(matrix_ptr, of_head + of_query, MATRIX_UNIT)[:, None]
         else:
-            mask_row = matrix_ptr + of_head
+            mask_row = matrix_rows(matrix_ptr, of_head, MATRIX_UNIT)
         dmatrix_at = at * tokens_k
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
@@ -340,12 +348,14 @@ def _dq_kernel(
             row_k, column_k, row_v, column_v, position, lse, delta, dq,
             low, tl.minimum(clear, edge), keys, window, score_factor, factor, inverse_cap,
             BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+            SIZE != HEAD_DIM,
         )  # fmt: skip
     dq = _walk_keys(
         q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         clear, full, keys, window, score_factor, factor, inverse_cap,
         BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+            SIZE != HEAD_DIM,
     )  # fmt: skip
     if CAUSAL:
         dq = _walk_keys(
@@ -353,30 +363,34 @@ def _dq_kernel(
             row_k, column_k, row_v, column_v, position, lse, delta, dq,
             full, tl.minimum(high, edge), keys, window, score_factor, factor, inverse_cap,
             BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+            SIZE != HEAD_DIM,
         )  # fmt: skip
     dq = _walk_keys(
         q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         tl.maximum(low, edge), high, keys, window, score_factor, factor, inverse_cap,
         BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+            SIZE != HEAD_DIM,
     )  # fmt: skip
     dq = dq * scale + 0.0
-    to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
-    tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * SIZE + size[None, :]
+    tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
-def _sum_heads_kernel(parts_ptr, out_ptr, rows, groups, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
-    """parts [rows, groups, HEAD_DIM] fp32 -> out [rows, HEAD_DIM], added in order, rounded once."""
+def _sum_heads_kernel(
+    parts_ptr, out_ptr, rows, groups, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
+):
+    """parts [rows, groups, SIZE] fp32 -> out [rows, SIZE], added in order, rounded once."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = tl.arange(0, HEAD_DIM)
-    inside = (row < rows)[:, None]
-    part_ptr = parts_ptr + (row * groups * HEAD_DIM)[:, None] + size[None, :]
+    inside = (row < rows)[:, None] if SIZE == HEAD_DIM else (row < rows)[:, None] & (size < SIZE)[None, :]
+    part_ptr = parts_ptr + (row * groups * SIZE)[:, None] + size[None, :]
     total = tl.load(part_ptr, mask=inside, other=0.0)
     for _ in range(1, groups):
-        part_ptr += HEAD_DIM
+        part_ptr += SIZE
         total += tl.load(part_ptr, mask=inside, other=0.0)
-    tl.store(out_ptr + (row * HEAD_DIM)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + (row * SIZE)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def backward(
@@ -394,12 +408,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     head_dim = q.shape[3]
-    padded = padded_head_dim(head_dim)
+    taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention backward"):
         dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
-        padded_tensors = (pad_heads(x, padded) for x in (dout, q, k, v, out))
-        *grads, delta = _backward(*padded_tensors, lse, spec, lengths, mask, dmask)
-    if padded != head_dim:
+        given = (pad_heads(x, taken) for x in (dout, q, k, v, out))
+        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask)
+    if taken != head_dim:
         grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
     dq, dk, dv = grads
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
@@ -442,21 +456,22 @@ def _plan(
     p: Problem, matrix_grad: bool,
 ) -> _Plan:  # fmt: skip
     """rows: of q, k, v and dout."""
-    batch, heads, tokens, head_dim = q.shape
+    batch, heads, tokens, size = q.shape
+    head_dim = padded_head_dim(size)
     kv_heads, tokens_k = k.shape[1:3]
     groups = heads // kv_heads
     index, unit = q.device.index, 16 // q.element_size()
     queries = batch * heads * tokens
-    constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
+    constants: tuple = (size, head_dim, _DELTA_TILE.queries, unit)
     delta = launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)
     delta_numbers = queries, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants
     of_q, of_k, of_v, of_dout = rows
 
     room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
     key_tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
-    parts = None if groups == 1 else (2, batch, tokens_k, heads, head_dim)
+    parts = None if groups == 1 else (2, batch, tokens_k, heads, size)
     constants = (
-        head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
+        size, head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
     )  # fmt: skip
     dtypes = q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype
     by_keys = launch(_dk_dv_kernel, index, dtypes, key_tile, constants)
@@ -467,15 +482,15 @@ def _plan(
     )  # fmt: skip
 
     total, totals = None, batch * tokens_k * kv_heads
-    constants = (head_dim, max(1, _SUM_TILE.queries // head_dim))
+    constants = (size, head_dim, max(1, _SUM_TILE.queries // head_dim))
     if parts is not None:
         total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
-    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[1]), 1, 1)
+    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 1, 1)
 
     tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
     tiles = cdiv(p.longest_q, tile.queries)
     constants = (
-        head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,
+        size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,
     )  # fmt: skip
     by_queries = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
     query_numbers = (

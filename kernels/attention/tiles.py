@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..launch import Launch
 from .spec import LOG2_E, AttentionSpec, PackedLengths
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # other sizes are padded with zeros to the next of these
+HEAD_DIMS = (16, 32, 64, 128, 256)  # the kernels take other sizes as the next of these, with zeros behind
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 BOOL, FLOAT = 1, 2  # a kernel's MATRIX
@@ -90,6 +90,15 @@ def tile_of(program, tiles, heads, sequences):
 
 
 @triton.jit
+def load_tokens(desc, row, column, offset, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CLIPPED: tl.constexpr):
+    """BLOCK rows from `row` on and the head's columns from `offset` on, of a descriptor that `Rows` describes."""
+    if CLIPPED:
+        return tl.reshape(desc.load([row, column, offset]), (BLOCK, COLUMNS))
+    else:  # noqa: RET505 - this is compiled too without it
+        return desc.load([row, column + offset])
+
+
+@triton.jit
 def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
     """With a softcap tanh(scores * inverse_cap), else scores; the exponent's factor multiplies by the cap."""
     if SOFTCAP:
@@ -117,10 +126,12 @@ def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def matrix_rows(matrix_ptr, at, UNIT: tl.constexpr):
-    """Pointers to rows of a mask's matrix that begin `at` so many units; see `matrix_unit`."""
-    if UNIT > 1:
-        return tl.multiple_of(matrix_ptr + at * UNIT, UNIT * (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    return matrix_ptr + at
+    """Pointers to rows of a mask's matrix, `at` so many units from its first element; see `matrix_unit`."""
+    if UNIT > 1 or UNIT < -1:
+        SIZE: tl.constexpr = UNIT if UNIT > 0 else -UNIT
+        return tl.multiple_of(matrix_ptr + at * SIZE, SIZE * (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    else:  # noqa: RET505 - without it this is compiled, too
+        return matrix_ptr + at
 
 
 @triton.jit
@@ -129,9 +140,10 @@ def with_matrix(scores, factor, row_ptr, key, stride_k, keys, MATRIX: tl.constex
 
     row_ptr, key: broadcast to the scores. EDGE: there may be keys past the last, whose scores are then any.
     """
-    if UNIT > 1:
+    if UNIT != 0:
+        SIZE: tl.constexpr = UNIT if UNIT > 0 else -UNIT
         # the rest of a vector that holds the last key is read too, so that the whole vector has one predicate
-        given = tl.load(row_ptr + key, mask=key // UNIT * UNIT < keys, other=0) if EDGE else tl.load(row_ptr + key)
+        given = tl.load(row_ptr + key, mask=key // SIZE * SIZE < keys, other=0) if EDGE else tl.load(row_ptr + key)
     else:
         at = row_ptr + key.to(tl.int64) * stride_k
         given = tl.load(at, mask=key < keys, other=0) if EDGE else tl.load(at)
@@ -179,17 +191,21 @@ def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.conste
 
 class Rows(NamedTuple):
     """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) is in row b * row_batch + h *
-    row_head + s and column b * column_batch + h * column_head + d."""
+    row_head + s and column b * column_batch + h * column_head + d.
 
-    shape: tuple[int, int]
-    strides: tuple[int, int]
+    If D is no head size of the kernels, the matrix has three dimensions, the last of size D, so that TMA gives zeros
+    for columns past it: d is then the place in the last one, and the rest of the column that in the middle one.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     row_batch: int
     row_head: int
     column_batch: int
     column_head: int
 
     def descriptor(self, run: Launch, position: int, x: Tensor, block: tuple[int, int]) -> tuple:
-        return run.descriptor(position, x, block, self.shape, self.strides)
+        return run.descriptor(position, x, block if len(self.shape) == 2 else (block[0], 1, block[1]), *self[:2])
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -225,14 +241,22 @@ def unit_strides(x: Tensor) -> tuple[int, int, int]:
 def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     batch, heads, tokens, size = shape
     stride_b, stride_h, stride_s, _ = strides
+    clipped = size not in HEAD_DIMS
     if strides == (heads * tokens * size, tokens * size, size, 1):
-        return Rows((batch * heads * tokens, size), (size, 1), heads * tokens, tokens, 0, 0)
+        middle = (1,) * clipped
+        return Rows(
+            (batch * heads * tokens, *middle, size), (size, *(size * x for x in middle), 1), heads * tokens, tokens, 0, 0
+        )
     if tokens > 1 and stride_s >= size:
         row_b, column_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
         row_h, column_h = divmod(stride_h, stride_s) if heads > 1 else (0, 0)
         rows = (batch - 1) * row_b + (heads - 1) * row_h + tokens
         columns = (batch - 1) * column_b + (heads - 1) * column_h + size
         if columns <= stride_s and rows <= _MAX_SIDE:
+            if clipped:
+                step = math.gcd(column_b, column_h) or size
+                sides = rows, (columns - size) // step + 1, size
+                return Rows(sides, (stride_s, step, 1), row_b, row_h, column_b // step, column_h // step)
             return Rows((rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
     return None
 
@@ -257,6 +281,12 @@ def padded_head_dim(head_dim: int) -> int:
         if head_dim <= size:
             return size
     raise ValueError(f"head_dim={head_dim} is more than the attention kernel supports: at most {HEAD_DIMS[-1]}")
+
+
+def taken_head_dim(head_dim: int, dtype: torch.dtype) -> int:
+    """The head size that tensors must have: head_dim if its rows can begin at multiples of 16 bytes, else the kernels'."""
+    padded = padded_head_dim(head_dim)
+    return head_dim if head_dim * dtype.itemsize % _ALIGNMENT == 0 else padded
 
 
 def pad_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -285,13 +315,14 @@ def _strides_of_matrix(mask: Tensor) -> list[int]:
 
 
 def matrix_unit(mask: Tensor) -> int:
-    """How the kernels read a mask [B, Hq, Sq, Sk]: 0: all queries have the same row; else the largest vector, at most 16
-    bytes, in whose multiples its rows begin, if keys are adjacent, or 1."""
+    """How the kernels read a mask [B, Hq, Sq, Sk]: 0 if keys are not adjacent, else the largest vector, at most 16 bytes,
+    in whose multiples all rows begin, in elements; negative if all queries of a head have the same row."""
     *rows, of_key = _strides_of_matrix(mask)
-    if rows[2] == 0:
+    if of_key != 1:
         return 0
     size = mask.element_size()
-    return max(1, math.gcd(_ALIGNMENT, mask.data_ptr(), *(stride * size for stride in rows)) // size) if of_key == 1 else 1
+    unit = max(1, math.gcd(_ALIGNMENT, mask.data_ptr(), *(stride * size for stride in rows)) // size)
+    return unit if rows[2] else -unit
 
 
 def matrix_arguments(mask: Tensor | None, unit: int = 1) -> tuple:
@@ -303,7 +334,7 @@ def matrix_arguments(mask: Tensor | None, unit: int = 1) -> tuple:
     if mask is None:
         return (None,) * 5
     *rows, of_key = _strides_of_matrix(mask)
-    strides = [*(stride // max(unit, 1) for stride in rows), of_key]
+    strides = [*(stride // max(abs(unit), 1) for stride in rows), of_key]
     if max(strides) > _MAX_SIDE:
         raise ValueError(
             f"mask has strides {mask.stride()}: at most {_MAX_SIDE} is allowed; give it a size of 1 where it repeats, "
