@@ -35,6 +35,7 @@ from .tiles import (
     has_room,
     key_phases,
     launch,
+    load_tokens,
     matrix_arguments,
     matrix_rows,
     pad_heads,
@@ -45,7 +46,6 @@ from .tiles import (
     taken_head_dim,
     tile_for,
     tile_of,
-    load_tokens,
     unit_strides,
     with_matrix,
 )
@@ -203,9 +203,7 @@ def _dk_dv_kernel(
     edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
     score_factor, mask_ptr = factor, key
     if MATRIX:
-        mask_ptr = matrix_rows(
-            matrix_ptr, batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh, MATRIX_UNIT
-        )
+        mask_ptr = matrix_rows(matrix_ptr, batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh, MATRIX_UNIT)
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
     if CAUSAL:
@@ -378,9 +376,7 @@ def _dq_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
-def _sum_heads_kernel(
-    parts_ptr, out_ptr, rows, groups, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
-):
+def _sum_heads_kernel(parts_ptr, out_ptr, rows, groups, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
     """parts [rows, groups, SIZE] fp32 -> out [rows, SIZE], added in order, rounded once."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = tl.arange(0, HEAD_DIM)

@@ -44,6 +44,7 @@ from .tiles import (
     has_room,
     key_phases,
     launch,
+    load_tokens,
     matrix_arguments,
     matrix_rows,
     pad_heads,
@@ -54,7 +55,6 @@ from .tiles import (
     taken_head_dim,
     tile_for,
     tile_of,
-    load_tokens,
     unit_strides,
     with_matrix,
 )
@@ -137,8 +137,8 @@ def _forward_kernel(
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
     chunks, part_rows, places,
-    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
     SINKS: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -316,8 +316,9 @@ def _plan(
             p.matrix,
             p.matrix_unit,
         )
+        dtypes = dtype, p.matrix_dtype
         return _Plan(
-            run=launch(hopper.forward_kernel, index, (dtype, p.matrix_dtype), tile, constants, False, hopper.descriptor),
+            run=launch(hopper.forward_kernel, index, dtypes, tile, constants, False, hopper.descriptor),
             k_block=(tile.keys, head_dim),
             v_block=(tile.keys, head_dim),
             numbers=(

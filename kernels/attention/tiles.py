@@ -94,7 +94,7 @@ def load_tokens(desc, row, column, offset, BLOCK: tl.constexpr, COLUMNS: tl.cons
     """BLOCK rows from `row` on and the head's columns from `offset` on, of a descriptor that `Rows` describes."""
     if CLIPPED:
         return tl.reshape(desc.load([row, column, offset]), (BLOCK, COLUMNS))
-    else:  # noqa: RET505 - this is compiled too without it
+    else:
         return desc.load([row, column + offset])
 
 
@@ -130,12 +130,14 @@ def matrix_rows(matrix_ptr, at, UNIT: tl.constexpr):
     if UNIT > 1 or UNIT < -1:
         SIZE: tl.constexpr = UNIT if UNIT > 0 else -UNIT
         return tl.multiple_of(matrix_ptr + at * SIZE, SIZE * (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    else:  # noqa: RET505 - without it this is compiled, too
+    else:
         return matrix_ptr + at
 
 
 @triton.jit
-def with_matrix(scores, factor, row_ptr, key, stride_k, keys, MATRIX: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr):
+def with_matrix(
+    scores, factor, row_ptr, key, stride_k, keys, MATRIX: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr
+):
     """Scores with a mask's matrix: BOOL: -inf where it hides a key; FLOAT: scaled by `factor`, plus its bias.
 
     row_ptr, key: broadcast to the scores. EDGE: there may be keys past the last, whose scores are then any.
@@ -245,7 +247,12 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     if strides == (heads * tokens * size, tokens * size, size, 1):
         middle = (1,) * clipped
         return Rows(
-            (batch * heads * tokens, *middle, size), (size, *(size * x for x in middle), 1), heads * tokens, tokens, 0, 0
+            (batch * heads * tokens, *middle, size),
+            (size, *(size * x for x in middle), 1),
+            heads * tokens,
+            tokens,
+            0,
+            0,
         )
     if tokens > 1 and stride_s >= size:
         row_b, column_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
@@ -284,7 +291,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def taken_head_dim(head_dim: int, dtype: torch.dtype) -> int:
-    """The head size that tensors must have: head_dim if its rows can begin at multiples of 16 bytes, else the kernels'."""
+    """The head size that tensors must have: head_dim if rows can begin at multiples of 16 bytes, else the kernels'."""
     padded = padded_head_dim(head_dim)
     return head_dim if head_dim * dtype.itemsize % _ALIGNMENT == 0 else padded
 
@@ -315,8 +322,8 @@ def _strides_of_matrix(mask: Tensor) -> list[int]:
 
 
 def matrix_unit(mask: Tensor) -> int:
-    """How the kernels read a mask [B, Hq, Sq, Sk]: 0 if keys are not adjacent, else the largest vector, at most 16 bytes,
-    in whose multiples all rows begin, in elements; negative if all queries of a head have the same row."""
+    """How the kernels read a mask [B, Hq, Sq, Sk]: 0 if keys are not adjacent, else the elements of the largest vector,
+    of at most 16 bytes, in whose multiples all rows begin; negative if all queries of a head have one row."""
     *rows, of_key = _strides_of_matrix(mask)
     if of_key != 1:
         return 0
