@@ -88,7 +88,7 @@ def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _walk_queries(
-    k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d,
+    k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d, column_d,
     at, key, dk, dv, low, high, queries, keys, window, score_factor, factor, inverse_cap,
     BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
@@ -98,16 +98,13 @@ def _walk_queries(
         q = load_tokens(q_desc, row_q + start, column_q, 0, BLOCK_Q, k.shape[1], CLIPPED)
         dout = load_tokens(dout_desc, row_d + start, column_d, 0, BLOCK_Q, k.shape[1], CLIPPED)
         query = start + tl.arange(0, BLOCK_Q)
+        lse = lse_desc.load([at + start])
+        delta = delta_desc.load([at + start])
         if TAIL:
             # rows past the last query belong to other sequences or heads: 0 times Inf would be NaN
             inside = query < queries
             q = tl.where(inside[:, None], q, 0.0)
             dout = tl.where(inside[:, None], dout, 0.0)
-            lse = tl.load(lse_ptr + at + query, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + at + query, mask=inside, other=0.0)
-        else:
-            lse = tl.load(lse_ptr + at + query)
-            delta = tl.load(delta_ptr + at + query)
         # transposed, so that weights and their gradients are first operands of the products that follow
         scores = capped(tl.dot(k, q.T, input_precision="ieee"), inverse_cap, SOFTCAP)
         exponents = scores
@@ -147,7 +144,7 @@ def _walk_queries(
     ]
 )  # fmt: skip
 def _dk_dv_kernel(
-    q_desc, dout_desc, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_desc, dout_desc, lse_desc, delta_desc, k_ptr, v_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     row_qb, row_qh, col_qb, col_qh, row_db, row_dh, col_db, col_dh,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, heads, groups, sequences, tiles,
@@ -197,7 +194,7 @@ def _dk_dv_kernel(
     row_d = batch * row_db + head * row_dh + start_q
     column_q = batch * col_qb + head * col_qh
     column_d = batch * col_db + head * col_dh
-    at = (batch * heads + head).to(tl.int64) * tokens_q + start_q
+    at = (batch * heads + head) * tokens_q + start_q
     dk = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
@@ -208,26 +205,26 @@ def _dk_dv_kernel(
             factor = tl.full((), 1.0, tl.float32)
     if CAUSAL:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, score_factor, factor, inverse_cap,
             BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         whole, clear, queries, keys, window, score_factor, factor, inverse_cap,
         BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             clear, tl.minimum(high, edge), queries, keys, window, score_factor, factor, inverse_cap,
             BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         tl.maximum(low, edge), high, queries, keys, window, score_factor, factor, inverse_cap,
         BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
@@ -555,6 +552,10 @@ def _backward(
     (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows
     q_args = of_q.descriptor(run, 0, q_matrix, plan.key_block)
     dout_args = of_dout.descriptor(run, 1, dout_matrix, plan.key_block)
+    # read by TMA too, since each thread would otherwise load all of a block's
+    lse_args, delta_args = (
+        run.descriptor(place, x, plan.key_block[:1], (lse.numel(),), (1,)) for place, x in ((2, lse), (3, delta))
+    )
     k_args = of_k.descriptor(plan.by_queries, 0, k_matrix, plan.query_block)
     v_args = of_v.descriptor(plan.by_queries, 1, v_matrix, plan.query_block)
     at: list[Any] = [q, k, v, dout, out, lse, delta, dq, dk, dv, *parts]
@@ -563,7 +564,7 @@ def _backward(
     at_q, at_k, at_v, at_dout, at_out, at_lse, at_delta, at_dq, at_dk, at_dv, *at_parts = at
     plan.delta(index, at_out, at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
     run(
-        index, *q_args, *dout_args, at_k, at_v, at_lse, at_delta, *at_parts, cu_q, cu_k, *matrix, *plan.key_numbers,
+        index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix, *plan.key_numbers,
         grid=plan.key_grid,
     )  # fmt: skip
     if plan.total is not None:
