@@ -175,7 +175,7 @@ def _dk_dv_kernel(
 
     # Query i is at position keys - queries + i. Queries low .. high see some of these keys, whole .. clear see all.
     offset = keys - queries
-    low = tl.full((), 0, tl.int32)
+    low = tl.minimum(queries, 0)  # 0, which the compiler does not know
     high = queries
     whole = low
     clear = queries
@@ -203,7 +203,9 @@ def _dk_dv_kernel(
         mask_ptr = matrix_rows(matrix_ptr, batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh, MATRIX_UNIT)
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
-    if CAUSAL:
+    # Not causal: no iteration. Without this loop ptxas serialises the products of the next one if there is a mask
+    # (its remark C7515), since their sums begin as constants.
+    if CAUSAL or MATRIX:
         dk, dv = _walk_queries(
             k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
@@ -461,7 +463,7 @@ def _plan(
     of_q, of_k, of_v, of_dout = rows
 
     room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
-    key_tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
+    key_tile = backward_key_tile(head_dim, q.dtype, p.flags[0], room)
     parts = None if groups == 1 else (2, batch, tokens_k, heads, size)
     constants = (
         size, head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
@@ -480,7 +482,8 @@ def _plan(
         total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
     total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 1, 1)
 
-    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
+    partly = p.flags[1] or p.matrix > 0
+    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, partly, room), index)
     tiles = cdiv(p.longest_q, tile.queries)
     constants = (
         size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,

@@ -299,8 +299,7 @@ def _plan(
     if not split and _has_own_kernel(index, head_dim, dtype):
         from . import hopper
 
-        of_64 = cdiv(p.longest_q, 64) * heads * p.sequences
-        tile, buffers = hopper.own_tile(tile, head_dim, of_64, _multiprocessors(index), p.matrix > 0)
+        tile, buffers, registers = hopper.own_tile(tile, head_dim, p.matrix > 0)
         tiles = cdiv(p.longest_q, tile.queries)
         programs = tiles * heads * p.sequences
         constants: tuple = (
@@ -318,7 +317,7 @@ def _plan(
         )
         dtypes = dtype, p.matrix_dtype
         return _Plan(
-            run=launch(hopper.forward_kernel, index, dtypes, tile, constants, False, hopper.descriptor),
+            run=launch(hopper.forward_kernel, index, dtypes, tile, constants, False, hopper.descriptor, registers),
             k_block=(tile.keys, head_dim),
             v_block=(tile.keys, head_dim),
             numbers=(

@@ -4,7 +4,8 @@ The pipeline is written by hand because the compiler's buffers as many blocks of
 a block only one program then fits on a multiprocessor. Two blocks of keys and one of values let two programs fit, so
 that one runs while the other waits. The products of one program hardly overlap with the softmax of the other (measured:
 their times add), so speed depends on the number of instructions per key: large blocks and a short loop. For heads of
-256 one accumulator takes half of a thread's registers, and blocks are half as large.
+256 one accumulator takes half of a thread's registers, and blocks are half as large. What earlier chunks gave takes as
+many registers again, and is spilled: once for each chunk, since a chunk's blocks have a loop of their own.
 
 Imported by the first call that needs it, because Gluon has no interpreter.
 """
@@ -24,19 +25,19 @@ from . import tiles as tiles_of_triton
 
 
 def own_tile(
-    tile: tiles_of_triton.Tile, head_dim: int, programs: int, multiprocessors: int, masked: bool = False
-) -> tuple[tiles_of_triton.Tile, tuple[int, int]]:
-    """This kernel's tile, with as many keys as forward.py's `tile`, which are part of the bits; and how many blocks of
-    keys and of values are in shared memory.
+    tile: tiles_of_triton.Tile, head_dim: int, masked: bool
+) -> tuple[tiles_of_triton.Tile, tuple[int, int], int | None]:
+    """This kernel's tile, with as many keys as forward.py's `tile`, which are part of the bits; how many blocks of keys
+    and of values are in shared memory; and a thread's largest number of registers, if that is not the compiler's choice.
 
-    programs: how many there are with 64 queries in each. For heads of 256 a multiprocessor has two of these, or one of
-    128 queries, which reads keys half as often, where there are enough to keep all busy.
+    A multiprocessor has two programs, or three for heads of 64, which need no more than 168 registers. A mask takes
+    shared memory too, for the ones that sum a row's weights.
     """
+    if head_dim <= 64:
+        return tile, (2, 1), 168
     if head_dim <= 128:
-        return tile, (1 if masked and head_dim > 64 else 2, 1)  # with the ones that sum a masked row's weights
-    if programs < 4 * multiprocessors:
-        return tile._replace(queries=64, warps=4), (1, 1)
-    return tile._replace(queries=128, warps=8), (2, 2)
+        return tile, (1, 1) if masked else (2, 1), None
+    return tile._replace(queries=64, warps=4), (1, 1), None
 
 
 _tile_of = gluon.jit(tiles_of_triton.tile_of.fn)
@@ -196,7 +197,6 @@ def forward_kernel(
             mask_row = _matrix_rows(matrix_ptr, of_head + of_query, MATRIX_UNIT)[:, None]
         if MATRIX == 2:
             factor = gl.to_tensor(1.4426950408889634)
-    # A loop of its own for each chunk: registers that are not used in it may be spilled around it.
     for chunk in range(low // CHUNK, (high + CHUNK - 1) // CHUNK):
         before, before_largest, before_total = acc, largest, total
         acc = gl.zeros([BLOCK_Q, HEAD_DIM], gl.float32, WIDE)

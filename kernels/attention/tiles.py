@@ -46,24 +46,33 @@ def has_room(index: int | None) -> bool:
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
-def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int, room: bool) -> Tile:
-    """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only."""
+def backward_key_tile(head_dim: int, dtype: torch.dtype, causal: bool, room: bool) -> Tile:
+    """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only.
+
+    room: as `has_room` says, and no mask, which goes through shared memory, too.
+    """
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
     if head_dim <= 64:
         return Tile(128, 64, 4, 2)
-    if head_dim <= 128:  # with the larger tile 16384 queries take 2% less time, 2048 4% more
-        return Tile(32, 128, 8, 3) if room and queries >= 8192 else Tile(32, 64, 4, 3)
+    if head_dim <= 128:  # without masks in the loop more queries fit into registers, which take fewer instructions
+        return Tile(32, 64, 4, 3) if causal else Tile(64, 64, 4, 2)
     return Tile(64, 64, 8, 2) if room else Tile(32, 64, 8, 2)
 
 
-def backward_query_tile(head_dim: int, dtype: torch.dtype, room: bool) -> Tile:
-    """dq: a program holds `queries` queries and loops over the keys. A matter of speed only."""
+def backward_query_tile(head_dim: int, dtype: torch.dtype, partly: bool, room: bool) -> Tile:
+    """dq: a program holds `queries` queries and loops over the keys. A matter of speed only.
+
+    partly: whether a window or a mask hides keys. With a window a small tile sees fewer keys in vain; with a mask the
+    compiler would have each product of the larger one wait for the one before.
+    """
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 8, 1)
     if head_dim <= 128:
-        return Tile(128, 64, 8, 3) if head_dim > 64 else Tile(64, 64, 4, 3)
-    return Tile(64, 32, 4, 3) if room else Tile(64, 32, 8, 2)
+        if head_dim > 64:
+            return Tile(64, 64, 4, 2) if partly else Tile(128, 64, 8, 3)
+        return Tile(64, 64, 4, 3)
+    return Tile(128, 32, 8, 3) if room else Tile(64, 32, 8, 2)
 
 
 # --- in a kernel ----------------------------------------------------------------------------------------------------
@@ -310,9 +319,13 @@ def launch(
     constants: tuple,
     early: bool = False,
     make_descriptor: Any = TensorDescriptor,
+    registers: int | None = None,
 ) -> Launch:
-    """The launch of one compiled form of `kernel`; `early`: it may start before the preceding kernel has ended."""
+    """The launch of one compiled form of `kernel`; `early`: it may start before the preceding kernel has ended;
+    `registers`: the most that a thread may have."""
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    if registers is not None:
+        options["maxnreg"] = registers
     options["make_descriptor"] = make_descriptor
     return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 

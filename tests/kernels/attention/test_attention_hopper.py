@@ -141,10 +141,10 @@ def test_other_blocks_of_keys_give_other_bits(monkeypatch, device):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
 def test_both_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     data = tensors(device, torch.bfloat16, 1, 4, 2, 1300, 1500, 128)
-    short, long = (attention_backward.backward_key_tile(128, torch.bfloat16, queries, True) for queries in (1, 2**20))
-    assert short != long
+    one, other = (attention_backward.backward_key_tile(128, torch.bfloat16, causal, True) for causal in (False, True))
+    assert one != other
     results = []
-    for tile in (short, long):
+    for tile in (one, other):
         monkeypatch.setattr(attention_backward, "backward_key_tile", lambda *args, tile=tile: tile)
         monkeypatch.setattr(attention_backward, "_known", {})
         results.append(attend(*data, **KINDS[kind]))
@@ -159,10 +159,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tp_invariant.kernels.attention.hopper import forward_kernel, own_tile
 from tp_invariant.kernels.attention.tiles import forward_tile
 
-for dim, programs in ((64, 1), (128, 1), (256, 1), (256, 10**6)):
+for dim in (64, 128, 256):
     # test_compile_kernels.py compiles it with some of them, for heads of 96, and with a bool mask
     for flags in ((*[False] * 5, 0, 0), (*[True] * 5, 2, 8)):
-        tile, buffers = own_tile(forward_tile(dim, torch.bfloat16), dim, programs, 132, flags[-1] > 0)
+        tile, buffers, registers = own_tile(forward_tile(dim, torch.bfloat16), dim, flags[-1] > 0)
         names = forward_kernel.arg_names
         values = (dim, dim, tile.queries, tile.keys, *buffers, 512, 8, *flags)
         constants = dict(zip(names[-len(values):], values))
@@ -176,7 +176,7 @@ for dim, programs in ((64, 1), (128, 1), (256, 1), (256, 10**6)):
             {(names.index(name),): value for name, value in constants.items()},
             {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "").startswith("*")},
         )
-        options = dict(num_warps=tile.warps, enable_fp_fusion=False)
+        options = dict(num_warps=tile.warps, enable_fp_fusion=False, maxnreg=registers)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         print("shared", dim, tile.queries, compiled.metadata.shared)
 """
@@ -189,6 +189,6 @@ def test_it_compiles_and_leaves_room_for_128_queries():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = [line.split() for line in done.stdout.splitlines() if line.startswith("shared")]
-    assert len(sizes) == 8
+    assert len(sizes) == 6
     for _, dim, queries, size in sizes:
         assert (128 // int(queries)) * (int(size) + 1024) <= 228 * 1024, f"heads of {dim}"
