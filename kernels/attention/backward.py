@@ -375,8 +375,14 @@ def _dq_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
-def _sum_heads_kernel(parts_ptr, out_ptr, rows, groups, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
-    """parts [rows, groups, SIZE] fp32 -> out [rows, SIZE], added in order, rounded once."""
+def _sum_heads_kernel(
+    dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, rows, groups,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Parts [rows, groups, SIZE] fp32 -> dk and dv [rows, SIZE], added in order, rounded once."""
+    parts_ptr, out_ptr = dk_parts_ptr, dk_ptr
+    if tl.program_id(1) == 1:
+        parts_ptr, out_ptr = dv_parts_ptr, dv_ptr
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = tl.arange(0, HEAD_DIM)
     inside = (row < rows)[:, None] if SIZE == HEAD_DIM else (row < rows)[:, None] & (size < SIZE)[None, :]
@@ -480,7 +486,7 @@ def _plan(
     constants = (size, head_dim, max(1, _SUM_TILE.queries // head_dim))
     if parts is not None:
         total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
-    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 1, 1)
+    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 2, 1)
 
     partly = p.flags[1] or p.matrix > 0
     tile = tile_for(p, backward_query_tile(head_dim, q.dtype, partly, room), index)
@@ -567,12 +573,11 @@ def _backward(
     at_q, at_k, at_v, at_dout, at_out, at_lse, at_delta, at_dq, at_dk, at_dv, *at_parts = at
     plan.delta(index, at_out, at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
     run(
-        index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix, *plan.key_numbers,
-        grid=plan.key_grid,
+        index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix,
+        *plan.key_numbers, grid=plan.key_grid,
     )  # fmt: skip
     if plan.total is not None:
-        for part, total in zip(at_parts, (at_dk, at_dv), strict=True):
-            plan.total(index, part, total, *plan.total_numbers, grid=plan.total_grid)
+        plan.total(index, *at_parts, at_dk, at_dv, *plan.total_numbers, grid=plan.total_grid)
     plan.by_queries(
         index, at_q, at_dout, *k_args, *v_args, at_lse, at_delta, at_dq, cu_q, cu_k, *matrix, dmask,
         *plan.query_numbers, grid=plan.query_grid,

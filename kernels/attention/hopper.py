@@ -28,7 +28,7 @@ def own_tile(
     tile: tiles_of_triton.Tile, head_dim: int, masked: bool
 ) -> tuple[tiles_of_triton.Tile, tuple[int, int], int | None]:
     """This kernel's tile, with as many keys as forward.py's `tile`, which are part of the bits; how many blocks of keys
-    and of values are in shared memory; and a thread's largest number of registers, if that is not the compiler's choice.
+    and of values are in shared memory; and a thread's largest number of registers, if the compiler is not to choose it.
 
     A multiprocessor has two programs, or three for heads of 64, which need no more than 168 registers. A mask takes
     shared memory too, for the ones that sum a row's weights.
