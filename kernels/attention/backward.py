@@ -1,9 +1,9 @@
 """Attention in Triton, backward: `backward(dout, q, k, v, out, lse, spec, lengths)` of spec.py.
 
-Two kernels and no atomics; the formulas are FlashAttention-2's (arXiv 2307.08691). For dk and dv a program holds a
-block of keys and loops over the queries; for dq it holds a block of queries and loops over the keys. Each sum is one
-chain in a tensor-core accumulator, in the order of the tokens, so the tile shape cannot change it. This takes seven
-products where one pass with atomics takes five.
+No atomics; the formulas are FlashAttention-2's (arXiv 2307.08691). For dk and dv a program holds a block of keys and
+loops over the queries, for heads of 256 one program for each of the two; for dq it holds a block of queries and loops
+over the keys. Each sum is one chain in a tensor-core accumulator, in the order of the tokens, so the tile shape cannot
+change it. This takes seven products, for heads of 256 eight, where one pass with atomics takes five.
 
 If several query heads share a key head, dk and dv are written in fp32 for each query head and added in head order.
 """
@@ -28,7 +28,7 @@ from .tiles import (
     aligned,
     aligned_flat,
     as_rows,
-    backward_key_tile,
+    backward_key_tiles,
     backward_query_tile,
     biased_exponent,
     capped,
@@ -87,19 +87,31 @@ def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _of_queries(rows, at, start, queries, BLOCK_Q: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr):
+    """One number for each query of a block; those past the last query are any.
+
+    ALIGNED: rows is a descriptor. Without TMA each thread loads all numbers of a block.
+    """
+    if ALIGNED:
+        return rows.load([(at + start).to(tl.int32)])
+    else:
+        query = start + tl.arange(0, BLOCK_Q)
+        return tl.load(rows + at + query, mask=query < queries, other=0.0) if TAIL else tl.load(rows + at + query)
+
+
+@triton.jit
 def _walk_queries(
-    k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d, column_d,
+    k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d, column_d,
     at, key, dk, dv, low, high, queries, keys, window, score_factor, factor, inverse_cap,
     BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
-    CLIPPED: tl.constexpr,
+    CLIPPED: tl.constexpr, ALIGNED: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
         q = load_tokens(q_desc, row_q + start, column_q, 0, BLOCK_Q, k.shape[1], CLIPPED)
         dout = load_tokens(dout_desc, row_d + start, column_d, 0, BLOCK_Q, k.shape[1], CLIPPED)
         query = start + tl.arange(0, BLOCK_Q)
-        lse = lse_desc.load([at + start])
-        delta = delta_desc.load([at + start])
+        lse = _of_queries(lse_rows, at, start, queries, BLOCK_Q, TAIL, ALIGNED)
         if TAIL:
             # rows past the last query belong to other sequences or heads: 0 times Inf would be NaN
             inside = query < queries
@@ -126,12 +138,15 @@ def _walk_queries(
             if TAIL:
                 see = see & inside[None, :]
             weights = tl.where(see, weights, 0.0)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
-        dweights = tl.dot(v, dout.T, input_precision="ieee")
-        dscores = _score_grads(scores, weights, dweights, delta[None, :], SOFTCAP)
-        if MASKED:
-            dscores = tl.where(see, dscores, 0.0)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+        if DV:
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+        if DK:
+            delta = _of_queries(delta_rows, at, start, queries, BLOCK_Q, TAIL, ALIGNED)
+            dweights = tl.dot(v, dout.T, input_precision="ieee")
+            dscores = _score_grads(scores, weights, dweights, delta[None, :], SOFTCAP)
+            if MASKED:
+                dscores = tl.where(see, dscores, 0.0)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -144,7 +159,7 @@ def _walk_queries(
     ]
 )  # fmt: skip
 def _dk_dv_kernel(
-    q_desc, dout_desc, lse_desc, delta_desc, k_ptr, v_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_desc, dout_desc, lse_rows, delta_rows, k_ptr, v_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     row_qb, row_qh, col_qb, col_qh, row_db, row_dh, col_db, col_dh,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, heads, groups, sequences, tiles,
@@ -152,7 +167,7 @@ def _dk_dv_kernel(
     SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
-    MATRIX_UNIT: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr, ALIGNED: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # causal: the first keys have most queries
     kv_head = head // groups
@@ -171,7 +186,9 @@ def _dk_dv_kernel(
     v_at = batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs
     there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
     k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
-    v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
+    v = k
+    if DK:
+        v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
 
     # Query i is at position keys - queries + i. Queries low .. high see some of these keys, whole .. clear see all.
     offset = keys - queries
@@ -194,7 +211,7 @@ def _dk_dv_kernel(
     row_d = batch * row_db + head * row_dh + start_q
     column_q = batch * col_qb + head * col_qh
     column_d = batch * col_db + head * col_dh
-    at = (batch * heads + head) * tokens_q + start_q
+    at = (batch * heads + head).to(tl.int64) * tokens_q + start_q
     dk = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
@@ -207,33 +224,37 @@ def _dk_dv_kernel(
     # (its remark C7515), since their sums begin as constants.
     if CAUSAL or MATRIX:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED,
+            DK, DV,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         whole, clear, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED, DK, DV,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             clear, tl.minimum(high, edge), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED,
+            DK, DV,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_desc, delta_desc, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         tl.maximum(low, edge), high, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED, DK, DV,
     )  # fmt: skip
     to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * SIZE + size[None, :]
-    tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=there)
-    tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=there)
+    if DK:
+        tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=there)
+    if DV:
+        tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -352,7 +373,7 @@ def _dq_kernel(
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         clear, full, keys, window, score_factor, factor, inverse_cap,
         BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
-            SIZE != HEAD_DIM,
+        SIZE != HEAD_DIM,
     )  # fmt: skip
     if CAUSAL:
         dq = _walk_keys(
@@ -367,7 +388,7 @@ def _dq_kernel(
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         tl.maximum(low, edge), high, keys, window, score_factor, factor, inverse_cap,
         BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
-            SIZE != HEAD_DIM,
+        SIZE != HEAD_DIM,
     )  # fmt: skip
     dq = dq * scale + 0.0
     to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * SIZE + size[None, :]
@@ -420,23 +441,30 @@ def backward(
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
 
 
+class _ByKeys(NamedTuple):
+    """A launch for dk and dv, or for one of them."""
+
+    run: Launch
+    block: tuple[int, int]
+    numbers: tuple
+    grid: tuple[int, int, int]
+
+
 class _Plan(NamedTuple):
     """All of a call that does not depend on its data, which is most of the host's work.
 
-    Of the four launches the arguments after the tensors, and the grid; of those with descriptors also their rows, in
+    Of the launches the arguments after the tensors, and the grid; of those with descriptors also their rows, in
     the order of the kernel's, and blocks.
     """
 
     index: int | None
     matrix_unit: int
+    aligned_rows: bool
     delta: Launch
     delta_numbers: tuple
     delta_grid: tuple[int, int, int]
-    by_keys: Launch
+    by_keys: tuple[_ByKeys, ...]
     key_rows: tuple[Rows, Rows]
-    key_block: tuple[int, int]
-    key_numbers: tuple
-    key_grid: tuple[int, int, int]
     parts: tuple[int, ...] | None  # of dk and dv in fp32 for each query head, where several share a key head
     total: Launch | None
     total_numbers: tuple
@@ -469,18 +497,21 @@ def _plan(
     of_q, of_k, of_v, of_dout = rows
 
     room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
-    key_tile = backward_key_tile(head_dim, q.dtype, p.flags[0], room)
     parts = None if groups == 1 else (2, batch, tokens_k, heads, size)
-    constants = (
-        size, head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
-    )  # fmt: skip
-    dtypes = q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype
-    by_keys = launch(_dk_dv_kernel, index, dtypes, key_tile, constants)
-    key_tiles = cdiv(p.longest_k, key_tile.keys)
-    key_numbers = (
-        *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups, p.sequences, key_tiles,
-        tokens, tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
-    )  # fmt: skip
+    dtypes, by_keys = (q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype), []
+    aligned_rows = _are_aligned(lse, p)
+    for tile, *which in backward_key_tiles(head_dim, q.dtype, p.flags[0], room):
+        constants = (
+            size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, aligned_rows,
+            *which,
+        )  # fmt: skip
+        tiles = cdiv(p.longest_k, tile.keys)
+        numbers = (
+            *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups, p.sequences, tiles,
+            tokens, tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
+        )  # fmt: skip
+        run = launch(_dk_dv_kernel, index, dtypes, tile, constants)
+        by_keys.append(_ByKeys(run, (tile.queries, head_dim), numbers, (tiles * heads * p.sequences, 1, 1)))
 
     total, totals = None, batch * tokens_k * kv_heads
     constants = (size, head_dim, max(1, _SUM_TILE.queries // head_dim))
@@ -502,14 +533,12 @@ def _plan(
     return _Plan(
         index=index,
         matrix_unit=p.matrix_unit,
+        aligned_rows=aligned_rows,
         delta=delta,
         delta_numbers=delta_numbers,
         delta_grid=(cdiv(queries, _DELTA_TILE.queries), 1, 1),
-        by_keys=by_keys,
+        by_keys=tuple(by_keys),
         key_rows=(of_q, of_dout),
-        key_block=(key_tile.queries, head_dim),
-        key_numbers=key_numbers,
-        key_grid=(key_tiles * heads * p.sequences, 1, 1),
         parts=parts,
         total=total,
         total_numbers=total_numbers,
@@ -520,6 +549,12 @@ def _plan(
         query_numbers=query_numbers,
         query_grid=(tiles * heads * p.sequences, 1, 1),
     )
+
+
+def _are_aligned(lse: Tensor, p: Problem) -> bool:
+    """Whether TMA can read blocks of lse's rows: it takes multiples of 16 bytes."""
+    packed = p.flags[3]
+    return not packed and lse.shape[2] % 4 == 0 and lse.numel() < 2**31
 
 
 def _backward(
@@ -557,14 +592,8 @@ def _backward(
     if plan.parts is not None:
         parts = torch.empty(plan.parts, dtype=torch.float32, device=q.device).unbind(0)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    matrix, index, run = matrix_arguments(mask, plan.matrix_unit), plan.index, plan.by_keys
+    matrix, index = matrix_arguments(mask, plan.matrix_unit), plan.index
     (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows
-    q_args = of_q.descriptor(run, 0, q_matrix, plan.key_block)
-    dout_args = of_dout.descriptor(run, 1, dout_matrix, plan.key_block)
-    # read by TMA too, since each thread would otherwise load all of a block's
-    lse_args, delta_args = (
-        run.descriptor(place, x, plan.key_block[:1], (lse.numel(),), (1,)) for place, x in ((2, lse), (3, delta))
-    )
     k_args = of_k.descriptor(plan.by_queries, 0, k_matrix, plan.query_block)
     v_args = of_v.descriptor(plan.by_queries, 1, v_matrix, plan.query_block)
     at: list[Any] = [q, k, v, dout, out, lse, delta, dq, dk, dv, *parts]
@@ -572,10 +601,17 @@ def _backward(
         at = [x.data_ptr() for x in at]
     at_q, at_k, at_v, at_dout, at_out, at_lse, at_delta, at_dq, at_dk, at_dv, *at_parts = at
     plan.delta(index, at_out, at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
-    run(
-        index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix,
-        *plan.key_numbers, grid=plan.key_grid,
-    )  # fmt: skip
+    for run, block, numbers, grid in plan.by_keys:
+        q_args, dout_args = of_q.descriptor(run, 0, q_matrix, block), of_dout.descriptor(run, 1, dout_matrix, block)
+        lse_args, delta_args = ((at_lse,), (at_delta,))
+        if plan.aligned_rows:
+            lse_args, delta_args = (
+                run.descriptor(place, x, block[:1], (lse.numel(),), (1,)) for place, x in ((2, lse), (3, delta))
+            )
+        run(
+            index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix, *numbers,
+            grid=grid,
+        )  # fmt: skip
     if plan.total is not None:
         plan.total(index, *at_parts, at_dk, at_dv, *plan.total_numbers, grid=plan.total_grid)
     plan.by_queries(

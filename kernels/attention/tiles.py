@@ -46,18 +46,29 @@ def has_room(index: int | None) -> bool:
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
-def backward_key_tile(head_dim: int, dtype: torch.dtype, causal: bool, room: bool) -> Tile:
+def backward_key_tiles(
+    head_dim: int, dtype: torch.dtype, causal: bool, room: bool
+) -> tuple[tuple[Tile, bool, bool], ...]:
     """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only.
+
+    Returns the tile of each launch, and whether it computes dk, and dv. Heads of 256 have one for each: both sums would
+    not fit into registers, and two groups of warps that share their columns would each compute all scores.
 
     room: as `has_room` says, and no mask, which goes through shared memory, too.
     """
+    if room and head_dim > 128 and dtype != torch.float32:
+        return (Tile(64, 128, 8, 2), False, True), (Tile(32, 128, 8, 2), True, False)
+    return ((_backward_key_tile(head_dim, dtype, causal), True, True),)
+
+
+def _backward_key_tile(head_dim: int, dtype: torch.dtype, causal: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
     if head_dim <= 64:
         return Tile(128, 64, 4, 2)
     if head_dim <= 128:  # without masks in the loop more queries fit into registers, which take fewer instructions
         return Tile(32, 64, 4, 3) if causal else Tile(64, 64, 4, 2)
-    return Tile(64, 64, 8, 2) if room else Tile(32, 64, 8, 2)
+    return Tile(32, 64, 8, 2)
 
 
 def backward_query_tile(head_dim: int, dtype: torch.dtype, partly: bool, room: bool) -> Tile:

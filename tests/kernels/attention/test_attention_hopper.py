@@ -16,6 +16,7 @@ from tp_invariant.kernels.attention.tiles import Tile
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 CASES = {**KINDS, "all": dict(causal=True, window=700, softcap=20.0)}
+BF16 = torch.bfloat16
 MASKS = ("bool", "fp32, rows that do not align", "bf16", "of keys", "keys apart")
 SIZES = ((1, 1), (1, 3000), (64, 64), (100, 1000), (700, 300), (1200, 1200), (2048, 2048))  # queries, keys
 
@@ -139,16 +140,18 @@ def test_other_blocks_of_keys_give_other_bits(monkeypatch, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
-def test_both_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
+def test_all_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     data = tensors(device, torch.bfloat16, 1, 4, 2, 1300, 1500, 128)
-    one, other = (attention_backward.backward_key_tile(128, torch.bfloat16, causal, True) for causal in (False, True))
-    assert one != other
+    choose = attention_backward.backward_key_tiles
+    one, other, apart = (choose(*case, True) for case in ((128, BF16, False), (128, BF16, True), (256, BF16, True)))
+    assert one != other and len(apart) == 2
     results = []
-    for tile in (one, other):
-        monkeypatch.setattr(attention_backward, "backward_key_tile", lambda *args, tile=tile: tile)
+    for tiles in (one, other, apart):
+        monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *args, tiles=tiles: tiles)
         monkeypatch.setattr(attention_backward, "_known", {})
         results.append(attend(*data, **KINDS[kind]))
-    assert_same_bytes(*results, kind)
+    for result in results[1:]:
+        assert_same_bytes(results[0], result, kind)
 
 
 COMPILE = """

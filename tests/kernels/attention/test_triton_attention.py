@@ -29,12 +29,10 @@ def small_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "_MERGE_WIDTH", 2)
     kernels._plan.cache_clear()  # it does not know of other tiles
-    for module, name in (
-        (kernels, "forward_tile"),
-        (attention_backward, "backward_key_tile"),
-        (attention_backward, "backward_query_tile"),
-    ):
-        monkeypatch.setattr(module, name, lambda *sizes: Tile(16, 16, 4, 1))
+    tile = Tile(16, 16, 4, 1)
+    monkeypatch.setattr(kernels, "forward_tile", lambda *sizes: tile)
+    monkeypatch.setattr(attention_backward, "backward_query_tile", lambda *sizes: tile)
+    monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *sizes: ((tile, True, True),))
     yield
     kernels._plan.cache_clear()
 
