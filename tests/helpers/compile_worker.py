@@ -247,6 +247,7 @@ def attentions() -> None:
     attend(True, 128, 100, with_sinks=True)
     attend(True, 64, 100, packed=True)
     attend(True, 256, 100)
+    attend(True, 96, 100, mask_dtype=torch.bool)
     attend(True, 128, 1)
 
 
