@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,9 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton as _registry
+from torch.fx import traceback
 
 from .differentiation import applier
 from .dtensors import as_local, is_dtensor, with_dtensors
+from .graph_breaks import outside_of_graphs
 
 _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as long as this does
 
@@ -43,24 +45,6 @@ def constant(fn: Callable) -> Callable:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
-
-
-def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function that is no op: while torch.compile traces, it breaks the graph there and runs as in eager mode.
-
-    The same as torch.compiler.disable, without importing the compiler.
-    """
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return torch.compiler.disable(fn, reason=reason)(*args, **kwargs)
-            return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 # --- configs as text ------------------------------------------------------------------------------------------------
@@ -117,7 +101,8 @@ def define(
 ) -> Any:
     """The op tp_invariant::name. `ordered`: never moved past another such op."""
     _library.define(name + schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # a frame that torch.compile leaves to run as in eager mode may call the op, and it would compile the kernel's code
+    _library.impl(name, outside_of_graphs("the kernel of an op")(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_invariant::{name}", fake, lib=_library)
     if ordered:
         # torch.library._register_effectful_op(..), which would import the compiler with all it needs
@@ -206,6 +191,36 @@ def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
+def _refuse_settings(name: str, group: str) -> None:
+    """Raises where torch.compile would make of an op of several ranks what is wrong; group: the name of its group.
+
+    CUDA graphs that inductor makes share a memory pool in which torch must know of every tensor, also while it warms up
+    without a capture: what is gathered ahead of its use would lie there, and torch would give its memory to others.
+    Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
+    where it can save tensors alone.
+    """
+    modules = sys.modules
+    if not group or "torch._dynamo.config" not in modules:
+        return
+    inductor = modules.get("torch._inductor.config")
+    if inductor is not None and inductor.triton.cudagraphs:
+        problem = (
+            "in CUDA graphs that torch.compile makes (mode='reduce-overhead' or another setting with "
+            "triton.cudagraphs=True); allowed: mode='default' or 'max-autotune-no-cudagraphs', and for CUDA graphs "
+            "tp_invariant.graphs.graph_layers"
+        )
+    elif "recompute" in traceback.current_meta:
+        problem = (
+            "in a torch.utils.checkpoint inside a compiled region; allowed: compile the function that is given to "
+            "checkpoint, or the layer, and call checkpoint outside of what is compiled"
+        )
+    elif modules["torch._dynamo.config"].compiled_autograd:
+        problem = "under torch._dynamo.config.compiled_autograd=True; allowed: False, and backward outside"
+    else:
+        return
+    raise ValueError(f"tp_invariant::{name} moves bytes between ranks and cannot be {problem}")
+
+
 class _Context:
     """The context object for Function.forward and Function.backward inside an op, in place of autograd's."""
 
@@ -273,6 +288,7 @@ def as_custom_op(
 
     def run_fake(*args: Any) -> list[Tensor]:
         inputs, (group, sizes, text) = args[:count], args[count:]
+        _refuse_settings(name, group)
         made_up = outputs(*inputs, *_with_sizes(_read(text, group_by_name(group)), sizes))
         return [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
 

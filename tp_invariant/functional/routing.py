@@ -17,9 +17,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..core.compiled import outside_of_graphs
 from ..core.differentiation import once_differentiable
 from ..core.elementwise import in_whole_vectors
+from ..core.graph_breaks import outside_of_graphs
 from ..kernels.select import select
 from .linear import flatten_tokens
 
