@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..core.graph_breaks import outside_of_graphs
+from ..core.graph_breaks import never_a_frame_of_its_own
 from .parameters import ShardedModule
 
 
-@outside_of_graphs("it looks at modules that are not complete yet")
+@never_a_frame_of_its_own
 def _refuse(owner: nn.Module, name: str, child: nn.Module | None) -> None:
     """A hook of every registration of a submodule, in any module.
 
