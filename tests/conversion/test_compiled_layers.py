@@ -152,7 +152,7 @@ def test_a_whole_model():
     ((want, _),) = run_ranks(whole_model, 1, False)
     for got, found in run_ranks(whole_model, 2, True):
         assert_bitwise_equal(got, want)
-        assert 0 < found[0] and found[1] == found[2], found
+        assert found[0] > 0 and found[1] == found[2], found
 
 
 # --- the keys -------------------------------------------------------------------------------------------------------
