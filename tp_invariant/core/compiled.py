@@ -12,7 +12,7 @@ differently, they would hang or mix up data. Ops of a group of several ranks (`n
 with torch's ordered effect: each op passes a token to the next one, through forward and through backward, so that
 every rank runs them in program order. The disadvantage: torch does not recompute such ops in a graph, so
 torch.utils.checkpoint inside a compiled region is an error at compile time (compile the function that is passed to it
-instead). At TP=1 there is no token.
+instead), as are other settings of torch.compile (`_refuse_settings`). At TP=1 there is no token.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _refuse_settings(name: str, group: str) -> None:
             "triton.cudagraphs=True); allowed: mode='default' or 'max-autotune-no-cudagraphs', and for CUDA graphs "
             "tp_invariant.graphs.graph_layers"
         )
-    elif "recompute" in traceback.current_meta:
+    elif traceback.current_meta.get("recompute") is not None:
         problem = (
             "in a torch.utils.checkpoint inside a compiled region; allowed: compile the function that is given to "
             "checkpoint, or the layer, and call checkpoint outside of what is compiled"
