@@ -244,7 +244,7 @@ def sums_tile(warps: int) -> tuple[int, int]:
 
     Short rows come in few programs, which have to wait little; those of long rows load more bytes at once.
     """
-    return (64 * warps, 16) if warps <= 2 else (128 * warps, 8)
+    return (64 * warps, 8 if warps == 4 else 16) if warps <= 4 else (128 * warps, 16)
 
 
 def keeps_row(h: int, rms: bool) -> bool:

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from multiprocessing.connection import wait
@@ -253,6 +254,21 @@ def test_a_starter_stays_for_the_next_pool_of_the_same_environment(own_pool, mon
     assert not Path(f"/proc/{process}").exists()
     rank_pool.discard_pool("cpu")
     rank_pool._starters.pop().end()
+
+
+def test_no_other_process_can_listen_where_a_pool_meets(own_pool, monkeypatch):
+    """From before its ranks are started: another pool's, which starts meanwhile, could be the first to listen there."""
+    refused, fork = [], rank_pool._Starter.fork
+
+    def listen_first(starter, size, sockets, environment):
+        with socket.socket() as other, pytest.raises(OSError, match="in use") as caught:
+            other.bind(("127.0.0.1", int(environment["MASTER_PORT"])))
+        refused.append(caught.value)
+        return fork(starter, size, sockets, environment)
+
+    monkeypatch.setattr(rank_pool._Starter, "fork", listen_first)
+    assert_ranks_answer()
+    assert refused
 
 
 def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):

@@ -1,8 +1,8 @@
 """The layers' autograd functions as custom ops, each of which torch.compile puts into its graph as one node.
 
 `as_custom_op(Function, ..)` returns the function to call in place of `Function.apply`. In eager mode it calls
-Function.apply. While torch.compile traces it calls an op `tp_invariant::name` whose kernel runs Function.forward; the
-op's derivative is `tp_invariant::name_backward`, whose kernel runs Function.backward. So a compiled graph runs the same
+Function.apply. While torch.compile traces it calls an op `tp_invariant::name` whose kernel runs Function.forward; its
+derivative is `tp_invariant::name_backward`, whose kernel runs Function.backward. So a compiled graph runs the same
 code as eager mode, and there is no second formula that could give other bits. An op takes tensors, the name of a
 process group, sizes that may be symbolic, and a text: the configs (a LinearCall, say). The text is part of the graph,
 and the Python values that it was made from have guards: the mode, weight.partition_stride, autocast's dtype.
@@ -85,8 +85,10 @@ def group_name(group: Any) -> str:
 
 def group_by_name(name: str) -> Any:
     """The group with this name in torch's own table, from which destroyed groups are removed."""
+    if not name:
+        return _new_group(None)
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    return _new_group(resolve(name) if name else None)
+    return _new_group(resolve(name))
 
 
 def define(
@@ -163,9 +165,26 @@ def _decode(value: Any, group: Any) -> Any:
     return tuple(decoded) if kind == "tuple" else _op_configs[kind](*decoded)
 
 
+_SIZES = ("sizes",)  # stands in a text for sizes, which are given beside it
+
+
 @lru_cache(maxsize=4096)
-def _read(text: str, group: Any) -> tuple:
-    return _decode(ast.literal_eval(text), group)
+def _read(text: str, group: Any) -> tuple[tuple, bool]:
+    """The configs of a text, and whether sizes are among them."""
+    configs = _decode(ast.literal_eval(text), group)
+    return configs, _SIZES in configs
+
+
+def _configs(text: str, group: str, sizes: Sequence[int]) -> tuple:
+    configs, with_sizes = _read(text, group_by_name(group))
+    return tuple([list(sizes) if value == _SIZES else value for value in configs]) if with_sizes else configs
+
+
+@lru_cache(maxsize=4096)
+def _read_adjoint(text: str, group: Any) -> tuple[tuple, tuple[int, ...], tuple[torch.dtype | None, ...]]:
+    """The configs of a backward op's text, and how many dims and which dtype each tensor has, None for None."""
+    configs, dims, names = _decode(ast.literal_eval(text), group)
+    return configs, dims, tuple(getattr(torch, name) if name else None for name in names)
 
 
 # --- functions without a result -------------------------------------------------------------------------------------
@@ -241,15 +260,34 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))  # kinds of tensors that are certainly no DTensors
+_NO_GRADS = (False,) * 32  # for more arguments than any function has
 _NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; no other saved tensor has it
 
 
 def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     """`tensor`, contiguous and in memory of its own: an op's output must not be a view of its inputs."""
-    storage = tensor.untyped_storage().data_ptr()
-    if storage and any(other is not None and other.untyped_storage().data_ptr() == storage for other in others):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()
+    for other in others:
+        if other is not None and torch._C._is_alias_of(tensor, other):
+            return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable) -> Any:
+    """An op that calls `op`, whose results are in a list, and has a derivative.
+
+    It is decomposed while torch traces, so that a graph holds `op` alone, whose calls then pass no kernel of autograd:
+    one written in Python takes as long as what such an op does itself.
+    """
+    methods = {"forward": lambda *args: tuple(op(*args)), "backward": backward, "setup_context": setup_context}
+    name = f"{op._opname}_with_derivative"
+    function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
+
+    def call(*args: Any) -> list[Tensor]:
+        return list(function.apply(*args))
+
+    _library.define(name + schema)
+    _library.impl(name, call, "CompositeImplicitAutograd")
+    return getattr(torch.ops.tp_invariant, name).default
 
 
 def as_custom_op(
@@ -275,92 +313,92 @@ def as_custom_op(
     count = len(tensors)
     arguments = ", ".join(f"Tensor{'?' if t.endswith('?') else ''} {t.rstrip('?')}" for t in tensors)
 
-    def run(*args: Any) -> list[Tensor]:
-        inputs, (group, sizes, text) = [_alias(t) for t in args[:count]], args[count:]
+    def run(inputs: list[Tensor | None], group: str, sizes: Sequence[int], text: str) -> list[Tensor]:
         ctx = _Context()
-        ctx.needs_input_grad = (False,) * len(args)
-        result = function.forward(ctx, *inputs, *_with_sizes(_read(text, group_by_name(group)), sizes))
+        ctx.needs_input_grad = _NO_GRADS
+        result = function.forward(ctx, *inputs, *_configs(text, group, sizes))
         extras = [t for t, position in zip(ctx.saved_tensors, saved, strict=True) if position is None]
         return [
             _with_own_memory(result, inputs),
-            *(result.new_empty(_NONE_SHAPE) if t is None else _with_own_memory(t, inputs) for t in extras),
+            *[result.new_empty(_NONE_SHAPE) if t is None else _with_own_memory(t, inputs) for t in extras],
         ]
 
     def run_fake(*args: Any) -> list[Tensor]:
         inputs, (group, sizes, text) = args[:count], args[count:]
         _refuse_settings(name, group)
-        made_up = outputs(*inputs, *_with_sizes(_read(text, group_by_name(group)), sizes))
+        made_up = outputs(*inputs, *_configs(text, group, sizes))
         return [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
 
     def run_backward(
-        grad: Tensor,
-        saved_tensors: list[Tensor | None],
-        needs: list[bool],
-        shapes: Sequence[int],
-        group: str,
-        text: str,
+        grad: Tensor, saved_tensors: tuple[Tensor | None, ...], needs: list[bool], group: str, text: str
     ) -> list[Tensor]:
-        configs, _, dtypes = _read(text, group_by_name(group))
+        configs, _, dtypes = _read_adjoint(text, group_by_name(group))
         ctx = _Context()
-        ctx.saved_tensors = tuple(_alias(t) for t in saved_tensors)
-        ctx.needs_input_grad = (*needs, *[False] * len(configs))
-        restore(ctx, [getattr(torch, name) if name else None for name in dtypes], *configs)
+        ctx.saved_tensors = saved_tensors
+        ctx.needs_input_grad = (*needs, *_NO_GRADS[: len(configs)])
+        restore(ctx, dtypes, *configs)
         grads = function.backward(ctx, grad)
-        wanted = [g for g, need in zip(grads, needs, strict=False) if need]
-        return [_with_own_memory(g, [grad, *saved_tensors]) for g in wanted]
+        others = (grad, *saved_tensors)
+        return [_with_own_memory(g, others) for g, need in zip(grads, needs, strict=False) if need]
 
     def run_backward_fake(
-        grad: Tensor,
-        saved_tensors: list[Tensor | None],
-        needs: list[bool],
-        shapes: Sequence[int],
-        group: str,
-        text: str,
+        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], group: str, text: str
     ) -> list[Tensor]:
-        _, dims, dtype_names = _read(text, group_by_name(group))
+        _, dims, dtypes = _read_adjoint(text, group_by_name(group))
         left, grads = list(shapes), []
-        for need, dim, dtype_name in zip(needs, dims, dtype_names, strict=True):
+        for need, dim, dtype in zip(needs, dims, dtypes, strict=True):
             shape, left = left[:dim], left[dim:]
             if need:
-                grads.append(grad.new_empty(shape, dtype=getattr(torch, dtype_name)))
+                grads.append(grad.new_empty(shape, dtype=dtype))
         return grads
 
-    def setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         own, extras = inputs[:count], iter(output[1:])
         saved_tensors = [next(extras) if position is None else own[position] for position in saved]
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*saved_tensors)
         ctx.shapes = [] if not count else [size for t in own if t is not None for size in t.shape]
         names = tuple("" if t is None else str(t.dtype).removeprefix("torch.") for t in own)
-        ctx.group, sizes, text = inputs[count:]
-        ctx.of_sizes = None if sizes else []  # autograd expects an empty list as the gradient of an empty list
+        ctx.group, _, text = inputs[count:]
         dims = tuple(0 if t is None else t.dim() for t in own)
         ctx.text = repr(("tuple", ast.literal_eval(text), ("tuple", *dims), ("tuple", *names)))
 
     def derivative(backward_op: Callable) -> Callable:
-        def backward(ctx: Any, grads: list[Tensor]) -> tuple:
+        def backward(ctx: Any, grad: Tensor, *_: None) -> tuple:
             needs = list(ctx.needs_input_grad[:count])
             saved_tensors = [None if tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
-            found = iter(backward_op(grads[0], saved_tensors, needs, ctx.shapes, ctx.group, ctx.text))
-            return *(next(found) if need else None for need in needs), None, ctx.of_sizes, None
+            found = iter(backward_op(grad, saved_tensors, needs, ctx.shapes, ctx.group, ctx.text))
+            return *(next(found) if need else None for need in needs), None, None, None
 
         return backward
 
+    def single_rank(*args: Any) -> list[Tensor]:
+        return run(list(args[:count]), *args[count:])
+
+    def multi_rank(*args: Any) -> list[Tensor]:
+        return run([_alias(t) for t in args[:count]], *args[count:])
+
+    def single_rank_backward(
+        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], *settings: str
+    ) -> list[Tensor]:
+        return run_backward(grad, tuple(saved_tensors), needs, *settings)
+
+    def multi_rank_backward(
+        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], *settings: str
+    ) -> list[Tensor]:
+        return run_backward(grad, tuple([_alias(t) for t in saved_tensors]), needs, *settings)
+
     ops = []
-    for ending in ("", "_ranks"):
+    for ending, kernel, kernel_backward in (
+        ("", single_rank, single_rank_backward),
+        ("_ranks", multi_rank, multi_rank_backward),
+    ):
         schema = "(Tensor grad, Tensor?[] saved, bool[] needs, SymInt[] shapes, str group, str settings) -> Tensor[]"
-        adjoint = define(f"{name}{ending}_backward", schema, run_backward, run_backward_fake, ordered=bool(ending))
+        adjoint = define(f"{name}{ending}_backward", schema, kernel_backward, run_backward_fake, ordered=bool(ending))
         schema = f"({arguments}, str group, SymInt[] sizes, str settings) -> Tensor[]"
-        op = define(
-            f"{name}{ending}",
-            schema,
-            run,
-            run_fake,
-            ordered=bool(ending),
-            backward=derivative(adjoint),
-            setup_context=setup_context,
-        )
-        ops.append(op)
+        op = define(f"{name}{ending}", schema, kernel, run_fake, ordered=bool(ending))
+        ops.append(_with_derivative(op, schema, derivative(adjoint), setup_context))
     single_rank_op, multi_rank_op = ops
     of_plain, of_dtensors = applier(function), applier(with_dtensors(function))
 
@@ -375,14 +413,10 @@ def as_custom_op(
         for value in args[count:]:
             if isinstance(value, torch.Size):
                 sizes.extend(value)
-                value = ("sizes",)
+                value = _SIZES
             configs.append(_encode(value, groups))
         group = groups[0] if groups else ""  # without a group, as on one rank
         op = multi_rank_op if group else single_rank_op
         return op(*args[:count], group, sizes, repr(("tuple", *configs)))[0]
 
     return apply
-
-
-def _with_sizes(configs: tuple, sizes: Sequence[int]) -> tuple:
-    return tuple(list(sizes) if value == ("sizes",) else value for value in configs)

@@ -31,6 +31,8 @@ from multiprocessing.connection import wait as wait_for
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from ..core import mode
 from ..core.processes import how_it_ended
 
@@ -218,13 +220,16 @@ class RankPool:
 
     def __init__(self, size: int, device: str, threads: int = 1) -> None:
         self.size, self.device, self._owner = size, device, os.getpid()
+        # The ranks meet in a store of this process, which listens from now on: of a port that is merely free now,
+        # another pool's rank could be the first to listen there.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = dict(os.environ)
         environment.update(
             TP_INVARIANT_RANK_DEVICE=device,
             TP_INVARIANT_RANK_THREADS=str(threads),
             OMP_NUM_THREADS=str(threads),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(_free_port()),
+            MASTER_PORT=str(self._store.port),
             PYTHONPATH=os.pathsep.join(sys.path),
         )
         self._ranks: list[_Ranks] = []
@@ -317,12 +322,6 @@ def _parent_state() -> dict[str, Any]:
         "variables": {name: os.environ.get(name) for name in (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE)},
         "override": mode._override,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 _pools: dict[str, RankPool] = {}

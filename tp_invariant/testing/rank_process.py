@@ -110,7 +110,9 @@ def serve(descriptor: int, rank: int, size: int) -> None:
     end_with_parent()
     connection = Connection(descriptor)
     connection.send_bytes(b"running")
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    timeout = timedelta(minutes=10)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     if device == "cpu":
         _share_one_device()
     groups: dict[int, Any] = {}
