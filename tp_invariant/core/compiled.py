@@ -267,7 +267,7 @@ _NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; n
 def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     """`tensor`, contiguous and in memory of its own: an op's output must not be a view of its inputs."""
     for other in others:
-        if other is not None and torch._C._is_alias_of(tensor, other):
+        if other is not None and torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
             return tensor.clone(memory_format=torch.contiguous_format)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -342,7 +342,12 @@ def as_custom_op(
         return [_with_own_memory(g, others) for g, need in zip(grads, needs, strict=False) if need]
 
     def run_backward_fake(
-        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], group: str, text: str
+        grad: Tensor,
+        saved_tensors: list[Tensor | None],
+        needs: list[bool],
+        shapes: Sequence[int],
+        group: str,
+        text: str,
     ) -> list[Tensor]:
         _, dims, dtypes = _read_adjoint(text, group_by_name(group))
         left, grads = list(shapes), []
