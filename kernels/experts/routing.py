@@ -26,8 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..known_calls import find, key_of, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
-from ..rowwise.norm import _find, _key_of, _load, _remember, _row, _rows, row_chunk
+from ..rowwise.norm import _load, _row, _rows, row_chunk
 from . import reference_routing
 from .routing_checks import (
     check_backward,
@@ -321,8 +322,8 @@ def choose(
     slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError
     for another dtype, and ValueError for shapes that differ and as `top_k`.
     """
-    key = _key_of(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
-    if (known := _find(key)) is not None:
+    key = key_of(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
+    if (known := find(key)) is not None:
         weights, index, y, *totals = known.results()
         known.run(choice, scores, weights, index, y, *(totals or [y]))
         return weights, index, y, totals[0] if totals else None
@@ -341,7 +342,7 @@ def choose(
             launch = _choose(device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
         if scores is given[0] and choice is given[1]:
             results = [x for x in (weights, index, y, total) if x is not None]
-            _remember(key, launch, results, (*numbers, *constants), (t,))
+            remember(key, launch, results, (*numbers, *constants), (t,))
     return weights.to(out_dtype), index, y, total
 
 
@@ -352,8 +353,8 @@ def choose_backward(
 
     With a total dscores = (dy - sum of dy y) / total, the sum in the order of slots, where dy = dweights times scale.
     """
-    key = _key_of(("choose_backward", experts, scale), dweights, index, y, total)
-    if (known := _find(key)) is not None:
+    key = key_of(("choose_backward", experts, scale), dweights, index, y, total)
+    if (known := find(key)) is not None:
         (dscores,) = known.results()
         known.run(dweights, index, y, y if total is None else total, dscores)
         return dscores
@@ -367,7 +368,7 @@ def choose_backward(
         with launch_on(dweights, "choose_backward"):
             launch = _choose_backward(y.device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
         if own is dweights:
-            _remember(key, launch, (dscores,), (*numbers, *constants), (t,))
+            remember(key, launch, (dscores,), (*numbers, *constants), (t,))
     return dscores
 
 
@@ -402,8 +403,8 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
     `gather_rows` of their inverse, where all rows of the tokens are here: x is read once. Errors as for `combine`.
     """
-    key = _key_of(("spread_rows",), x, places)
-    if (known := _find(key)) is not None:
+    key = key_of(("spread_rows",), x, places)
+    if (known := find(key)) is not None:
         (rows,) = known.results()
         known.run(x, places, rows)
         return rows
@@ -416,7 +417,7 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
         with launch_on(x, "spread_rows"):
             launch = _spread(x.device.index, grid, (own, own_places, rows, *numbers), constants, num_warps=warps)
         if own is x and own_places is places:
-            _remember(key, launch, (rows,), (*numbers, *constants), grid)
+            remember(key, launch, (rows,), (*numbers, *constants), grid)
     return rows.to(x.dtype)
 
 
@@ -442,8 +443,8 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     places: int64 [T, k], rows' indices; they are checked on a CPU only. In fp32, where products and sums round on their
     own, then rounded once to rows' dtype. Raises TypeError for a dtype and ValueError for what else does not fit.
     """
-    key = _key_of(("combine",), rows, weights, places)
-    if (known := _find(key)) is not None:
+    key = key_of(("combine",), rows, weights, places)
+    if (known := find(key)) is not None:
         (y,) = known.results()
         known.run(rows, rows if weights is None else weights, places, y)
         return y
@@ -458,7 +459,7 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
         with launch_on(rows, "combine"):
             launch = _combine(rows.device.index, grid, (x, w, own_places, y, *numbers), constants, num_warps=warps)
         if x is rows and (weights is None or w is weights) and own_places is places:
-            _remember(key, launch, (y,), (*numbers, *constants), grid)
+            remember(key, launch, (y,), (*numbers, *constants), grid)
     return y.to(rows.dtype)
 
 
@@ -497,8 +498,8 @@ def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) 
     dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
     `combine`.
     """
-    key = _key_of(("combine_backward",), dy, weights, rows, places)
-    if (known := _find(key)) is not None:
+    key = key_of(("combine_backward",), dy, weights, rows, places)
+    if (known := find(key)) is not None:
         drows, dots = known.results()
         known.run(dy, rows, places, dots, weights, drows)
         return drows, dots
@@ -523,5 +524,5 @@ def _dots_of(
         with launch_on(dy, "combine_backward_weights" if weights is None else "combine_backward"):
             launch = _dots(dy.device.index, (t * slots,), (*tensors, *numbers), constants, num_warps=warps)
         if drows is not None and dy_rows is dy and x is rows and own_places is places and w is weights:
-            _remember(key, launch, (drows, dots), (*numbers, *constants), (t * slots,))
+            remember(key, launch, (drows, dots), (*numbers, *constants), (t * slots,))
     return dots, None if drows is None else drows.to(dy.dtype)

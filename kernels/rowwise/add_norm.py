@@ -8,14 +8,13 @@ Rows are spread over threads as norm.py spreads them, by the same functions, so 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Launches, allocator, interpreting, launch_on, layout
+from ..known_calls import find, key_of, remember
+from ..launch import Launches, interpreting, launch_on
 from .norm import _keep, _load, _load_factor, _mean, _row, _rows, row_chunk
 from .norm_checks import as_rows, check, check_forward
 
@@ -65,22 +64,6 @@ _add_norm = Launches(_add_norm_kernel, enable_fp_fusion=False)
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class _Known(NamedTuple):
-    """An earlier call whose checks passed and which copied nothing, for later calls with arguments of its layouts."""
-
-    launch: Launch
-    index: int
-    new: Any
-    of_y: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype, also of s
-    of_rstd: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Known] = {}
-
-
 def add_norm_forward(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -89,25 +72,11 @@ def add_norm_forward(
     x, residual: [.., H] of one shape and dtype, bfloat16, float16 or float32, any strides. The rest as for
     `norm_forward`, which raises the same errors.
     """
-    try:
-        of_bias = None if bias is None else layout(bias)
-        key = eps, rms, zero_centered, layout(x), layout(residual), layout(weight), of_bias
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        key = None
-    known = None if key is None else _known.get(key)
-    if known is not None and known.index == torch._C._cuda_getDevice():
-        launch, index, new, of_y, of_rstd, numbers, grid = known
-        s, y, rstd = new(*of_y), new(*of_y), new(*of_rstd)
-        mean, at = None, rstd.data_ptr()
-        at_mean = at
-        if not rms:
-            mean = new(*of_rstd)
-            at_mean = mean.data_ptr()
-        w = weight.data_ptr()
-        launch(
-            index, x.data_ptr(), residual.data_ptr(), w, w if bias is None else bias.data_ptr(), s.data_ptr(),
-            y.data_ptr(), at_mean, at, *numbers, grid=grid,
-        )  # fmt: skip
+    key = key_of(("add_norm_forward", eps, rms, zero_centered), x, residual, weight, bias)
+    if (known := find(key)) is not None:
+        s, y, rstd = known.results()
+        mean = None if rms else torch.empty_like(rstd)
+        known.run(x, residual, weight, weight if bias is None else bias, s, y, rstd if mean is None else mean, rstd)
         return s, y, mean, rstd
     check_forward("add_norm_forward", x, weight, bias, eps, None)
     check("add_norm_forward", "residual", residual, tuple(x.shape), x, (x.dtype,))
@@ -129,10 +98,6 @@ def add_norm_forward(
             )
         as_given = x_rows.data_ptr() == given.data_ptr() and r_rows.data_ptr() == given_residual.data_ptr()
         as_given = as_given and w is weight and (bias is None or b is bias)
-        if key is not None and as_given and not interpreting():
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
-            results = [(tuple(out.shape), out.stride(), out.dtype) for out in (y, rstd)]
-            new = allocator(x.device)
-            _known[key] = _Known(launch, x.get_device(), new, *results, (*numbers, *constants), (t, 1, 1))
+        if as_given:
+            remember(key, launch, (s, y, rstd), (*numbers, *constants), (t,))
     return s.to(x.dtype), y.to(x.dtype), None if rms else mean, rstd

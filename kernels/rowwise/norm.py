@@ -23,15 +23,13 @@ own, so no compiler's choice of where to fuse them can show, and the sums over r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Launches, allocator, can_overlap, cdiv, interpreting, launch_on, layout, next_power_of_2
+from ..known_calls import find, key_of, remember
+from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
 from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
@@ -285,60 +283,6 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-class _Known(NamedTuple):
-    """An earlier call, with all that the next one with arguments of the same layouts has in common with it.
-
-    Its checks passed, and it copied none of its arguments. Later calls pass addresses, which saves Triton from asking
-    tensors for theirs.
-
-    new        makes a result
-    results    the shape, strides and dtype of each
-    numbers    the kernel's arguments after the addresses
-    """
-
-    launch: Launch
-    index: int
-    new: Any
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-    def results(self) -> list[Tensor]:
-        return [empty(shape, dtype, self.device) for shape, dtype in self.shapes]
-
-    def run(self, *tensors: Tensor) -> None:
-        """tensors: all of the kernel's, in its order."""
-        self.launch(self.index, *[x.data_ptr() for x in tensors], *self.numbers, grid=self.grid)
-
-
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Known] = {}
-
-
-def _remember(key: tuple | None, launch: Launch, results: Sequence[Tensor], numbers: tuple, grid: tuple) -> None:
-    if key is None or interpreting():
-        return
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    like = results[0]
-    layouts = tuple((tuple(result.shape), result.stride(), result.dtype) for result in results)
-    _known[key] = _Known(launch, like.get_device(), allocator(like.device), layouts, numbers, (*grid, 1, 1)[:3])
-
-
-def _find(key: tuple | None) -> _Known | None:
-    """The known call, if it was on the current device."""
-    known = _known.get(key) if key is not None else None
-    return known if known is not None and known.index == torch._C._cuda_getDevice() else None
-
-
-def _key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
-    """All that a call depends on, except addresses and values. None: it must be looked at in full."""
-    try:
-        return (options, *[None if x is None else layout(x) for x in tensors])
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        return None
-
-
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool,
     out_dtype: torch.dtype | None = None,
@@ -350,8 +294,8 @@ def norm_forward(
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
-    key = _key_of(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
-    known = _find(key)
+    key = key_of(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
+    known = find(key)
     if known is not None:
         launch, index, new, (of_y, of_rstd), numbers, grid = known
         y, rstd = new(*of_y), new(*of_rstd)
@@ -383,7 +327,7 @@ def norm_forward(
                 x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)), constants, num_warps=warps
             )
         if x_rows.data_ptr() == given.data_ptr() and w is weight and (bias is None or b is bias):
-            _remember(key, launch, (y, rstd), (stride, float(eps), *constants), (t,))
+            remember(key, launch, (y, rstd), (stride, float(eps), *constants), (t,))
     return y.to(out_dtype), None if rms else mean, rstd
 
 
@@ -426,8 +370,8 @@ def _launch_backward(
     zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
-    key = _key_of((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
-    known = _find(key)
+    key = key_of((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
+    known = find(key)
     if known is not None:
         launch, index, new, (of_dx, of_sums), numbers, grid = known
         dx, sums = new(*of_dx), new(*of_sums)
@@ -468,7 +412,7 @@ def _launch_backward(
         as_given = dy_rows.data_ptr() == given_dy.data_ptr() and x_rows.data_ptr() == given_x.data_ptr()
         as_given = as_given and rstd_there is rstd and (rms or mean_there is mean)
         if as_given and (weight is None or w is weight):
-            _remember(key, launch, (dx, sums), (*numbers, *constants), grid)
+            remember(key, launch, (dx, sums), (*numbers, *constants), grid)
     return dx.to(x.dtype), sums
 
 
@@ -494,8 +438,8 @@ def fold_weight_gradients(
 def _launch_fold(
     operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    key = _key_of((operation, weight_dtype, bias_dtype), sums)
-    known = _find(key)
+    key = key_of((operation, weight_dtype, bias_dtype), sums)
+    known = find(key)
     if known is not None:
         launch, index, new, results, numbers, grid = known
         made = new(*results[0])
@@ -520,6 +464,6 @@ def _launch_fold(
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     if sums_there is sums:
-        _remember(key, launch, outs, (count, h, *constants), grid)
+        remember(key, launch, outs, (count, h, *constants), grid)
     folded = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
     return folded[0], folded[1] if halves == 2 else None

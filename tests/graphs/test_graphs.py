@@ -57,7 +57,7 @@ class Captured:
         cls.left_over += sum(len(of.early) for of in scheduler._groups.values())
 
 
-def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False):
+def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False, pool=None):
     """torch.cuda.make_graphed_callables without graphs: results are the same tensors each time, overwritten."""
 
     def grads_of(outputs, inputs, grads):
@@ -124,6 +124,7 @@ def emulating(device=DEVICE):
     else:
         with (
             mock.patch.object(torch.cuda, "make_graphed_callables", emulated),
+            mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 1)),
             mock.patch.object(graphs, "on_gpu", lambda x: True),
             mock.patch.object(graph_checks, "on_gpu", lambda x: True),
         ):
@@ -276,6 +277,73 @@ def test_weights_are_gathered_ahead_within_a_graph_and_never_past_it(kind):
     for passes, left_over in run_ranks(captured_passes, 2, kind, device="cpu"):
         assert passes == [["ahead", "ahead"]] * 4, "two weights in each forward and in each backward of two layers"
         assert left_over == 0
+
+
+SHAPES = (TOKENS, TOKENS // 2)
+
+
+def trained_in_shapes(tp_group, graphed, device, mode=True, dtype=torch.float32):
+    """Gradients and outputs of steps of several lengths, the last of which has no graphs."""
+    group, size = resolve_group(tp_group), dict(device=device, dtype=dtype)
+    with emulating(device), tpi.set_tp_invariant_mode(mode):
+        model, results = model_of(tp_group, **size), []
+        if graphed:
+            forwards = [lambda n=n: through(model, x_of(group, n, **size)) for n in SHAPES]
+            handle = graphs.graph_layers(model, forwards, other_calls="eager")
+        for step, tokens in enumerate((*SHAPES, *SHAPES[::-1], TOKENS // 4, TOKENS)):
+            called, x = model[0].called, x_of(group, tokens, step=step, **size)
+            y = through(model, x)
+            (y.square().sum() * 2.0**-12).backward()
+            results += [_whole(y.detach(), group).cpu(), _whole(x.grad, group).cpu()]
+            if graphed and device == "cuda":
+                assert model[0].called - called == (tokens not in SHAPES)
+        results.append(tpi.testing.full_grads(model))
+        if graphed:
+            handle.remove()
+        scheduler.clear()
+        return digest(results)
+
+
+def test_several_shapes():
+    """Each has graphs of its own, chosen by the arguments; another shape runs as the layers were."""
+    want = run_ranks(trained_in_shapes, 1, False, "cpu", device="cpu")
+    for ranks, graphed in ((1, True), (2, True), (2, False)):
+        assert set(run_ranks(trained_in_shapes, ranks, graphed, "cpu", device="cpu")) == set(want), (ranks, graphed)
+    off = run_ranks(trained_in_shapes, 2, True, "cpu", False, device="cpu")
+    assert set(off) != set(want), "the control: without the mode the degree shows"
+
+
+def test_shapes_share_the_memory_of_activations(caplog):
+    with emulating():
+        xs = [there(n, 4) for n in (4, 2, 3)]
+        layer = Odd(lambda m, x: x @ m.weight).to(DEVICE)
+        forwards = [lambda x=x: layer(x) for x in xs]
+        for wrong, problem in (
+            (dict(forward=[forwards[0]] * 2), "two functions call the layers with the same arguments"),
+            (dict(forward=[]), "forward is 0 functions: 1 to 16"),
+            (dict(forward=forwards, other_calls="slow"), "other_calls='slow': 'error' or 'eager'"),
+        ):
+            with pytest.raises(ValueError, match=problem):
+                graphs.graph_layers([layer], **wrong)
+        handle = graphs.graph_layers([layer], forwards[:2])
+        large = layer(xs[0]).sum()
+        layer(xs[1]).sum().backward()
+        with pytest.raises(RuntimeError, match="or any for other shapes"):
+            large.backward()
+        with pytest.raises(ValueError, match=r"shape \(3, 4\).*was.*shape \(4, 4\).*;.*was.*shape \(2, 4\)"):
+            layer(xs[2])
+        handle.remove()
+        graphs.graph_layers([layer], forwards[:2], other_calls="eager")
+        for _ in range(2):
+            assert_bitwise_equal(layer(xs[2]).detach(), (xs[2] @ layer.weight).detach())
+        assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+            "layers[0] (Odd) runs without CUDA graphs, as more calls may"
+        ]
+        layer.eval()
+        assert_bitwise_equal(layer(xs[2]).detach(), (xs[2] @ layer.weight).detach())
+        layer.train()
+        with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match="TP-invariant mode is True"):
+            layer(xs[2])
 
 
 def test_a_loss_of_the_step_before_does_not_matter():
@@ -808,6 +876,17 @@ def test_on_gpus(ranks, transport):
         assert found[2] > 0, "no copy engine was used in a graph"
         off = [_trained_on_gpus(r, True, "nccl", mode=False)[0] for r in (1, ranks)]
         assert off[0] != off[1]
+
+
+@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+def test_several_shapes_on_gpus(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
+    if ranks not in (1, 2, 4):
+        pytest.skip("the tokens do not divide")
+    sizes = "cuda", True, torch.bfloat16
+    want = run_ranks(trained_in_shapes, 1, False, *sizes, device="cuda")
+    assert set(run_ranks(trained_in_shapes, ranks, True, *sizes, device="cuda")) == set(want)
 
 
 @pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])

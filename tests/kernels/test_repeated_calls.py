@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tp_invariant.kernels import known_calls
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
@@ -83,7 +84,7 @@ def test_norms(launches, rms, bias):
     def forward(x, weight, b):
         return norm.norm_forward(x, weight, b, eps=1e-5, rms=rms, zero_centered=False)
 
-    first, again = twice(forward, launches, norm._known, x=x, weight=weight, b=b)
+    first, again = twice(forward, launches, known_calls._known, x=x, weight=weight, b=b)
     assert first[1][0][0] == x.shape
     if rms:  # which has no mean: its kernel gets any address for it
         first, again = (([(*one[:6], None, *one[7:]) for one in launched], made) for launched, made in (first, again))
@@ -95,20 +96,20 @@ def test_norms(launches, rms, bias):
             dy, x, weight, mean, rstd, rows_per_sum=32, rms=rms, zero_centered=False, with_bias=bias
         )
 
-    first, again = twice(backward, launches, norm._known, dy=dy, x=x, weight=weight, mean=mean, rstd=rstd)
+    first, again = twice(backward, launches, known_calls._known, dy=dy, x=x, weight=weight, mean=mean, rstd=rstd)
     assert first == again
 
     def partial_sums(dy, x, mean, rstd):
         return [norm.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=bias)]
 
-    first, again = twice(partial_sums, launches, norm._known, dy=dy, x=x, mean=mean, rstd=rstd)
+    first, again = twice(partial_sums, launches, known_calls._known, dy=dy, x=x, mean=mean, rstd=rstd)
     assert first == again
     sums = torch.zeros(2, 128 if bias else 64)
 
     def fold(sums):
         return norm.fold_weight_gradients(sums, torch.bfloat16, torch.float32 if bias else None)
 
-    first, again = twice(fold, launches, norm._known, sums=sums)
+    first, again = twice(fold, launches, known_calls._known, sums=sums)
     assert first == again
 
 
@@ -151,10 +152,10 @@ def test_gated_activations_of_experts(launches):
         gated.gated_backward(dy, gate, up, "silu", out=dx.chunk(2, dim=-1))
         return [dx]
 
-    first, again = twice(forward, launches, norm._known, gate=gate, up=up)
+    first, again = twice(forward, launches, known_calls._known, gate=gate, up=up)
     assert first == again
     dx = torch.zeros(5, 128, dtype=torch.bfloat16)
-    first, again = twice(backward, launches, norm._known, dy=dy, gate=gate, up=up, dx=dx)
+    first, again = twice(backward, launches, known_calls._known, dy=dy, gate=gate, up=up, dx=dx)
     assert first == again
 
 
@@ -186,12 +187,12 @@ def test_routing(launches, name):
     )  # fmt: skip
     code = ROUTING[name].__code__
     inputs = {key: given[key] for key in code.co_varnames[: code.co_argcount]}
-    first, again = twice(ROUTING[name], launches, norm._known, **inputs)
+    first, again = twice(ROUTING[name], launches, known_calls._known, **inputs)
     assert first == again and len(first[0]) == 1
-    known = len(norm._known)
+    known = len(known_calls._known)
     copied = {key: x.t().contiguous().t() if x.dim() == 2 else x for key, x in inputs.items()}
     ROUTING[name](**copied)  # which must be copied
-    assert len(norm._known) == known
+    assert len(known_calls._known) == known
 
 
 @pytest.mark.parametrize("alone", (False, True))
@@ -217,7 +218,7 @@ def test_additions_and_norms(launches, rms):
     def forward(x, residual, weight, bias):
         return add_norm.add_norm_forward(x, residual, weight, bias, eps=1e-5, rms=rms, zero_centered=False)
 
-    first, again = twice(forward, launches, add_norm._known, x=x, residual=residual, weight=weight, bias=bias)
+    first, again = twice(forward, launches, known_calls._known, x=x, residual=residual, weight=weight, bias=bias)
     if rms:  # which has no mean: its kernel gets any address for it
         first, again = (([(*one[:8], None, *one[9:]) for one in launched], made) for launched, made in (first, again))
     assert first == again
@@ -231,7 +232,7 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
 
     for _ in range(2):
         run(x)
-    known = len(norm._known)
+    known = len(known_calls._known)
     with pytest.raises(ValueError, match="weight has shape"):
         run(x, torch.randn(63))
     with pytest.raises(TypeError, match="x has dtype"):
@@ -240,7 +241,7 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
         run(x, eps=-1)
     with pytest.raises(TypeError, match="out_dtype"):
         run(x, out_dtype=torch.int32)
-    assert len(norm._known) == known
+    assert len(known_calls._known) == known
     launches.clear()
     unaligned = torch.randn(40 * 64 + 1)[1:].view(40, 64)
     for _ in range(2):

@@ -12,14 +12,14 @@ differently, they would hang or mix up data. Ops of a group of several ranks (`n
 with torch's ordered effect: each op passes a token to the next one, through forward and through backward, so that
 every rank runs them in program order. The disadvantage: torch does not recompute such ops in a graph, so
 torch.utils.checkpoint inside a compiled region is an error at compile time (compile the function that is passed to it
-instead). At TP=1 there is no token.
+instead), as are other settings of torch.compile (`_refuse_settings`). At TP=1 there is no token.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,9 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton as _registry
+from torch.fx import traceback
 
 from .differentiation import applier, are_ordinary, direct_apply
 from .dtensors import as_local, is_dtensor, with_dtensors
+from .graph_breaks import outside_of_graphs
 
 _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as long as this does
 
@@ -43,25 +45,6 @@ def constant(fn: Callable) -> Callable:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
-
-
-def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function that is no op: while torch.compile traces, it breaks the graph there and runs as in eager mode.
-
-    The same as torch.compiler.disable, without importing the compiler.
-    """
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                torch._dynamo.graph_break(msg=reason)  # what `disable` breaks gives no reason to who asks for no break
-                return torch.compiler.disable(fn, reason=reason)(*args, **kwargs)
-            return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 # --- configs as text ------------------------------------------------------------------------------------------------
@@ -120,7 +103,8 @@ def define(
 ) -> Any:
     """The op tp_invariant::name. `ordered`: never moved past another such op."""
     _library.define(name + schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # a frame that torch.compile leaves to run as in eager mode may call the op, and it would compile the kernel's code
+    _library.impl(name, outside_of_graphs("the kernel of an op")(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_invariant::{name}", fake, lib=_library)
     if ordered:
         # torch.library._register_effectful_op(..), which would import the compiler with all it needs
@@ -226,6 +210,36 @@ def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
+def _refuse_settings(name: str, group: str) -> None:
+    """Raises where torch.compile would make of an op of several ranks what is wrong; group: the name of its group.
+
+    CUDA graphs that inductor makes share a memory pool in which torch must know of every tensor, also while it warms up
+    without a capture: what is gathered ahead of its use would lie there, and torch would give its memory to others.
+    Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
+    where it can save tensors alone.
+    """
+    modules = sys.modules
+    if not group or "torch._dynamo.config" not in modules:
+        return
+    inductor = modules.get("torch._inductor.config")
+    if inductor is not None and inductor.triton.cudagraphs:
+        problem = (
+            "in CUDA graphs that torch.compile makes (mode='reduce-overhead' or another setting with "
+            "triton.cudagraphs=True); allowed: mode='default' or 'max-autotune-no-cudagraphs', and for CUDA graphs "
+            "tp_invariant.graphs.graph_layers"
+        )
+    elif traceback.current_meta.get("recompute") is not None:
+        problem = (
+            "in a torch.utils.checkpoint inside a compiled region; allowed: compile the function that is given to "
+            "checkpoint, or the layer, and call checkpoint outside of what is compiled"
+        )
+    elif modules["torch._dynamo.config"].compiled_autograd:
+        problem = "under torch._dynamo.config.compiled_autograd=True; allowed: False, and backward outside"
+    else:
+        return
+    raise ValueError(f"tp_invariant::{name} moves bytes between ranks and cannot be {problem}")
+
+
 class _Context:
     """The context object for Function.forward and Function.backward inside an op, in place of autograd's."""
 
@@ -252,7 +266,7 @@ _NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; n
 def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     """`tensor`, contiguous and in memory of its own: an op's output must not be a view of its inputs."""
     for other in others:
-        if other is not None and torch._C._is_alias_of(tensor, other):
+        if other is not None and torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
             return tensor.clone(memory_format=torch.contiguous_format)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -310,6 +324,7 @@ def as_custom_op(
 
     def run_fake(*args: Any) -> list[Tensor]:
         inputs, (group, sizes, text) = args[:count], args[count:]
+        _refuse_settings(name, group)
         made_up = outputs(*inputs, *_configs(text, group, sizes))
         return [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
 
@@ -326,7 +341,12 @@ def as_custom_op(
         return [_with_own_memory(g, others) for g, need in zip(grads, needs, strict=False) if need]
 
     def run_backward_fake(
-        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], group: str, text: str
+        grad: Tensor,
+        saved_tensors: list[Tensor | None],
+        needs: list[bool],
+        shapes: Sequence[int],
+        group: str,
+        text: str,
     ) -> list[Tensor]:
         _, dims, dtypes = _read_adjoint(text, group_by_name(group))
         left, grads = list(shapes), []

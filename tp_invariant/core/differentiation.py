@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .graph_breaks import outside_of_graphs
+
 _is_of_a_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -74,8 +76,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     autograd.grad(loss, x, create_graph=True): a penalty on them would have a gradient without a summand. It also turns
     gradients off where they are off already, as they are in every backward without create_graph=True, and that takes
     the host as long as to allocate two tensors.
+
+    Compiled autograd would trace the formula, and a compiler computes it in another order: it runs as in eager mode.
     """
 
+    @outside_of_graphs("a compiler may compute the formula of a gradient in another order")
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():

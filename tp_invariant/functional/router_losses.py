@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_dim, resolve_group
-from ..core.compiled import outside_of_graphs
 from ..core.differentiation import once_differentiable
+from ..core.graph_breaks import outside_of_graphs
 from ..gemm.gemm_fn import GemmFn, column_sums
 from ..kernels.dtypes import DTYPES
 from ..kernels.select import select

@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..core.compiled import as_custom_op, define, outside_of_graphs
+from ..core.compiled import as_custom_op, define
 from ..core.differentiation import applier, once_differentiable
 from ..core.elementwise import in_whole_vectors
+from ..core.graph_breaks import outside_of_graphs
 from ..kernels.select import select
 from .linear import flatten_tokens
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -336,6 +337,14 @@ _rows_of_ones: dict[tuple, Tensor] = {}
 _MAX_ROWS_OF_ONES = 4096
 
 
+def _made_ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, size]. For a thread of its own: a caller's may take memory from a pool that is not to be kept, as under
+    torch.compile(mode="reduce-overhead")."""
+    made = torch.ones((1, size), dtype=dtype, device=device)
+    torch.cuda.current_stream(device).synchronize()  # the next call may be on another stream
+    return made
+
+
 def _row_of_ones(x: Tensor) -> Tensor:
     """[1, T] for x [T, N], to be read alone. On a GPU it is made once: else a bias gradient would be two launches."""
     rows = x.shape[0]
@@ -350,8 +359,8 @@ def _row_of_ones(x: Tensor) -> Tensor:
     if made is None:
         if torch.cuda.is_current_stream_capturing():
             return x.new_ones((1, rows))  # what a capture makes belongs to its graph
-        made = _ones[(*key[:2], size)] = x.new_ones((1, size))
-        torch.cuda.current_stream(x.device).synchronize()  # the next call may be on another stream
+        with ThreadPoolExecutor(1) as other:
+            made = _ones[(*key[:2], size)] = other.submit(_made_ones, size, x.dtype, x.device).result()
     if len(_rows_of_ones) >= _MAX_ROWS_OF_ONES:
         _rows_of_ones.clear()
     found = _rows_of_ones[key] = made[:, :rows]

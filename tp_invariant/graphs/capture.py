@@ -16,7 +16,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+_MOST_FORWARDS = 16
 
 
 class GraphedLayers:
@@ -52,10 +54,11 @@ class GraphedLayers:
 
 def graph_layers(
     layers: Sequence[nn.Module],
-    forward: Callable[[], Any],
+    forward: Callable[[], Any] | Sequence[Callable[[], Any]],
     *,
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
+    other_calls: Literal["error", "eager"] = "error",
 ) -> GraphedLayers:
     """Makes the forward and the backward of each layer a CUDA graph, in place, with the bits of the layers as they are.
 
@@ -63,21 +66,25 @@ def graph_layers(
 
     Collective over the layers' tensor-parallel groups; before DistributedDataParallel wraps the model. Call it under
     the mode and autocast of training (autocast with cache_enabled=False), and the layers on one stream. Later calls
-    need the shapes of these. In eval(), and while another graph is captured, a layer runs as it was. Python inside a
-    layer no longer runs: what is set later does not reach it (a layer's gemm_fn or owner_map, the default gemm_fn,
-    hooks on modules inside it), and numbers that it draws from a CPU generator of its own repeat. Where a tensor or
-    parameter is used by several layers, or in a layer and outside, its gradient is summed layer by layer first: the
-    same at every degree, but it may differ from the uncaptured layers'.
+    need the shapes of these; `forward` may be several functions, one for each shape. In eval(), and while another graph
+    is captured, a layer runs as it was. Python inside a layer no longer runs: what is set later does not reach it (a
+    layer's gemm_fn or owner_map, the default gemm_fn, hooks on modules inside it), and numbers that it draws from a CPU
+    generator of its own repeat. Where a tensor or parameter is used by several layers, or in a layer and outside, its
+    gradient is summed layer by layer first: the same at every degree, but it may differ from the uncaptured layers'.
 
     Args:
         layers: in the order in which forward calls them, each once; in train(), all on the current GPU.
         forward: runs the model once as training does, with the same shapes; its results are dropped. Arguments of a
-            layer are tensors, numbers, strings and None, and tuples, lists, dicts and frozen dataclasses of them.
+            layer are tensors, numbers, strings and None, and tuples, lists, dicts and frozen dataclasses of them. Or up
+            to 16 such functions, that of the largest shapes first: a later call has the graphs of the one whose
+            arguments it has. They share the memory of activations, so that backward comes before a forward of another.
         num_warmup_iters: passes of each layer before its capture; at least 2.
         allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
+        other_calls: what a call with other arguments is: an error, or eager, as the layer was; the log says so once.
 
-    Memory: the activations of all layers, as in any forward of them, and besides for each layer its arguments and its
-    gradients. Random generators (torch's and Python's) and the layers' buffers are left as they were.
+    Memory: the activations of all layers, as in any forward of them, of several functions about those of the largest;
+    and besides, for each function, each layer's arguments, results and gradients. Random generators (torch's and
+    Python's) and the layers' buffers are left as they were.
 
     Raises:
         ValueError: layers that cannot be captured, or that forward calls otherwise, or ranks that differ; says which,
@@ -88,6 +95,7 @@ def graph_layers(
     if isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
         raise TypeError(f"layers is a {type(layers).__name__}: it must be a sequence of modules, [layer] for one")
     layers = list(layers)
+    forwards = list(forward) if isinstance(forward, Sequence) else [forward]
     names = [f"layers[{i}] ({type(layer).__name__})" for i, layer in enumerate(layers)]
     groups = groups_of(layers)
     problems = [problem_with(layer, name) for layer, name in zip(layers, names, strict=True)]
@@ -98,43 +106,69 @@ def graph_layers(
         problems.append("there are no layers")
     if num_warmup_iters < 2:
         problems.append(f"num_warmup_iters={num_warmup_iters}: at least 2, in which the order of weights is learnt")
+    if not 1 <= len(forwards) <= _MOST_FORWARDS:
+        problems.append(f"forward is {len(forwards)} functions: 1 to {_MOST_FORWARDS}, as each has graphs of its own")
+    if other_calls not in ("error", "eager"):
+        problems.append(f"other_calls={other_calls!r}: 'error' or 'eager'")
     if not torch.is_grad_enabled():
         problems.append("gradients are off: torch.cuda.graph captures a forward alone")
     if conditions()["TP_INVARIANT_CHECK"]:
         problems.append("TP_INVARIANT_CHECK=1 compares every call, which a replay cannot: unset it")
     raise_on_all_ranks("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
-    options = {"layers": names, "num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
+    options = {
+        "layers": names, "the number of functions": len(forwards), "num_warmup_iters": num_warmup_iters,
+        "allow_unused_input": allow_unused_input, "other_calls": other_calls,
+    }  # fmt: skip
     check_same(options, groups)
+    captured: list[list[Captured]] = []  # of each function, of each layer
+    pool = torch.cuda.graph_pool_handle()
     with _as_before(layers) as reassigned:
-        recorded, problem = _record(layers, names, forward)
-        raise_on_all_ranks(
-            problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called"
-        )
-        check_same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
-        steps = [_Step(call, allow_unused_input) for call in recorded]
-        drawn = cpu_randomness()
-        with _ahead_in_graphs(), _parameter_replacements(layers) as (parameters, places):
-            for step, own in zip(steps, places, strict=True):
-                step.places = own
-            versions = [[t._version for t in step.call.tensors] for step in steps]
-            replays = torch.cuda.make_graphed_callables(
-                tuple(steps),
-                tuple((*step.call.tensors, *mine) for step, mine in zip(steps, parameters, strict=True)),
-                num_warmup_iters=num_warmup_iters,
-                allow_unused_input=allow_unused_input,
+        for one in forwards:
+            recorded, problem = _record(layers, names, one)
+            if not problem and any(_are_alike(recorded, before) for before in captured):
+                problem = "two functions call the layers with the same arguments"
+            raise_on_all_ranks(
+                problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called"
             )
-        problems = [step.written(before) for step, before in zip(steps, versions, strict=True)]
-        problems += reassigned()
-        if drawn != cpu_randomness():
-            problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
-        raise_on_all_ranks("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
-    ownership, forwards = ActivationOwnership(names), []
-    for index, (layer, step) in enumerate(zip(layers, steps, strict=True)):
-        captured = Captured(step.call, replays[index], step.output_tree, step.differentiable)
-        forwards.append(GraphedForward(layer, names[index], index, ownership, captured))
-    for layer, graphed in zip(layers, forwards, strict=True):
-        layer.forward = graphed
-    return GraphedLayers(forwards)
+            check_same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
+            steps = [_Step(call, allow_unused_input) for call in recorded]
+            drawn = cpu_randomness()
+            with _ahead_in_graphs(), _parameter_replacements(layers) as (parameters, places):
+                for step, own in zip(steps, places, strict=True):
+                    step.places = own
+                versions = [[t._version for t in step.call.tensors] for step in steps]
+                replays = torch.cuda.make_graphed_callables(
+                    tuple(steps),
+                    tuple((*step.call.tensors, *mine) for step, mine in zip(steps, parameters, strict=True)),
+                    num_warmup_iters=num_warmup_iters,
+                    allow_unused_input=allow_unused_input,
+                    pool=pool,
+                )
+            problems = [step.written(before) for step, before in zip(steps, versions, strict=True)]
+            problems += reassigned()
+            if drawn != cpu_randomness():
+                problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
+            raise_on_all_ranks("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
+            captured.append(
+                [
+                    Captured(step.call, replay, step.output_tree, step.differentiable)
+                    for step, replay in zip(steps, replays, strict=True)
+                ]
+            )
+    ownership, eager_else = ActivationOwnership(names), other_calls == "eager"
+    graphed = [
+        GraphedForward(layer, names[index], index, ownership, [one[index] for one in captured], eager_else)
+        for index, layer in enumerate(layers)
+    ]
+    for layer, replacement in zip(layers, graphed, strict=True):
+        layer.forward = replacement
+    return GraphedLayers(graphed)
+
+
+def _are_alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> bool:
+    """Whether each layer gets arguments with which it was captured."""
+    pairs = [(now.call, then.call) for now, then in zip(recorded, captured, strict=True)]
+    return not any(then.difference(now.tensors, now.tree, True) for now, then in pairs)
 
 
 # --- one layer ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ the captured one."""
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import sys
 import types
@@ -19,6 +20,8 @@ from ..comm.collectives import is_capturing
 from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from .arguments import Call, Node, fill, flatten_call
+
+logger = logging.getLogger(__name__)
 
 
 def on_rank() -> str:
@@ -54,15 +57,25 @@ class ActivationOwnership:
     """Which forward's activations each layer's graph memory holds.
 
     Graphs that are captured in sequence share memory, in the order of the capture: the forward or backward of a layer
-    may overwrite the activations of this layer and of the layers after it.
+    may overwrite the activations of this layer and of the layers after it, and those of all layers for other shapes.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
+        self._shape: int | None = None  # which of the captured calls the owners belong to
         self._owners: dict[int, int] = {}  # of a layer, the forward whose activations it holds
         self._forwards = 0
+        self._logged = False
 
-    def forward(self, index: int, grad: bool) -> int:
+    def log_once(self, name: str, problem: str) -> None:
+        if not self._logged:
+            self._logged = True
+            logger.warning("%s%s runs without CUDA graphs, as more calls may: %s", name, on_rank(), problem)
+
+    def forward(self, index: int, shape: int, grad: bool) -> int:
+        if shape != self._shape:
+            self._owners.clear()
+            self._shape = shape
         self._invalidate_from(index)
         self._forwards += 1
         if grad:
@@ -73,8 +86,9 @@ class ActivationOwnership:
         if self._owners.get(index) != number:
             raise RuntimeError(
                 f"{self._names[index]}{on_rank()}: the activations of this backward are gone. It has run before, or "
-                "since its forward a graphed layer at or before it has run forward (checkpointing does that), or one "
-                "before it backward, and their CUDA graphs have place for one pass. Run backward after each forward, "
+                "since its forward a graphed layer at or before it has run forward (checkpointing does that), or any "
+                "for other shapes, or one before it backward, and their CUDA graphs have place for one pass. Run "
+                "backward after each forward, "
                 "layers in order, or call remove() of what graph_layers returned"
             )
         self._invalidate_from(index)
@@ -104,17 +118,19 @@ class _Leave(torch.autograd.Function):
     """Copies the graph's results; in backward it checks that the graph may be replayed."""
 
     @staticmethod
-    def forward(ctx: Any, layer: GraphedForward, number: int, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, layer: GraphedForward, differentiable: Sequence[bool], number: int, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.number, ctx.versions = layer, number, layer.versions()
+        ctx.layer, ctx.number, ctx.versions, ctx.differentiable = layer, number, layer.versions(), differentiable
         copies = tuple(out.clone() for out in outputs)
-        ctx.mark_non_differentiable(*(c for c, is_one in zip(copies, layer.differentiable, strict=True) if not is_one))
+        ctx.mark_non_differentiable(*(c for c, is_one in zip(copies, differentiable, strict=True) if not is_one))
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer.check_backward(ctx.number, ctx.versions, grads)
-        return None, None, *grads
+        ctx.layer.check_backward(ctx.number, ctx.versions, ctx.differentiable, grads)
+        return None, None, None, *grads
 
 
 class Captured(NamedTuple):
@@ -127,7 +143,7 @@ class Captured(NamedTuple):
 
 
 class GraphedForward:
-    """Replaces a layer's forward by its CUDA graphs.
+    """Replaces a layer's forward by its CUDA graphs, those of each captured call; with eager_else others run as before.
 
     Raises:
         ValueError: other arguments, conditions, modules or parameters than at the capture; says which.
@@ -137,12 +153,17 @@ class GraphedForward:
     """
 
     def __init__(
-        self, layer: nn.Module, name: str, index: int, ownership: ActivationOwnership, captured: Captured
+        self,
+        layer: nn.Module,
+        name: str,
+        index: int,
+        ownership: ActivationOwnership,
+        captured: Sequence[Captured],
+        eager_else: bool,
     ) -> None:
         self._layer, self._forward, self._patched = layer, layer.forward, layer.__dict__.get("forward")
         self._name, self._index, self._ownership = name, index, ownership
-        self._captured: Captured | None = captured
-        self.differentiable = captured.differentiable
+        self._captured, self._eager_else = captured, eager_else
         self._conditions = conditions()
         self._modules = [(key or name, module) for key, module in layer.named_modules()]
         # tensors that are plain attributes: cosines and sines, masks
@@ -159,7 +180,7 @@ class GraphedForward:
 
     def remove(self) -> None:
         """Frees the graphs and restores the layer, even if its forward has been wrapped since the capture."""
-        self._captured = None
+        self._captured = ()
         if self._layer.__dict__.get("forward") is self:
             if self._patched is None:
                 del self._layer.forward
@@ -196,7 +217,7 @@ class GraphedForward:
     def versions(self) -> list[int]:
         return [local_of(p)._version for p in self._all_parameters]
 
-    def _difference(self, captured: Captured, tensors: Sequence[Tensor], tree: Node, grad: bool) -> str:
+    def _changed_since_capture(self) -> str:
         if problem := changed_condition(conditions(), self._conditions):
             return problem
         if (state := self._state_now()) != self._state:
@@ -205,16 +226,28 @@ class GraphedForward:
                 f"in {self._modules[changed][0]} a module, parameter, buffer or other tensor is another, lies "
                 "elsewhere, or has another requires_grad or training"
             )
-        return captured.call.difference(tensors, tree, grad)
+        return ""
 
-    def check_backward(self, number: int, versions: list[int], grads: Sequence[Tensor | None]) -> None:
+    def _find(self, tensors: Sequence[Tensor], tree: Node, grad: bool) -> tuple[int | None, str]:
+        """Which captured call has such arguments; None if none has, and how they differ."""
+        problems: dict[str, None] = {}
+        for shape, captured in enumerate(self._captured):
+            problem = captured.call.difference(tensors, tree, grad)
+            if not problem:
+                return shape, ""
+            problems[problem] = None
+        return None, "; ".join(problems)
+
+    def check_backward(
+        self, number: int, versions: list[int], differentiable: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> None:
         self._ownership.backward(self._index, number)
         if versions != self.versions():
             raise RuntimeError(
                 f"{self._name}{on_rank()}: a parameter was modified by an inplace operation between forward and "
                 "backward, which needs it as it was"
             )
-        for i, (grad, is_one) in enumerate(zip(grads, self.differentiable, strict=True)):
+        for i, (grad, is_one) in enumerate(zip(grads, differentiable, strict=True)):
             if is_one and grad is None:
                 raise RuntimeError(
                     f"{self._name}{on_rank()}: tensor {i} of what it returns takes no part in this backward, and the "
@@ -224,17 +257,21 @@ class GraphedForward:
     # --- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        captured = self._captured
-        if captured is None or not self._layer.training or torch.compiler.is_compiling() or is_capturing():
+        if not self._captured or not self._layer.training or torch.compiler.is_compiling() or is_capturing():
             return self._forward(*args, **kwargs)
         tensors, tree = flatten_call(args, kwargs, f"an argument of {self._name}")
-        grad = torch.is_grad_enabled()
-        if problem := self._difference(captured, tensors, tree, grad):
+        grad, shape = torch.is_grad_enabled(), None
+        if not (problem := self._changed_since_capture()):
+            shape, problem = self._find(tensors, tree, grad)
+            if shape is None and self._eager_else:
+                self._ownership.log_once(self._name, problem)
+                return self._forward(*args, **kwargs)
+        if shape is None:
             raise ValueError(
                 f"{self._name}{on_rank()} is a CUDA graph of another call: {problem}. Call it as it was captured, or "
                 "remove() what graph_layers returned and capture anew"
             )
-        number = self._ownership.forward(self._index, grad)
+        captured, number = self._captured[shape], self._ownership.forward(self._index, shape, grad)
         if not grad:
             return fill(
                 captured.output_tree, [out.clone() for out in captured.replay(*tensors, *map(local_of, self._trained))]
@@ -244,4 +281,4 @@ class GraphedForward:
         for i, x in zip(wanted, entered, strict=False):
             tensors[i] = x
         outputs = captured.replay(*tensors, *entered[len(wanted) :])
-        return fill(captured.output_tree, _Leave.apply(self, number, *outputs))
+        return fill(captured.output_tree, _Leave.apply(self, captured.differentiable, number, *outputs))

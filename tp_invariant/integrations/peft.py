@@ -47,6 +47,7 @@ from ..comm.collectives import Group
 from ..consistency.agreement import check_agreement
 from ..core.bits import tensor_hash
 from ..core.dtensors import is_dtensor, local_of
+from ..core.graph_breaks import never_a_frame_of_its_own
 from ..core.layout import Stride, shard
 from ..functional.regions import gather_sequence
 from ..gemm.gemm_fn import GemmFn, gemm
@@ -482,6 +483,7 @@ class AdapterParameters(ShardedModule, nn.ParameterDict):
 # --- the whole model --------------------------------------------------------------------------------------------------
 
 
+@never_a_frame_of_its_own
 def _install(owner: nn.Module, name: str, child: nn.Module | None) -> None:
     """A hook of every registration of a submodule: what of PEFT's own functions sees a whole model, and its parts."""
     if not isinstance(owner, (PeftModel, LoraModel, ModulesToSaveWrapper)) or child is None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..core.graph_breaks import never_a_frame_of_its_own
 from .parameters import ShardedModule
 
 
+@never_a_frame_of_its_own
 def _refuse(owner: nn.Module, name: str, child: nn.Module | None) -> None:
     """A hook of every registration of a submodule, in any module.
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.collectives import on_mesh, ranks_of
 from ..core.dtensors import is_dtensor
+from ..core.graph_breaks import never_a_frame_of_its_own
 from .parameters import carried_group, is_sharded
 
 
@@ -26,6 +27,7 @@ def _ranks_of_shards(p: nn.Parameter) -> Iterable[int]:
     return [] if group is None or group.size == 1 else ranks_of(group)
 
 
+@never_a_frame_of_its_own
 def _refuse_tp_ranks(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
         return

@@ -17,9 +17,9 @@ from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
 from ..consistency.same_call import gather_if_same_call
-from ..core.compiled import outside_of_graphs
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.fsdp import resharded_whole
+from ..core.graph_breaks import outside_of_graphs
 from ..core.identity import identify
 from ..core.layout import check_divides
 from ..core.mode import is_tp_invariant_mode_enabled

@@ -23,6 +23,7 @@ from ..consistency.agreement import check_agreement, compare_environments, group
 from ..consistency.same_gradients import FactsToCompare, Question, compare, maximal_groups
 from ..core.dtensors import check_placements, is_dtensor
 from ..core.fsdp import sharded_parameters
+from ..core.graph_breaks import outside_of_graphs
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
@@ -58,6 +59,7 @@ _ACROSS_GROUPS_CAUSES = (
 
 
 @torch.no_grad()
+@outside_of_graphs("it moves bytes between ranks, and a compiler may compute sums in another order")
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float,

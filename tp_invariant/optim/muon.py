@@ -29,6 +29,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.collectives import Group, exchange_flat
 from ..core.dtensors import is_dtensor, local_of
+from ..core.graph_breaks import outside_of_graphs
 from ..core.layout import Stride, piece_sizes, shard, unshard
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..gemm import GemmFn, check_callable, gemm, gemm_fn_name
@@ -73,6 +74,7 @@ class Muon(torch.optim.Muon):
             options.setdefault("split_stacked", split_stacked)
 
     @torch.no_grad()
+    @outside_of_graphs("it moves bytes between ranks, and a compiler may compute products in another order")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. A collective: every rank must step the same parameters, in the same order.
 
