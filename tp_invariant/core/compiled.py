@@ -271,18 +271,23 @@ def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def _with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable) -> Any:
-    """An op that calls `op`, whose results are in a list, and has a derivative.
+def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable) -> Any:
+    """An op that calls `op`, which has several results or a list of them, and has a derivative.
 
     It is decomposed while torch traces, so that a graph holds `op` alone, whose calls then pass no kernel of autograd:
     one written in Python takes as long as what such an op does itself.
+
+    schema: of both. backward: (ctx, *gradients) -> those of all arguments. setup_context: as of an autograd.Function.
     """
     methods = {"forward": lambda *args: tuple(op(*args)), "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
-    def call(*args: Any) -> list[Tensor]:
-        return list(function.apply(*args))
+    in_a_list = len(op._schema.returns) == 1
+
+    def call(*args: Any) -> Any:
+        results = function.apply(*args)
+        return list(results) if in_a_list else results
 
     _library.define(name + schema)
     _library.impl(name, call, "CompositeImplicitAutograd")
@@ -402,7 +407,7 @@ def as_custom_op(
         adjoint = define(f"{name}{ending}_backward", schema, kernel_backward, run_backward_fake, ordered=bool(ending))
         schema = f"({arguments}, str group, SymInt[] sizes, str settings) -> Tensor[]"
         op = define(f"{name}{ending}", schema, kernel, run_fake, ordered=bool(ending))
-        ops.append(_with_derivative(op, schema, derivative(adjoint), setup_context))
+        ops.append(with_derivative(op, schema, derivative(adjoint), setup_context))
     single_rank_op, multi_rank_op = ops
     of_plain, of_dtensors = applier(function), applier(with_dtensors(function))
     directly = direct_apply(function)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..core.compiled import define, with_derivative
 from ..core.differentiation import applier
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
@@ -474,19 +475,16 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 # --- as custom operators --------------------------------------------------------------------------------------------
 
-_operator = torch.library.custom_op("tp_invariant::attention", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op("tp_invariant::attention_backward", _backward, mutates_args=())
 
-
-@_operator.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     from ..kernels.attention.spec import empty_heads
 
     return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_backward_operator.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
     from ..kernels.attention.spec import empty_heads
 
     sinks, mask, _, _, mask_grad, *_ = others
@@ -505,5 +503,10 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor 
     return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))
 
 
-_operator.register_autograd(_differentiate, setup_context=_save)
-_backward_operator.register_autograd(_refuse)
+def _as_operator(name: str, kernel: Any, fake: Any, derivative: Any, save: Any) -> Any:
+    schema = torch.library.infer_schema(kernel, mutates_args=())
+    return with_derivative(define(name, schema, kernel, fake), schema, derivative, save)
+
+
+_operator = _as_operator("attention", _forward, _forward_fake, _differentiate, _save)
+_backward_operator = _as_operator("attention_backward", _backward, _backward_fake, _refuse, lambda *_: None)
