@@ -496,11 +496,13 @@ def _plan(
     delta_numbers = queries, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants
     of_q, of_k, of_v, of_dout = rows
 
-    room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
+    causal, window = p.flags[:2]
+    room = has_room(index) and (p.matrix_dtype is None or p.matrix_dtype.itemsize <= 2)
     parts = None if groups == 1 else (2, batch, tokens_k, heads, size)
     dtypes, by_keys = (q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype), []
     aligned_rows = _are_aligned(lse, p)
-    for tile, *which in backward_key_tiles(head_dim, q.dtype, p.flags[0], room):
+    key_tiles = backward_key_tiles(head_dim, q.dtype, causal=causal, aligned=aligned_rows, room=room)
+    for tile, *which in key_tiles:
         constants = (
             size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, aligned_rows,
             *which,
@@ -519,8 +521,9 @@ def _plan(
         total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
     total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 2, 1)
 
-    partly = p.flags[1] or p.matrix > 0
-    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, partly, room), index)
+    partly = window or p.matrix > 0
+    tile = backward_query_tile(head_dim, q.dtype, causal=causal, partly=partly, room=room)
+    tile = tile_for(p, tile, index)
     tiles = cdiv(p.longest_q, tile.queries)
     constants = (
         size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,

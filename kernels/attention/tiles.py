@@ -47,31 +47,30 @@ def has_room(index: int | None) -> bool:
 
 
 def backward_key_tiles(
-    head_dim: int, dtype: torch.dtype, causal: bool, room: bool
+    head_dim: int, dtype: torch.dtype, *, causal: bool, aligned: bool, room: bool
 ) -> tuple[tuple[Tile, bool, bool], ...]:
     """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only.
 
     Returns the tile of each launch, and whether it computes dk, and dv. Heads of 256 have one for each: both sums would
     not fit into registers, and two groups of warps that share their columns would each compute all scores.
 
-    room: as `has_room` says, and no mask, which goes through shared memory, too.
+    aligned: whether TMA reads each query's log-sum-exp and delta; without it a causal loop spills in larger tiles.
+    room: as `has_room` says, and no mask of more than 16 bits, which goes through shared memory, too.
     """
-    if room and head_dim > 128 and dtype != torch.float32:
-        return (Tile(64, 128, 8, 2), False, True), (Tile(32, 128, 8, 2), True, False)
-    return ((_backward_key_tile(head_dim, dtype, causal), True, True),)
-
-
-def _backward_key_tile(head_dim: int, dtype: torch.dtype, causal: bool) -> Tile:
     if dtype == torch.float32:
-        return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
-    if head_dim <= 64:
-        return Tile(128, 64, 4, 2)
-    if head_dim <= 128:  # without masks in the loop more queries fit into registers, which take fewer instructions
-        return Tile(32, 64, 4, 3) if causal else Tile(64, 64, 4, 2)
-    return Tile(32, 64, 8, 2)
+        tile = Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
+    elif head_dim <= 64:
+        tile = Tile(64, 64, 4, 3)
+    elif head_dim <= 128:
+        tile = Tile(64, 64, 4, 2) if aligned or not causal else Tile(32, 64, 4, 3)
+    elif room:
+        return (Tile(64, 128, 8, 2), False, True), (Tile(32, 128, 8, 2), True, False)
+    else:
+        tile = Tile(32, 64, 8, 2)
+    return ((tile, True, True),)
 
 
-def backward_query_tile(head_dim: int, dtype: torch.dtype, partly: bool, room: bool) -> Tile:
+def backward_query_tile(head_dim: int, dtype: torch.dtype, *, causal: bool, partly: bool, room: bool) -> Tile:
     """dq: a program holds `queries` queries and loops over the keys. A matter of speed only.
 
     partly: whether a window or a mask hides keys. With a window a small tile sees fewer keys in vain; with a mask the
@@ -79,10 +78,10 @@ def backward_query_tile(head_dim: int, dtype: torch.dtype, partly: bool, room: b
     """
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 8, 1)
+    if head_dim <= 64:
+        return Tile(64, 64, 4, 3) if causal or partly else Tile(128, 64, 8, 3)
     if head_dim <= 128:
-        if head_dim > 64:
-            return Tile(64, 64, 4, 2) if partly else Tile(128, 64, 8, 3)
-        return Tile(64, 64, 4, 3)
+        return Tile(64, 64, 4, 2) if partly else Tile(128, 64, 8, 3)
     return Tile(128, 32, 8, 3) if room else Tile(64, 32, 8, 2)
 
 

@@ -143,11 +143,14 @@ def test_other_blocks_of_keys_give_other_bits(monkeypatch, device):
 def test_all_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     data = tensors(device, torch.bfloat16, 1, 4, 2, 1300, 1500, 128)
     choose = attention_backward.backward_key_tiles
-    one, other, apart = (choose(*case, True) for case in ((128, BF16, False), (128, BF16, True), (256, BF16, True)))
+    one, other, apart = (
+        choose(dim, BF16, causal=True, aligned=aligned, room=True)
+        for dim, aligned in ((128, True), (128, False), (256, True))
+    )
     assert one != other and len(apart) == 2
     results = []
     for tiles in (one, other, apart):
-        monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *args, tiles=tiles: tiles)
+        monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *args, tiles=tiles, **options: tiles)
         monkeypatch.setattr(attention_backward, "_known", {})
         results.append(attend(*data, **KINDS[kind]))
     for result in results[1:]:

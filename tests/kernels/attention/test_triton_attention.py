@@ -31,8 +31,8 @@ def small_kernels(monkeypatch):
     kernels._plan.cache_clear()  # it does not know of other tiles
     tile = Tile(16, 16, 4, 1)
     monkeypatch.setattr(kernels, "forward_tile", lambda *sizes: tile)
-    monkeypatch.setattr(attention_backward, "backward_query_tile", lambda *sizes: tile)
-    monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *sizes: ((tile, True, True),))
+    monkeypatch.setattr(attention_backward, "backward_query_tile", lambda *sizes, **options: tile)
+    monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *sizes, **options: ((tile, True, True),))
     yield
     kernels._plan.cache_clear()
 
