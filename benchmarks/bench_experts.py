@@ -3,6 +3,7 @@
     python benchmarks/bench_experts.py --out benchmarks/results/experts_h200
     python benchmarks/bench_experts.py --tiles --seconds 2
     python benchmarks/bench_experts.py --block --out benchmarks/results/experts_block_h200
+    torchrun --nproc-per-node 2 benchmarks/bench_experts.py --block --out benchmarks/results/experts_block_h200_2
 
 bf16, random data, experts drawn at random for each token. Products: TFLOP/s of the bundled kernel, of torch's
 grouped_mm, and of one dense product of as many rows by cuBLAS, in whose place the experts stand; `weights` is the time
@@ -14,7 +15,10 @@ bytes of all tiles. Writes OUT.csv and OUT.md; a difference ends the script with
 --block: the whole mixture of experts of Qwen3-30B-A3B instead, router included, forward and with backward: our
 MixtureOfExperts, transformers' block after `parallelize`, and transformers' block itself with grouped_mm (which needs
 transformers). Calls follow one another as in training. Milliseconds, launches of kernels and copies, and how often the
-host waits for the GPU.
+host waits for the GPU. Over several ranks: our MixtureOfExperts with its experts divided over them, tokens whole on
+every rank or sharded (sequence parallelism), with the mode on and off, and on one rank; the slowest rank's times. With
+the mode on, every rank compares the bytes of output and gradients with those that it computes alone; a difference, or
+none with the mode off, ends the script with status 1.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ import csv
 import datetime
 import functools
 import itertools
+import os
+import statistics
 import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 from gpu_timing import Run, in_turn
@@ -314,6 +321,89 @@ def block_lines(model: Model, seconds: float) -> list[dict]:
     return lines
 
 
+def slowest(values: list[float]) -> list[float]:
+    """Each value's largest over the ranks."""
+    found = torch.tensor(values, device=DEVICE, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def rank_lines(model: Model) -> tuple[list[dict], list[str]]:
+    """Lines, and what is wrong: the same on every rank."""
+    import tp_invariant
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, dy = randn(1, model.tokens, model.hidden), randn(1, model.tokens, model.hidden)
+    for tensor in (x, dy):
+        dist.broadcast(tensor, 0)
+
+    def block(**options: object) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return tp_invariant.MixtureOfExperts(
+            model.experts, model.hidden, model.inner // 2, tp_invariant.Routing(top_k=model.top_k), device=DEVICE,
+            dtype=torch.bfloat16, **options,
+        )  # fmt: skip
+
+    def of_rank(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.detach().chunk(ranks, dim)[rank]
+
+    whole = dict(tp_group=dist.group.WORLD, expert_parallel_group=dist.group.WORLD)
+    forms = {
+        "one rank": (block(), x, dy),
+        "tokens whole": (block(**whole), x, dy),
+        "tokens sharded": (block(**whole, sequence_parallel=True, sequence_dim=1), of_rank(x, 1), of_rank(dy, 1)),
+    }
+
+    def run(name: str, mode: bool, backward: bool = True) -> list[torch.Tensor]:
+        """Output and gradients, of the tokens and the experts of this rank."""
+        layer, tokens, gradient = forms[name]
+        with tp_invariant.set_tp_invariant_mode(mode), torch.set_grad_enabled(backward):
+            if not backward:
+                return [layer(tokens)]
+            layer.zero_grad()
+            tokens = tokens.detach().requires_grad_()
+            y = layer(tokens)
+            y.backward(gradient)
+        return [y, tokens.grad, *(p.grad for p in layer.parameters())]
+
+    def same(name: str, mode: bool) -> bool:
+        wanted = run("one rank", True)
+        if name != "one rank":  # the router's gradient is whole on every rank
+            dims = (*((1, 1) if name == "tokens sharded" else (None, None)), None, 0, 0)
+            wanted = [t if dim is None else of_rank(t, dim) for t, dim in zip(wanted, dims, strict=True)]
+        differ = [
+            not torch.equal(a.view(torch.int16), b.view(torch.int16))
+            for a, b in zip(run(name, mode), wanted, strict=True)
+        ]
+        return not any(slowest([float(d) for d in differ]))
+
+    lines, wrong = [], []
+    kinds = [("one rank", True), *itertools.product(list(forms)[1:], (True, False))]
+    for what, backward in (("forward", False), ("forward and backward", True)):
+        runs = {kind: functools.partial(run, *kind, backward) for kind in kinds}
+        times: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
+        for _ in range(5):  # as many on every rank
+            for kind, call in runs.items():
+                dist.barrier()
+                times[kind] += back_to_back(call, 3)
+        medians = dict(zip(kinds, slowest([statistics.median(found) for found in times.values()]), strict=True))
+        for (name, mode), us in medians.items():
+            launches, waits = launches_and_waits(runs[name, mode])
+            lines.append(
+                {
+                    "block": name, "mode": "on" if mode else "off", "ranks": 1 if name == "one rank" else ranks,
+                    "tokens": model.tokens, "pass": what, "ms": round(us / 1e3, 3),
+                    "one rank / this": round(medians["one rank", True] / us, 2), "launches": launches,
+                    "host waits": waits, "bytes of one rank": same(name, mode),
+                }
+            )  # fmt: skip
+            if lines[-1]["bytes of one rank"] != mode:
+                wrong.append(f"{name}, mode {lines[-1]['mode']}")
+            if rank == 0:
+                print(lines[-1], flush=True)
+    return lines, wrong
+
+
 def table(lines: list[dict]) -> list[str]:
     names = list(lines[0])
     return [
@@ -333,7 +423,14 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [m for m in MODELS if not options.models or any(part in m.name for part in options.models)]
     torch.manual_seed(0)
-    if options.block:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.block and ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        lines, wrong = rank_lines(MODELS[0])
+        tables = [lines] if dist.get_rank() == 0 else []
+        dist.destroy_process_group()
+    elif options.block:
         tables, wrong = [block_lines(MODELS[0], options.seconds)], []
     elif options.tiles:
         tables, wrong = [], [text for model in chosen for text in tile_lines(model, options.seconds)]

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import bench_attention
 import torch
@@ -40,14 +41,16 @@ import tp_invariant as tpi
 
 HEAD_DIMS, HEADS, BATCHES, TOKENS = (64, 96, 128, 256), (8, 16, 32), (1, 8), (512, 32768)
 MASKS = ("causal", "full", "window")
+MATRICES = (None, None, "bool", "bias")  # besides; not with a window
 WINDOWS = (128, 4096)
-MOST = 1 << 28  # elements of q
+MOST = 1 << 28  # elements of q, or of a mask's matrix
 RANGES = f"""bfloat16; head_dim of {HEAD_DIMS}; {HEADS} query heads, and a power of two of them for each key head, from
 one (MHA) to all (MQA); mask of {MASKS}, a window of {WINDOWS[0]} to {WINDOWS[1]} keys, log-uniform; tokens log-uniform
 from {TOKENS[0]} to {TOKENS[1]}, a multiple of 8 with probability {EIGHTS} and any integer otherwise; batch {BATCHES[0]}
-to {BATCHES[1]}, less where q would have more than 2^28 elements. Contenders: scaled_dot_product_attention by cuDNN,
-flash and the memory-efficient kernel; for a window the first and the last with a mask, and torch's flash kernel with a
-window of its own."""
+to {BATCHES[1]}, less where q would have more than 2^28 elements; half of those without a window have a mask besides, a
+matrix [batch or 1, query heads or 1, tokens, tokens] of bool or bfloat16, of at most 2^28 elements. Contenders:
+scaled_dot_product_attention by cuDNN, flash and the memory-efficient kernel; with a matrix, into which the causal mask
+goes too, the first and the last; for a window these with a mask, and torch's flash kernel with a window of its own."""
 SAMPLE = 64
 # of a gradient's norm: two kernels that round weights to bfloat16 differ by some 0.005, with a block of keys left out
 # by more
@@ -63,9 +66,15 @@ class Shape:
     head_dim: int
     mask: str
     window: int | None = None
+    matrix: str | None = None
+    of_batch: bool = False  # whether each sequence, and each head, has a matrix of its own
+    of_heads: bool = False
 
     def __str__(self) -> str:
         mask = f"{self.mask} {self.window}" if self.window else self.mask
+        if self.matrix:
+            own = ("", "B")[self.of_batch] + ("", "h")[self.of_heads]
+            mask += f" {self.matrix}{own and f' {own}'}"
         return (
             f"B {self.batch} heads {self.heads:2}/{self.kv_heads:2} tokens {self.tokens:5} D {self.head_dim:3} {mask}"
         )
@@ -77,15 +86,35 @@ class Shape:
 
 def draw(seed: int, count: int) -> list[Shape]:
     """The first `count` shapes of a seed."""
-    rng, shapes = random.Random(seed), []
+    rng, of_matrices, shapes = random.Random(seed), random.Random(f"matrices {seed}"), []
     for _ in range(count):
         heads, head_dim, mask = rng.choice(HEADS), rng.choice(HEAD_DIMS), rng.choice(MASKS)
         kv_heads = heads >> rng.randint(0, heads.bit_length() - 1)
         tokens, batch = log_uniform(rng, *TOKENS, EIGHTS), log_uniform(rng, *BATCHES)
         window = min(tokens, log_uniform(rng, *WINDOWS))
         batch = max(1, min(batch, MOST // (tokens * heads * head_dim)))
-        shapes.append(Shape(batch, heads, kv_heads, tokens, head_dim, mask, window if mask == "window" else None))
+        shape = Shape(batch, heads, kv_heads, tokens, head_dim, mask, window if mask == "window" else None)
+        matrix, of_batch, of_heads = (of_matrices.choice(x) for x in (MATRICES, (False, True), (False, True)))
+        if matrix and shape.window is None and tokens**2 <= MOST:
+            of_heads = of_heads and heads * tokens**2 <= MOST
+            of_batch = of_batch and batch * (heads if of_heads else 1) * tokens**2 <= MOST
+            shape = replace(shape, matrix=matrix, of_batch=of_batch, of_heads=of_heads)
+        shapes.append(shape)
     return shapes
+
+
+@functools.lru_cache(maxsize=1)
+def matrix_of(shape: Shape) -> Tensor | None:
+    """[batch or 1, heads or 1, tokens, tokens]; of the causal keys each query sees some, itself among them."""
+    if shape.matrix is None:
+        return None
+    sizes = shape.batch if shape.of_batch else 1, shape.heads if shape.of_heads else 1, shape.tokens, shape.tokens
+    generator = torch.Generator(DEVICE).manual_seed(shape.tokens)
+    if shape.matrix == "bool":
+        drawn = torch.randint(0, 2, sizes, device=DEVICE, dtype=torch.int8, generator=generator).bool()
+        drawn.diagonal(dim1=2, dim2=3).fill_(True)
+        return drawn
+    return torch.randn(sizes, device=DEVICE, dtype=torch.bfloat16, generator=generator)
 
 
 def operands(shape: Shape, generator: torch.Generator | None = None) -> list[Tensor]:
@@ -100,8 +129,12 @@ Pass = Callable[[], list[Tensor]]  # gives out, and with a gradient those of q, 
 
 
 def ours(shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> Pass:
+    options: dict[str, Any] = dict(causal=shape.causal, window=shape.window)
+    if (mask := matrix_of(shape)) is not None:
+        options["mask"] = mask[: q.shape[0], : q.shape[1]]  # of the first heads, where q has only those
+
     def once() -> list[Tensor]:
-        out = tpi.attention(q, k, v, causal=shape.causal, window=shape.window)
+        out = tpi.attention(q, k, v, **options)
         return [out] if grad is None else [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
     return once
@@ -122,12 +155,20 @@ def flash_with_window(window: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor
 
 
 def visible(shape: Shape, queries: Tensor) -> Tensor:
-    """[queries, tokens], whether a query sees a key."""
+    """[queries, tokens], whether a query sees a key; a matrix may hide more."""
     keys = torch.arange(shape.tokens, device=queries.device, dtype=torch.int32)
     distance = queries[:, None] - keys[None, :]
     if shape.mask == "full":
         return torch.ones_like(distance, dtype=torch.bool)
     return (distance >= 0) & (distance < (shape.window or math.inf))
+
+
+def whole_mask(shape: Shape) -> Tensor:
+    """All of a shape's masks in one."""
+    mask = visible(shape, torch.arange(shape.tokens, device=DEVICE, dtype=torch.int32))
+    if (matrix := matrix_of(shape)) is None:
+        return mask
+    return matrix & mask if matrix.dtype == torch.bool else matrix.masked_fill(~mask, -math.inf)
 
 
 def backends(shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> dict[str, Pass]:
@@ -136,11 +177,13 @@ def backends(shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None)
         "flash": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    if shape.window is None:
+    if shape.window is None and shape.matrix is None:
         return {name: bench_attention.sdpa(kind)(q, k, v, shape.causal, grad) for name, kind in kinds.items()}
-    mask = visible(shape, torch.arange(shape.tokens, device=q.device, dtype=torch.int32))
+    mask = whole_mask(shape)
     del kinds["flash"]  # takes no masks
     masked = {name: bench_attention.sdpa(kind)(q, k, v, True, grad, mask) for name, kind in kinds.items()}
+    if shape.window is None:
+        return masked
     return {"flash": flash_with_window(shape.window, q, k, v, grad), **masked}
 
 
@@ -168,6 +211,9 @@ class Sample:
         q, k, v = (x.detach()[-1, -1].double() for x in (q, k, v))
         scores = q[self.queries] @ k.t() / math.sqrt(shape.head_dim)
         hidden = ~visible(shape, self.queries)
+        if (matrix := matrix_of(shape)) is not None:
+            rows = matrix[-1, -1][self.queries]
+            hidden, scores = (hidden | ~rows, scores) if rows.dtype == torch.bool else (hidden, scores + rows)
         self.exact = scores.masked_fill_(hidden, -math.inf).softmax(-1) @ v
 
     def of(self, out: Tensor) -> Tensor:
@@ -223,7 +269,7 @@ def jobs(shapes: list[Shape]) -> list[Shape]:
     seen: collections.Counter[tuple] = collections.Counter()
 
     def turn(shape: Shape) -> int:
-        kind = shape.head_dim, shape.mask
+        kind = shape.head_dim, shape.mask, shape.matrix
         seen[kind] += 1
         return seen[kind]
 

@@ -93,14 +93,38 @@ class _Descriptor:
     padding = "zero"
     round_f32_to_tf32 = False
 
-    def __init__(self, base: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
+    def __init__(self, base: Tensor | _Address, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.base, self.shape, self.strides = base, shape, strides
 
 
 # Triton's own launch in Python takes 8 us with three descriptors, 3.4 of them the call into the driver. Of the versions
 # here it is known what lies between; another one is launched the public way.
 _KNOWN_LAUNCHERS = ("3.6.",)
-_MAX_MAPS = 1024  # tensor maps kept for each descriptor of a launch
+_MAX_MAPS = 1024  # kept for each descriptor of a launch, shape and strides
+
+
+class _Address(int):
+    def data_ptr(self) -> int:
+        return int(self)
+
+
+class TensorMaps(dict[int, tuple]):
+    """The arguments that pass a descriptor of one shape and strides, by the address that it describes.
+
+    A tensor map holds an address and sizes, and no tensor: it is made once for each.
+    """
+
+    def __init__(self, expand: Any, compiled: Any, shape: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        self._expand, self._compiled, self._shape, self._strides = expand, compiled, shape, strides
+
+    def __missing__(self, address: int) -> tuple:
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        bind_context(torch.cuda.current_device())
+        described = _Descriptor(_Address(address), self._shape, self._strides)
+        arguments = self[address] = tuple(self._expand(described, self._compiled))
+        return arguments
 
 
 class Launch:
@@ -123,7 +147,8 @@ class Launch:
         self._constant: tuple = ()  # what it is told between the stream and the arguments
         self._arguments = 0  # how many it takes
         self._layouts: list[Any] = []  # of the descriptors' boxes, as compiled
-        self._maps: list[dict[tuple, tuple]] = []  # (address, shape, strides) -> arguments, for each descriptor
+        self._maps: dict[tuple, TensorMaps] = {}  # of the position of a descriptor, its shape and strides
+        self._current_stream: Any = None  # of a device's index
 
     def descriptor(
         self,
@@ -135,24 +160,26 @@ class Launch:
     ) -> tuple:
         """The arguments that pass a descriptor, of x or of what shape and strides make of its memory.
 
-        position: the how manieth descriptor of the kernel it is, not counting those that are None. A tensor map holds
-        an address and sizes, and no tensor: it is made once for each.
+        position: the how manieth descriptor of the kernel it is, not counting those that are None.
         """
         shape, strides = shape or tuple(x.shape), strides or x.stride()
-        if self._direct is None:
-            if x.is_cuda:
-                bind_context(x.get_device())
-            if self._compiled is not None:
-                return (_Descriptor(x, shape, strides),)
-            return (self._make_descriptor(x, list(shape), list(strides), list(block)),)
-        maps, key = self._maps[position], (x.data_ptr(), shape, strides)
-        arguments = maps.get(key)
-        if arguments is None:
-            if len(maps) >= _MAX_MAPS:
-                maps.clear()
+        if self._direct is not None:
+            return self.tensor_maps(position, shape, strides)[x.data_ptr()]
+        if x.is_cuda:
             bind_context(x.get_device())
-            arguments = maps[key] = tuple(self._expand(_Descriptor(x, shape, strides), self._layouts[position]))
-        return arguments
+        if self._compiled is not None:
+            return (_Descriptor(x, shape, strides),)
+        return (self._make_descriptor(x, list(shape), list(strides), list(block)),)
+
+    def tensor_maps(self, position: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMaps:
+        """`descriptor` by address, of a launch that is `direct`."""
+        key = position, shape, strides
+        maps = self._maps.get(key)
+        if maps is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            maps = self._maps[key] = TensorMaps(self._expand, self._layouts[position], shape, strides)
+        return maps
 
     @property
     def direct(self) -> bool:
@@ -164,7 +191,7 @@ class Launch:
         grid = grid or self._grid
         # another thread may have found the launcher after these arguments were made
         if self._direct is not None and len(args) == self._arguments:
-            self._direct(*grid, driver.active.get_current_stream(device_index), *self._constant, *args)
+            self._direct(*grid, self._current_stream(device_index), *self._constant, *args)
             return
         if self._compiled is not None:
             self._compiled[grid](*args, stream=driver.active.get_current_stream(device_index))
@@ -185,7 +212,7 @@ class Launch:
             launcher, layouts = cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
         if not all(layouts):  # descriptors that are no tensor maps: not Hopper
             return
-        self._layouts, self._maps = list(layouts), [{} for _ in layouts]
+        self._layouts, self._current_stream = list(layouts), driver.active.get_current_stream
         self._arguments = arguments + sum(2 * len(layout["block_size"]) for layout in layouts)  # sizes and strides too
         compiled = self._compiled
         self._constant = (
@@ -214,6 +241,13 @@ def empty(
     return _empty_strided(shape, strides, dtype)
 
 
+def allocator(device: torch.device) -> Any:
+    """`empty` on this device, as a function of shape, strides and dtype, in less of the host's time."""
+    if _empty_strided is not None and device.type == "cuda":
+        return _empty_strided
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):
@@ -230,6 +264,19 @@ def layout(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.get_device(), address and address % 16 + 1, x.is_neg()
 
 
+def layouts(*tensors: Tensor | None) -> tuple | None:
+    """The layout of each, for a key of what an earlier call has found out.
+
+    None for a call that must not be remembered: an argument that is no tensor, or has no memory, or is negated by a
+    flag, which is copied first.
+    """
+    try:
+        found = tuple([None if x is None else layout(x) for x in tensors])
+    except (AttributeError, RuntimeError):
+        return None
+    return None if any([x is not None and x[5] for x in found]) else found
+
+
 def specialization(x: Any) -> Any:
     """What Triton 3.6 and 3.7 look at in an argument that is no constexpr: its type, whether a number is a multiple of
     16 or 1, which becomes a constant, and how an address aligns. One compiled kernel takes all arguments of equal ones.
@@ -242,6 +289,10 @@ def specialization(x: Any) -> Any:
     return x.dtype, x.data_ptr() % 16 == 0
 
 
+_NUMBERS = frozenset((int, float, type(None)))
+_MAX_RECENT = 1024
+
+
 class Launches:
     """A kernel that specialises on its arguments, with a `Launch` for each way to compile it.
 
@@ -250,7 +301,8 @@ class Launches:
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self._kernel, self._options = kernel, options
-        self._known: dict[tuple, Launch] = {}
+        self._known: dict[tuple, Launch] = {}  # by what arguments specialise on
+        self._recent: dict[tuple, Launch] = {}  # by the values of numbers, which takes the host a third of the time
 
     def __call__(
         self, device_index: int | None, grid: tuple[int, ...], args: tuple, constants: tuple, **options: Any
@@ -260,9 +312,18 @@ class Launches:
         args: those that are no constexprs; constants: those that are, each of one type in all calls; options: of this
         call, besides those of all.
         """
-        key = (device_index, constants, *options.values(), *[specialization(x) for x in args])
-        launch = self._known.get(key)
+        options_and_device = (device_index, constants, *options.values())
+        # of one type at each place
+        values = [x if type(x) in _NUMBERS else (x.dtype, x.data_ptr() % 16 == 0) for x in args]
+        recent = (options_and_device, *values)
+        launch = self._recent.get(recent)
         if launch is None:
-            launch = self._known[key] = Launch(self._kernel, **self._options, **options)
+            key = (options_and_device, *[specialization(x) for x in args])
+            launch = self._known.get(key)
+            if launch is None:
+                launch = self._known[key] = Launch(self._kernel, **self._options, **options)
+            if len(self._recent) >= _MAX_RECENT:
+                self._recent.clear()
+            self._recent[recent] = launch
         launch(device_index, *args, *constants, grid=(*grid, 1, 1)[:3])
         return launch

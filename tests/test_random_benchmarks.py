@@ -50,9 +50,7 @@ def on_cpu(modules, monkeypatch) -> SimpleNamespace:
         modules.random_attention,
         "backends",
         lambda shape, q, k, v, grad: {
-            "math": math_backend(
-                q, k, v, True, grad, modules.random_attention.visible(shape, torch.arange(shape.tokens))
-            )
+            "math": math_backend(q, k, v, True, grad, modules.random_attention.whole_mask(shape))
         },
     )
     return modules
@@ -101,13 +99,18 @@ def test_ranges_of_attention(modules):
     assert all((s.window is not None) == (s.mask == "window") for s in shapes)
     assert all(s.window <= s.tokens for s in shapes if s.window)
     assert max(s.batch * s.tokens * s.heads * s.head_dim for s in shapes) <= 2**28
+    with_matrix = [s for s in shapes if s.matrix]
+    assert abs(len(with_matrix) / sum(s.window is None and s.tokens <= 2**14 for s in shapes) - 0.5) < 0.05
+    assert {s.matrix for s in with_matrix} == {"bool", "bias"} and not any(s.window for s in with_matrix)
+    sizes = {(s.of_batch, s.of_heads): s.batch**s.of_batch * s.heads**s.of_heads * s.tokens**2 for s in with_matrix}
+    assert len(sizes) == 4 and max(sizes.values()) <= 2**28
 
 
 def test_attentions_of_each_kind_are_compiled_first(modules):
     attention = modules.random_attention
     found = attention.jobs(attention.draw(0, 200))
-    kinds = [(shape.head_dim, shape.mask) for shape in found]
-    assert len(set(kinds[:12])) == 12 and len(found) > 150
+    kinds = [(shape.head_dim, shape.mask, shape.matrix) for shape in found]
+    assert len(set(kinds[:28])) == 28 and len(found) > 150
     assert set(found) == {attention.like(shape) for shape in attention.draw(0, 200)}
 
 
@@ -266,10 +269,19 @@ def test_a_norm_is_measured_and_checked(on_cpu, rms, monkeypatch):
         norm.check(case)
 
 
-@pytest.mark.parametrize("mask, window", (("causal", None), ("full", None), ("window", 20)))
-def test_attention_is_measured_and_checked(on_cpu, mask, window, monkeypatch):
+@pytest.mark.parametrize(
+    "mask, others",
+    (
+        ("causal", ()),
+        ("full", ()),
+        ("window", (20,)),
+        ("causal", (None, "bool", False, True)),
+        ("full", (None, "bias", True, True)),
+    ),
+)
+def test_attention_is_measured_and_checked(on_cpu, mask, others, monkeypatch):
     attention = on_cpu.random_attention
-    shape = attention.Shape(2, 4, 2, 65, 32, mask, window)
+    shape = attention.Shape(2, 4, 2, 65, 32, mask, *others)
     rows = attention.measure(shape, seed=0, seconds=1)
     assert [(r["case"], r["contender"], r["us"]) for r in rows] == [("forward", "math", 2.0), ("both", "math", 2.0)]
     right = attention.tpi.attention

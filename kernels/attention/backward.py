@@ -1,9 +1,9 @@
 """Attention in Triton, backward: `backward(dout, q, k, v, out, lse, spec, lengths)` of spec.py.
 
-Two kernels and no atomics; the formulas are FlashAttention-2's (arXiv 2307.08691). For dk and dv a program holds a
-block of keys and loops over the queries; for dq it holds a block of queries and loops over the keys. Each sum is one
-chain in a tensor-core accumulator, in the order of the tokens, so the tile shape cannot change it. This takes seven
-products where one pass with atomics takes five.
+No atomics; the formulas are FlashAttention-2's (arXiv 2307.08691). For dk and dv a program holds a block of keys and
+loops over the queries, for heads of 256 one program for each of the two; for dq it holds a block of queries and loops
+over the keys. Each sum is one chain in a tensor-core accumulator, in the order of the tokens, so the tile shape cannot
+change it. This takes seven products, for heads of 256 eight, where one pass with atomics takes five.
 
 If several query heads share a key head, dk and dv are written in fp32 for each query head and added in head order.
 """
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, cdiv, interpreting, launch_on, layout
-from .spec import AttentionSpec, PackedLengths, empty_heads, heads_side_by_side, sink_grads
+from ..launch import Launch, cdiv, empty, interpreting, launch_on, layout
+from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
     Problem,
     Rows,
@@ -28,19 +28,22 @@ from .tiles import (
     aligned,
     aligned_flat,
     as_rows,
-    backward_key_tile,
+    backward_key_tiles,
     backward_query_tile,
     biased_exponent,
     capped,
     has_room,
     key_phases,
     launch,
+    load_tokens,
     matrix_arguments,
+    matrix_rows,
     pad_heads,
     padded_head_dim,
     problem,
     seen,
     sequence,
+    taken_head_dim,
     tile_for,
     tile_of,
     unit_strides,
@@ -59,7 +62,7 @@ _SUM_TILE = Tile(1024, 0, 4, 1)  # elements for each program of the sum over que
 def _delta_kernel(
     out_ptr, dout_ptr, delta_ptr, rows, heads, tokens,
     stride_ob, stride_oh, stride_os, stride_db, stride_dh, stride_ds,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = the sum of out * dout over a row, which the softmax's backward subtracts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -68,8 +71,9 @@ def _delta_kernel(
     batch, head, token = row // tokens // heads, row // tokens % heads, row % tokens
     o_at = batch * stride_ob + head * stride_oh + token * stride_os
     d_at = batch * stride_db + head * stride_dh + token * stride_ds
-    out = tl.load(out_ptr + o_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    out = tl.load(out_ptr + o_at[:, None] * UNIT + size[None, :], mask=there, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=there, other=0.0).to(tl.float32)
     tl.store(delta_ptr + row, tl.sum(out * dout, 1), mask=inside)
 
 
@@ -83,33 +87,47 @@ def _score_grads(scores, weights, dweights, delta, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _of_queries(rows, at, start, queries, BLOCK_Q: tl.constexpr, TAIL: tl.constexpr, ALIGNED: tl.constexpr):
+    """One number for each query of a block; those past the last query are any.
+
+    ALIGNED: rows is a descriptor. Without TMA each thread loads all numbers of a block.
+    """
+    if ALIGNED:
+        return rows.load([(at + start).to(tl.int32)])
+    else:
+        query = start + tl.arange(0, BLOCK_Q)
+        return tl.load(rows + at + query, mask=query < queries, other=0.0) if TAIL else tl.load(rows + at + query)
+
+
+@triton.jit
 def _walk_queries(
-    k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d, column_d,
+    k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d, column_d,
     at, key, dk, dv, low, high, queries, keys, window, score_factor, factor, inverse_cap,
     BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
+    CLIPPED: tl.constexpr, ALIGNED: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
-        q = q_desc.load([row_q + start, column_q])
-        dout = dout_desc.load([row_d + start, column_d])
+        q = load_tokens(q_desc, row_q + start, column_q, 0, BLOCK_Q, k.shape[1], CLIPPED)
+        dout = load_tokens(dout_desc, row_d + start, column_d, 0, BLOCK_Q, k.shape[1], CLIPPED)
         query = start + tl.arange(0, BLOCK_Q)
+        lse = _of_queries(lse_rows, at, start, queries, BLOCK_Q, TAIL, ALIGNED)
         if TAIL:
             # rows past the last query belong to other sequences or heads: 0 times Inf would be NaN
             inside = query < queries
             q = tl.where(inside[:, None], q, 0.0)
             dout = tl.where(inside[:, None], dout, 0.0)
-            lse = tl.load(lse_ptr + at + query, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + at + query, mask=inside, other=0.0)
-        else:
-            lse = tl.load(lse_ptr + at + query)
-            delta = tl.load(delta_ptr + at + query)
         # transposed, so that weights and their gradients are first operands of the products that follow
         scores = capped(tl.dot(k, q.T, input_precision="ieee"), inverse_cap, SOFTCAP)
         exponents = scores
         if MATRIX:
-            places = matrix_at[:, None] + query.to(tl.int64)[None, :] * stride_mq
-            there = (key < keys)[:, None] & (query < queries)[None, :]
-            exponents = with_matrix(scores, score_factor, matrix_ptr, places, there, MATRIX)
+            mask_row = mask_ptr
+            if MATRIX_UNIT >= 0:
+                of_query = tl.minimum(query, queries - 1) if TAIL else query
+                mask_row = matrix_rows(mask_ptr, of_query.to(tl.int64) * stride_mq, MATRIX_UNIT)[None, :]
+            exponents = with_matrix(
+                scores, score_factor, mask_row, key[:, None], stride_mk, keys, MATRIX, MATRIX_UNIT, True
+            )
             if MATRIX == 2:
                 exponents = biased_exponent(exponents)
         weights = tl.exp2(tl.fma(exponents, factor, -lse[None, :]))
@@ -120,12 +138,15 @@ def _walk_queries(
             if TAIL:
                 see = see & inside[None, :]
             weights = tl.where(see, weights, 0.0)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
-        dweights = tl.dot(v, dout.T, input_precision="ieee")
-        dscores = _score_grads(scores, weights, dweights, delta[None, :], SOFTCAP)
-        if MASKED:
-            dscores = tl.where(see, dscores, 0.0)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+        if DV:
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+        if DK:
+            delta = _of_queries(delta_rows, at, start, queries, BLOCK_Q, TAIL, ALIGNED)
+            dweights = tl.dot(v, dout.T, input_precision="ieee")
+            dscores = _score_grads(scores, weights, dweights, delta[None, :], SOFTCAP)
+            if MASKED:
+                dscores = tl.where(see, dscores, 0.0)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -138,13 +159,15 @@ def _walk_queries(
     ]
 )  # fmt: skip
 def _dk_dv_kernel(
-    q_desc, dout_desc, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_desc, dout_desc, lse_rows, delta_rows, k_ptr, v_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     row_qb, row_qh, col_qb, col_qh, row_db, row_dh, col_db, col_dh,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, heads, groups, sequences, tiles,
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr, ALIGNED: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)  # causal: the first keys have most queries
     kv_head = head // groups
@@ -161,12 +184,15 @@ def _dk_dv_kernel(
     token = (start_k + key).to(tl.int64)
     k_at = batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + token * stride_ks
     v_at = batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs
-    k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
-    v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    k = tl.load(k_ptr + k_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
+    v = k
+    if DK:
+        v = tl.load(v_ptr + v_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
 
     # Query i is at position keys - queries + i. Queries low .. high see some of these keys, whole .. clear see all.
     offset = keys - queries
-    low = tl.full((), 0, tl.int32)
+    low = tl.minimum(queries, 0)  # 0, which the compiler does not know
     high = queries
     whole = low
     clear = queries
@@ -189,62 +215,70 @@ def _dk_dv_kernel(
     dk = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_K, HEAD_DIM), tl.float32)
     edge = queries // BLOCK_Q * BLOCK_Q  # whole blocks of queries end here
-    score_factor, matrix_at = factor, key
+    score_factor, mask_ptr = factor, key
     if MATRIX:
-        matrix_at = key.to(tl.int64) * stride_mk + head.to(tl.int64) * stride_mh + batch.to(tl.int64) * stride_mb
+        mask_ptr = matrix_rows(matrix_ptr, batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh, MATRIX_UNIT)
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
-    if CAUSAL:
+    # Not causal: no iteration. Without this loop ptxas serialises the products of the next one if there is a mask
+    # (its remark C7515), since their sums begin as constants.
+    if CAUSAL or MATRIX:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             low, tl.minimum(whole, tl.minimum(high, edge)), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED,
+            DK, DV,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         whole, clear, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+        BLOCK_Q, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED, DK, DV,
     )  # fmt: skip
     if WINDOW:
         dk, dv = _walk_queries(
-            k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+            k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
             column_d, at, key, dk, dv,
             clear, tl.minimum(high, edge), queries, keys, window, score_factor, factor, inverse_cap,
-            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+            BLOCK_Q, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED,
+            DK, DV,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, q_desc, dout_desc, matrix_ptr, matrix_at, stride_mq, lse_ptr, delta_ptr, row_q, column_q, row_d,
+        k, v, q_desc, dout_desc, mask_ptr, stride_mq, stride_mk, lse_rows, delta_rows, row_q, column_q, row_d,
         column_d, at, key, dk, dv,
         tl.maximum(low, edge), high, queries, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+        BLOCK_Q, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM, ALIGNED, DK, DV,
     )  # fmt: skip
-    to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
-    tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+    to = ((batch.to(tl.int64) * tokens_k + token) * heads + head)[:, None] * SIZE + size[None, :]
+    if DK:
+        tl.store(dk_ptr + to, (dk * scale + 0.0).to(dk_ptr.dtype.element_ty), mask=there)
+    if DV:
+        tl.store(dv_ptr + to, (dv + 0.0).to(dv_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _walk_keys(
-    q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+    q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
     row_k, column_k, row_v, column_v, position, lse, delta, dq,
     low, high, keys, window, score_factor, factor, inverse_cap,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_GRAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
+    MATRIX_GRAD: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
-        k = k_desc.load([row_k + start, column_k])
-        v = v_desc.load([row_v + start, column_v])
+        k = load_tokens(k_desc, row_k + start, column_k, 0, BLOCK_K, q.shape[1], CLIPPED)
+        v = load_tokens(v_desc, row_v + start, column_v, 0, BLOCK_K, q.shape[1], CLIPPED)
         key = start + tl.arange(0, BLOCK_K)
         if TAIL:
             k = tl.where((key < keys)[:, None], k, 0.0)  # as in _walk_queries
         scores = capped(tl.dot(q, k.T, input_precision="ieee"), inverse_cap, SOFTCAP)
         exponents = scores
         if MATRIX:
-            there = inside[:, None] & (key < keys)[None, :]
-            at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
-            exponents = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
+            exponents = with_matrix(
+                scores, score_factor, mask_row, tl.multiple_of(key, BLOCK_K)[None, :], stride_mk, keys, MATRIX,
+                MATRIX_UNIT, TAIL,
+            )  # fmt: skip
             if MATRIX == 2:
                 exponents = biased_exponent(exponents)
         weights = tl.exp2(tl.fma(exponents, factor, -lse[:, None]))
@@ -259,6 +293,7 @@ def _walk_keys(
             dbias = weights * (dweights - delta[:, None])  # before the cap's slope
             if MASKED:
                 dbias = tl.where(see, dbias, 0.0)
+            there = inside[:, None] & (key < keys)[None, :]
             tl.store(dmatrix_ptr + dmatrix_at[:, None] + key[None, :], dbias, mask=there)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
     return dq
@@ -278,9 +313,10 @@ def _dq_kernel(
     row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, stride_db, stride_dh, stride_ds, heads, groups, sequences, tiles,
     tokens_q, tokens_k, window, factor, inverse_cap, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, MATRIX: tl.constexpr,
-    MATRIX_GRAD: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr, MATRIX_GRAD: tl.constexpr,
 ):  # fmt: skip
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
     tile = tiles - 1 - tile
@@ -296,8 +332,9 @@ def _dq_kernel(
     token = (start_q + query).to(tl.int64)
     q_at = batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + token * stride_qs
     d_at = batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh + token * stride_ds
-    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
-    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
+    dout = tl.load(dout_ptr + d_at[:, None] * UNIT + size[None, :], mask=there, other=0.0)
     at = (batch * heads + head).to(tl.int64) * tokens_q + token
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
     delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
@@ -312,55 +349,70 @@ def _dq_kernel(
     low, clear, full, high = key_phases(first, last, keys, window, BLOCK_K, CAUSAL, WINDOW)
     dq = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
     edge = keys // BLOCK_K * BLOCK_K  # whole blocks of keys end here
-    score_factor, matrix_at, dmatrix_at = factor, query, at
+    score_factor, mask_row, dmatrix_at = factor, query, at
     if MATRIX:
-        matrix_at = query.to(tl.int64) * stride_mq + head.to(tl.int64) * stride_mh + batch.to(tl.int64) * stride_mb
+        of_head = batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
+        if MATRIX_UNIT >= 0:
+            of_query = tl.minimum(query, queries - 1).to(tl.int64) * stride_mq
+            mask_row = matrix_rows(matrix_ptr, of_head + of_query, MATRIX_UNIT)[:, None]
+        else:
+            mask_row = matrix_rows(matrix_ptr, of_head, MATRIX_UNIT)
         dmatrix_at = at * tokens_k
         if MATRIX == 2:
             factor = tl.full((), 1.0, tl.float32)
     if WINDOW:
         dq = _walk_keys(
-            q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+            q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
             row_k, column_k, row_v, column_v, position, lse, delta, dq,
             low, tl.minimum(clear, edge), keys, window, score_factor, factor, inverse_cap,
-            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+            SIZE != HEAD_DIM,
         )  # fmt: skip
     dq = _walk_keys(
-        q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+        q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         clear, full, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+        BLOCK_K, False, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+        SIZE != HEAD_DIM,
     )  # fmt: skip
     if CAUSAL:
         dq = _walk_keys(
-            q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+            q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
             row_k, column_k, row_v, column_v, position, lse, delta, dq,
             full, tl.minimum(high, edge), keys, window, score_factor, factor, inverse_cap,
-            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+            BLOCK_K, True, False, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+            SIZE != HEAD_DIM,
         )  # fmt: skip
     dq = _walk_keys(
-        q, dout, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, dmatrix_ptr, dmatrix_at, inside,
+        q, dout, k_desc, v_desc, mask_row, stride_mk, dmatrix_ptr, dmatrix_at, inside,
         row_k, column_k, row_v, column_v, position, lse, delta, dq,
         tl.maximum(low, edge), high, keys, window, score_factor, factor, inverse_cap,
-        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_GRAD,
+        BLOCK_K, True, True, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, MATRIX_GRAD,
+        SIZE != HEAD_DIM,
     )  # fmt: skip
     dq = dq * scale + 0.0
-    to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * HEAD_DIM + size[None, :]
-    tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    to = ((batch.to(tl.int64) * tokens_q + token) * heads + head)[:, None] * SIZE + size[None, :]
+    tl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
-def _sum_heads_kernel(parts_ptr, out_ptr, rows, groups, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
-    """parts [rows, groups, HEAD_DIM] fp32 -> out [rows, HEAD_DIM], added in order, rounded once."""
+def _sum_heads_kernel(
+    dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, rows, groups,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Parts [rows, groups, SIZE] fp32 -> dk and dv [rows, SIZE], added in order, rounded once."""
+    parts_ptr, out_ptr = dk_parts_ptr, dk_ptr
+    if tl.program_id(1) == 1:
+        parts_ptr, out_ptr = dv_parts_ptr, dv_ptr
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = tl.arange(0, HEAD_DIM)
-    inside = (row < rows)[:, None]
-    part_ptr = parts_ptr + (row * groups * HEAD_DIM)[:, None] + size[None, :]
+    inside = (row < rows)[:, None] if SIZE == HEAD_DIM else (row < rows)[:, None] & (size < SIZE)[None, :]
+    part_ptr = parts_ptr + (row * groups * SIZE)[:, None] + size[None, :]
     total = tl.load(part_ptr, mask=inside, other=0.0)
     for _ in range(1, groups):
-        part_ptr += HEAD_DIM
+        part_ptr += SIZE
         total += tl.load(part_ptr, mask=inside, other=0.0)
-    tl.store(out_ptr + (row * HEAD_DIM)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + (row * SIZE)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def backward(
@@ -378,33 +430,41 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     head_dim = q.shape[3]
-    padded = padded_head_dim(head_dim)
+    taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention backward"):
         dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
-        padded_tensors = (pad_heads(x, padded) for x in (dout, q, k, v, out))
-        *grads, delta = _backward(*padded_tensors, lse, spec, lengths, mask, dmask)
-    if padded != head_dim:
+        given = (pad_heads(x, taken) for x in (dout, q, k, v, out))
+        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask)
+    if taken != head_dim:
         grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
     dq, dk, dv = grads
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
 
 
+class _ByKeys(NamedTuple):
+    """A launch for dk and dv, or for one of them."""
+
+    run: Launch
+    block: tuple[int, int]
+    numbers: tuple
+    grid: tuple[int, int, int]
+
+
 class _Plan(NamedTuple):
     """All of a call that does not depend on its data, which is most of the host's work.
 
-    Of the four launches the arguments after the tensors, and the grid; of those with descriptors also their rows, in
+    Of the launches the arguments after the tensors, and the grid; of those with descriptors also their rows, in
     the order of the kernel's, and blocks.
     """
 
     index: int | None
+    matrix_unit: int
+    aligned_rows: bool
     delta: Launch
     delta_numbers: tuple
     delta_grid: tuple[int, int, int]
-    by_keys: Launch
+    by_keys: tuple[_ByKeys, ...]
     key_rows: tuple[Rows, Rows]
-    key_block: tuple[int, int]
-    key_numbers: tuple
-    key_grid: tuple[int, int, int]
     parts: tuple[int, ...] | None  # of dk and dv in fp32 for each query head, where several share a key head
     total: Launch | None
     total_numbers: tuple
@@ -425,37 +485,46 @@ def _plan(
     p: Problem, matrix_grad: bool,
 ) -> _Plan:  # fmt: skip
     """rows: of q, k, v and dout."""
-    batch, heads, tokens, head_dim = q.shape
+    batch, heads, tokens, size = q.shape
+    head_dim = padded_head_dim(size)
     kv_heads, tokens_k = k.shape[1:3]
     groups = heads // kv_heads
     index, unit = q.device.index, 16 // q.element_size()
     queries = batch * heads * tokens
-    constants: tuple = (head_dim, _DELTA_TILE.queries, unit)
+    constants: tuple = (size, head_dim, _DELTA_TILE.queries, unit)
     delta = launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)
     delta_numbers = queries, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants
     of_q, of_k, of_v, of_dout = rows
 
     room = has_room(index) and not p.matrix  # a mask goes through shared memory, too
-    key_tile = backward_key_tile(head_dim, q.dtype, p.longest_q, room)
-    parts = None if groups == 1 else (2, batch, tokens_k, heads, head_dim)
-    constants = (head_dim, key_tile.queries, key_tile.keys, key_tile.stages, unit, *p.flags, p.matrix)
-    dtypes = q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype
-    by_keys = launch(_dk_dv_kernel, index, dtypes, key_tile, constants)
-    key_tiles = cdiv(p.longest_k, key_tile.keys)
-    key_numbers = (
-        *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups, p.sequences, key_tiles,
-        tokens, tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
-    )  # fmt: skip
+    parts = None if groups == 1 else (2, batch, tokens_k, heads, size)
+    dtypes, by_keys = (q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype), []
+    aligned_rows = _are_aligned(lse, p)
+    for tile, *which in backward_key_tiles(head_dim, q.dtype, p.flags[0], room):
+        constants = (
+            size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, aligned_rows,
+            *which,
+        )  # fmt: skip
+        tiles = cdiv(p.longest_k, tile.keys)
+        numbers = (
+            *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups, p.sequences, tiles,
+            tokens, tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
+        )  # fmt: skip
+        run = launch(_dk_dv_kernel, index, dtypes, tile, constants)
+        by_keys.append(_ByKeys(run, (tile.queries, head_dim), numbers, (tiles * heads * p.sequences, 1, 1)))
 
     total, totals = None, batch * tokens_k * kv_heads
-    constants = (head_dim, max(1, _SUM_TILE.queries // head_dim))
+    constants = (size, head_dim, max(1, _SUM_TILE.queries // head_dim))
     if parts is not None:
         total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
-    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[1]), 1, 1)
+    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 2, 1)
 
-    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, has_room(index)), index)
+    partly = p.flags[1] or p.matrix > 0
+    tile = tile_for(p, backward_query_tile(head_dim, q.dtype, partly, room), index)
     tiles = cdiv(p.longest_q, tile.queries)
-    constants = (head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, matrix_grad)
+    constants = (
+        size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,
+    )  # fmt: skip
     by_queries = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
     query_numbers = (
         *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), heads, groups, p.sequences, tiles, tokens,
@@ -463,14 +532,13 @@ def _plan(
     )  # fmt: skip
     return _Plan(
         index=index,
+        matrix_unit=p.matrix_unit,
+        aligned_rows=aligned_rows,
         delta=delta,
         delta_numbers=delta_numbers,
         delta_grid=(cdiv(queries, _DELTA_TILE.queries), 1, 1),
-        by_keys=by_keys,
+        by_keys=tuple(by_keys),
         key_rows=(of_q, of_dout),
-        key_block=(key_tile.queries, head_dim),
-        key_numbers=key_numbers,
-        key_grid=(key_tiles * heads * p.sequences, 1, 1),
         parts=parts,
         total=total,
         total_numbers=total_numbers,
@@ -481,6 +549,12 @@ def _plan(
         query_numbers=query_numbers,
         query_grid=(tiles * heads * p.sequences, 1, 1),
     )
+
+
+def _are_aligned(lse: Tensor, p: Problem) -> bool:
+    """Whether TMA can read blocks of lse's rows: it takes multiples of 16 bytes."""
+    packed = p.flags[3]
+    return not packed and lse.shape[2] % 4 == 0 and lse.numel() < 2**31
 
 
 def _backward(
@@ -496,7 +570,8 @@ def _backward(
     dmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
-    dq, dk, dv = (empty_heads(x) for x in (q, k, v))
+    dq, dk, dv = [empty(x.shape, x.dtype, x.device, strides_of_heads(x.shape)) for x in (q, k, v)]
+    mask = None if mask is None else mask.resolve_neg()
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
     given, key = (q, k, v, dout, out, lse), None
@@ -512,15 +587,13 @@ def _backward(
         plan = _plan(q, k, v, dout, out, lse, (of_q, of_k, of_v, of_dout), spec.scale, p, dmask is not None)
     else:
         q_matrix, k_matrix, v_matrix, dout_matrix = q, k, v, dout
-    delta = torch.empty_like(lse)
+    delta = empty(lse.shape, lse.dtype, lse.device)  # like lse, which is contiguous here
     parts: tuple[Tensor, ...] = (dk, dv)
     if plan.parts is not None:
-        parts = torch.empty(plan.parts, dtype=torch.float32, device=q.device).unbind(0)
+        parts = empty(plan.parts, torch.float32, q.device).unbind(0)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    matrix, index, run = matrix_arguments(mask), plan.index, plan.by_keys
+    matrix, index = matrix_arguments(mask, plan.matrix_unit), plan.index
     (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows
-    q_args = of_q.descriptor(run, 0, q_matrix, plan.key_block)
-    dout_args = of_dout.descriptor(run, 1, dout_matrix, plan.key_block)
     k_args = of_k.descriptor(plan.by_queries, 0, k_matrix, plan.query_block)
     v_args = of_v.descriptor(plan.by_queries, 1, v_matrix, plan.query_block)
     at: list[Any] = [q, k, v, dout, out, lse, delta, dq, dk, dv, *parts]
@@ -528,13 +601,19 @@ def _backward(
         at = [x.data_ptr() for x in at]
     at_q, at_k, at_v, at_dout, at_out, at_lse, at_delta, at_dq, at_dk, at_dv, *at_parts = at
     plan.delta(index, at_out, at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
-    run(
-        index, *q_args, *dout_args, at_k, at_v, at_lse, at_delta, *at_parts, cu_q, cu_k, *matrix, *plan.key_numbers,
-        grid=plan.key_grid,
-    )  # fmt: skip
+    for run, block, numbers, grid in plan.by_keys:
+        q_args, dout_args = of_q.descriptor(run, 0, q_matrix, block), of_dout.descriptor(run, 1, dout_matrix, block)
+        lse_args, delta_args = ((at_lse,), (at_delta,))
+        if plan.aligned_rows:
+            lse_args, delta_args = (
+                run.descriptor(place, x, block[:1], (lse.numel(),), (1,)) for place, x in ((2, lse), (3, delta))
+            )
+        run(
+            index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix, *numbers,
+            grid=grid,
+        )  # fmt: skip
     if plan.total is not None:
-        for part, total in zip(at_parts, (at_dk, at_dv), strict=True):
-            plan.total(index, part, total, *plan.total_numbers, grid=plan.total_grid)
+        plan.total(index, *at_parts, at_dk, at_dv, *plan.total_numbers, grid=plan.total_grid)
     plan.by_queries(
         index, at_q, at_dout, *k_args, *v_args, at_lse, at_delta, at_dq, cu_q, cu_k, *matrix, dmask,
         *plan.query_numbers, grid=plan.query_grid,

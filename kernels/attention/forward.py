@@ -44,12 +44,15 @@ from .tiles import (
     has_room,
     key_phases,
     launch,
+    load_tokens,
     matrix_arguments,
+    matrix_rows,
     pad_heads,
     padded_head_dim,
     problem,
     seen,
     sequence,
+    taken_head_dim,
     tile_for,
     tile_of,
     unit_strides,
@@ -65,11 +68,12 @@ _MAX_SCRATCH = 2**28  # bytes
 
 @triton.jit
 def _attend(
-    q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+    q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
     before, before_largest, before_total, acc, largest, total,
     low, high, keys, window, score_factor, factor, inverse_cap,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     the current chunk. With FOLDS they are folded into those of the chunks before whenever a new chunk begins.
@@ -78,8 +82,8 @@ def _attend(
     set to zero in registers, so v is loaded without a pipeline, which would need more shared memory.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
-        k = k_desc.load([row_k + start, column_k])
-        v = v_desc.load([row_v + start, column_v])
+        k = load_tokens(k_desc, row_k + start, column_k, 0, BLOCK_K, q.shape[1], CLIPPED)
+        v = load_tokens(v_desc, row_v + start, column_v, v_offset, BLOCK_K, acc.shape[1], CLIPPED)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if FOLDS:  # noqa: SIM102 - a constexpr: no branch is compiled if it is False
             if start % CHUNK == 0:
@@ -91,10 +95,10 @@ def _attend(
                 total = tl.zeros_like(total)
         scores = capped(scores, inverse_cap, SOFTCAP)
         if MATRIX:
-            key = start + tl.arange(0, BLOCK_K)
-            at = matrix_at[:, None] + key.to(tl.int64)[None, :] * stride_mk
-            there = inside[:, None] & (key < keys)[None, :]
-            scores = with_matrix(scores, score_factor, matrix_ptr, at, there, MATRIX)
+            key = tl.multiple_of(start, BLOCK_K) + tl.arange(0, BLOCK_K)
+            scores = with_matrix(
+                scores, score_factor, mask_row, key[None, :], stride_mk, keys, MATRIX, MATRIX_UNIT, MASKED
+            )
         if MASKED:
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -133,15 +137,16 @@ def _forward_kernel(
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
     chunks, part_rows, places,
-    HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-    SINKS: tl.constexpr, MATRIX: tl.constexpr,
+    SINKS: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
 ):  # fmt: skip
+    # A head has SIZE columns, which are taken as HEAD_DIM with zeros behind.
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
     tile, head, index = tile_of(tl.program_id(0), tiles, heads, sequences)
     tile = tiles - 1 - tile  # under a causal mask the last tile has the most work
-    column = tl.program_id(1) * V_COLUMNS
+    v_offset = tl.program_id(1) * V_COLUMNS
     kv_head = head if SHARED > 1 else head // groups
     start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
     start_k, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
@@ -166,42 +171,48 @@ def _forward_kernel(
     size = tl.arange(0, HEAD_DIM)
     q_head = head * SHARED + rows % SHARED
     q_at = batch.to(tl.int64) * stride_qb + q_head.to(tl.int64) * stride_qh + (start_q + query).to(tl.int64) * stride_qs
-    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=inside[:, None], other=0.0)
+    q_there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (size < SIZE)[None, :]
+    q = tl.load(q_ptr + q_at[:, None] * UNIT + size[None, :], mask=q_there, other=0.0)
     row_k = batch * row_kb + kv_head * row_kh + start_k
     row_v = batch * row_vb + kv_head * row_vh + start_k
     column_k = batch * col_kb + kv_head * col_kh
-    column_v = batch * col_vb + kv_head * col_vh + column
+    column_v = batch * col_vb + kv_head * col_vh
     position = keys - queries + query
     acc = tl.zeros((BLOCK_Q, V_COLUMNS), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     before, before_largest, before_total = acc, largest, total
-    score_factor, matrix_at = factor, query
+    score_factor, mask_row = factor, query
     if MATRIX:
-        matrix_at = q_head.to(tl.int64) * stride_mh + query.to(tl.int64) * stride_mq + batch.to(tl.int64) * stride_mb
+        if MATRIX_UNIT < 0 and SHARED == 1:
+            of_head = batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
+            mask_row = matrix_rows(matrix_ptr, of_head, MATRIX_UNIT)
+        else:
+            of_query = tl.minimum(query, queries - 1).to(tl.int64) * stride_mq + batch.to(tl.int64) * stride_mb
+            mask_row = matrix_rows(matrix_ptr, of_query + q_head.to(tl.int64) * stride_mh, MATRIX_UNIT)[:, None]
         if MATRIX == 2:
             factor = tl.full((), 1.4426950408889634, tl.float32)  # of 2
     if WINDOW:
         before, before_largest, before_total, acc, largest, total = _attend(
-            q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+            q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
             before, before_largest, before_total, acc, largest, total,
             low, clear, keys, window, score_factor, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX,
+            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+        q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
         before, before_largest, before_total, acc, largest, total,
         clear, full, keys, window, score_factor, factor, inverse_cap,
-        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX,
+        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
     )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
-        q, k_desc, v_desc, matrix_ptr, matrix_at, stride_mk, inside, row_k, column_k, row_v, column_v, position,
+        q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
         before, before_largest, before_total, acc, largest, total,
         full, high, keys, window, score_factor, factor, inverse_cap,
-        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX,
+        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
     )  # fmt: skip
 
-    columns = column + tl.arange(0, V_COLUMNS)
+    columns = v_offset + tl.arange(0, V_COLUMNS)
     if SPLIT:
         place = ((index * heads + head) * chunks + tl.program_id(2)).to(tl.int64) * part_rows + rows
         largest_ptr = part_ptr + places.to(tl.int64) * HEAD_DIM
@@ -215,7 +226,8 @@ def _forward_kernel(
         out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head
         lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query
         out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at[:, None] * HEAD_DIM + columns[None, :], out, mask=inside[:, None])
+        there = inside[:, None] if SIZE == HEAD_DIM else inside[:, None] & (columns < SIZE)[None, :]
+        tl.store(out_ptr + out_at[:, None] * SIZE + columns[None, :], out, mask=there)
         tl.store(lse_ptr + lse_at, lse, mask=inside)
 
 
@@ -257,7 +269,8 @@ def _plan(
     shape: tuple[int, ...], keys: int, q_units: tuple[int, int, int], k_rows: Rows, v_rows: Rows, dtype: torch.dtype,
     index: int | None, p: Problem, chunk: int,
 ) -> _Plan:  # fmt: skip
-    heads, tokens, head_dim = shape[1:]
+    heads, tokens, size = shape[1:]
+    head_dim = padded_head_dim(size)
     causal, window, _, packed = p.flags
     groups = heads // p.kv_heads
     tile = tile_for(p, forward_tile(head_dim, dtype), index)
@@ -283,14 +296,14 @@ def _plan(
         if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
         v_columns //= 2
-    if not split and not p.matrix and _has_own_kernel(index, head_dim, dtype):
+    if not split and _has_own_kernel(index, head_dim, dtype):
         from . import hopper
 
-        of_64 = cdiv(p.longest_q, 64) * heads * p.sequences
-        tile, buffers = hopper.own_tile(tile, head_dim, of_64, _multiprocessors(index))
+        tile, buffers, registers = hopper.own_tile(tile, head_dim, p.matrix > 0)
         tiles = cdiv(p.longest_q, tile.queries)
         programs = tiles * heads * p.sequences
         constants: tuple = (
+            size,
             head_dim,
             tile.queries,
             tile.keys,
@@ -299,9 +312,12 @@ def _plan(
             16 // dtype.itemsize,
             *p.flags,
             p.sinks,
+            p.matrix,
+            p.matrix_unit,
         )
+        dtypes = dtype, p.matrix_dtype
         return _Plan(
-            run=launch(hopper.forward_kernel, index, (dtype,), tile, constants, False, hopper.descriptor),
+            run=launch(hopper.forward_kernel, index, dtypes, tile, constants, False, hopper.descriptor, registers),
             k_block=(tile.keys, head_dim),
             v_block=(tile.keys, head_dim),
             numbers=(
@@ -319,12 +335,12 @@ def _plan(
     places = pairs * chunks * part_rows if split else 0
     overlap = can_overlap(index)
     constants = (
-        head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
-        *p.flags, overlap, p.sinks, p.matrix,
+        size, head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
+        *p.flags, overlap, p.sinks, p.matrix, p.matrix_unit,
     )  # fmt: skip
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
     merge_constants = (
-        head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks, p.matrix,
+        size, head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks, p.matrix,
     )  # fmt: skip
     return _Plan(
         run=launch(_forward_kernel, index, (dtype, p.matrix_dtype), tile, constants),
@@ -383,8 +399,8 @@ def _repeat(known: _Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return out, lse
 
 
-_NOTHING = (None, None, None)  # cu_q, cu_k, sinks
-_NO_PARTS = (*_NOTHING, *matrix_arguments(None), None)
+_NOTHING = (*(None,) * 3, *matrix_arguments(None))  # cu_q, cu_k, sinks, mask
+_NO_PARTS = (*_NOTHING, None)
 
 
 def forward(
@@ -408,11 +424,11 @@ def forward(
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}: the attention kernel takes {', '.join(map(str, DTYPES))}")
     head_dim = q.shape[3]
-    padded = padded_head_dim(head_dim)
+    taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention"):
-        if padded == head_dim:
+        if taken == head_dim:
             return _forward(q, k, v, spec, lengths, sinks, mask, key)
-        out, lse = _forward(*(pad_heads(x, padded) for x in (q, k, v)), spec, lengths, sinks, mask)
+        out, lse = _forward(*(pad_heads(x, taken) for x in (q, k, v)), spec, lengths, sinks, mask)
     return heads_side_by_side(out[..., :head_dim]), lse
 
 
@@ -429,6 +445,7 @@ def _forward(
     """key: to remember the call by."""
     given = q, k, v
     sinks = None if sinks is None else sinks.resolve_neg()
+    mask = None if mask is None else mask.resolve_neg()
     p, shape, index = problem(q, k, spec, lengths, sinks, mask), q.shape, q.device.index
     out = empty_heads(q)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
@@ -444,7 +461,7 @@ def _forward(
     part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
     run(
         index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
-        cu_q, cu_k, sinks, *(() if own else (*matrix_arguments(mask), part)), *numbers, grid=grid,
+        cu_q, cu_k, sinks, *matrix_arguments(mask, p.matrix_unit), *(() if own else (part,)), *numbers, grid=grid,
     )  # fmt: skip
     if key is not None and merge is None and not interpreting() and all(map(is_, (q, k, v), given)):
         if len(_known) >= _MAX_KNOWN:

@@ -57,7 +57,7 @@ def finish(acc, largest, total, factor, sinks, SINKS: tl.constexpr, MATRIX: tl.c
 def merge_kernel(
     part_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, tokens_q, tokens_k, heads, part_rows, places, window,
     factor, chunks,
-    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
     SINKS: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
@@ -102,5 +102,9 @@ def merge_kernel(
     q_head = head * SHARED + row % SHARED
     out_at = (batch.to(tl.int64) * tokens_q + start_q + query) * (heads * SHARED) + q_head + tl.arange(0, 1)
     lse_at = (batch * heads * SHARED + q_head).to(tl.int64) * tokens_q + start_q + query + tl.arange(0, 1)
-    tl.store(out_ptr + out_at[:, None] * HEAD_DIM + size[None, :], out.to(out_ptr.dtype.element_ty))
+    out_ptr += out_at[:, None] * SIZE + size[None, :]
+    if SIZE == HEAD_DIM:
+        tl.store(out_ptr, out.to(out_ptr.dtype.element_ty))
+    else:
+        tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=(size < SIZE)[None, :])
     tl.store(lse_ptr + lse_at, lse)

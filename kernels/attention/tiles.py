@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..launch import Launch
 from .spec import LOG2_E, AttentionSpec, PackedLengths
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # other sizes are padded with zeros to the next of these
+HEAD_DIMS = (16, 32, 64, 128, 256)  # the kernels take other sizes as the next of these, with zeros behind
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 _MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
 BOOL, FLOAT = 1, 2  # a kernel's MATRIX
@@ -45,24 +46,44 @@ def has_room(index: int | None) -> bool:
     return index is not None and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
-def backward_key_tile(head_dim: int, dtype: torch.dtype, queries: int, room: bool) -> Tile:
-    """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only."""
+def backward_key_tiles(
+    head_dim: int, dtype: torch.dtype, causal: bool, room: bool
+) -> tuple[tuple[Tile, bool, bool], ...]:
+    """dk and dv: a program holds `keys` keys and loops over the queries. A matter of speed only.
+
+    Returns the tile of each launch, and whether it computes dk, and dv. Heads of 256 have one for each: both sums would
+    not fit into registers, and two groups of warps that share their columns would each compute all scores.
+
+    room: as `has_room` says, and no mask, which goes through shared memory, too.
+    """
+    if room and head_dim > 128 and dtype != torch.float32:
+        return (Tile(64, 128, 8, 2), False, True), (Tile(32, 128, 8, 2), True, False)
+    return ((_backward_key_tile(head_dim, dtype, causal), True, True),)
+
+
+def _backward_key_tile(head_dim: int, dtype: torch.dtype, causal: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 32, 8, 1)
     if head_dim <= 64:
         return Tile(128, 64, 4, 2)
-    if head_dim <= 128:  # with the larger tile 16384 queries take 2% less time, 2048 4% more
-        return Tile(32, 128, 8, 3) if room and queries >= 8192 else Tile(32, 64, 4, 3)
-    return Tile(64, 64, 8, 2) if room else Tile(32, 64, 8, 2)
+    if head_dim <= 128:  # without masks in the loop more queries fit into registers, which take fewer instructions
+        return Tile(32, 64, 4, 3) if causal else Tile(64, 64, 4, 2)
+    return Tile(32, 64, 8, 2)
 
 
-def backward_query_tile(head_dim: int, dtype: torch.dtype, room: bool) -> Tile:
-    """dq: a program holds `queries` queries and loops over the keys. A matter of speed only."""
+def backward_query_tile(head_dim: int, dtype: torch.dtype, partly: bool, room: bool) -> Tile:
+    """dq: a program holds `queries` queries and loops over the keys. A matter of speed only.
+
+    partly: whether a window or a mask hides keys. With a window a small tile sees fewer keys in vain; with a mask the
+    compiler would have each product of the larger one wait for the one before.
+    """
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(32, 16, 8, 1)
     if head_dim <= 128:
-        return Tile(128, 64, 8, 3) if head_dim > 64 else Tile(64, 64, 4, 3)
-    return Tile(64, 32, 4, 3) if room else Tile(64, 32, 8, 2)
+        if head_dim > 64:
+            return Tile(64, 64, 4, 2) if partly else Tile(128, 64, 8, 3)
+        return Tile(64, 64, 4, 3)
+    return Tile(128, 32, 8, 3) if room else Tile(64, 32, 8, 2)
 
 
 # --- in a kernel ----------------------------------------------------------------------------------------------------
@@ -86,6 +107,15 @@ def tile_of(program, tiles, heads, sequences):
     in_group = program - group * tiles * GROUP
     pair = group * GROUP + in_group % size
     return in_group // size, pair % heads, pair // heads
+
+
+@triton.jit
+def load_tokens(desc, row, column, offset, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CLIPPED: tl.constexpr):
+    """BLOCK rows from `row` on and the head's columns from `offset` on, of a descriptor that `Rows` describes."""
+    if CLIPPED:
+        return tl.reshape(desc.load([row, column, offset]), (BLOCK, COLUMNS))
+    else:
+        return desc.load([row, column + offset])
 
 
 @triton.jit
@@ -115,12 +145,30 @@ def seen(position, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
-def with_matrix(scores, factor, matrix_ptr, at, there, MATRIX: tl.constexpr):
+def matrix_rows(matrix_ptr, at, UNIT: tl.constexpr):
+    """Pointers to rows of a mask's matrix, `at` so many units from its first element; see `matrix_unit`."""
+    if UNIT > 1 or UNIT < -1:
+        SIZE: tl.constexpr = UNIT if UNIT > 0 else -UNIT
+        return tl.multiple_of(matrix_ptr + at * SIZE, SIZE * (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    else:
+        return matrix_ptr + at
+
+
+@triton.jit
+def with_matrix(
+    scores, factor, row_ptr, key, stride_k, keys, MATRIX: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr
+):
     """Scores with a mask's matrix: BOOL: -inf where it hides a key; FLOAT: scaled by `factor`, plus its bias.
 
-    Where `there` is False scores are hidden under BOOL and have no bias under FLOAT.
+    row_ptr, key: broadcast to the scores. EDGE: there may be keys past the last, whose scores are then any.
     """
-    given = tl.load(matrix_ptr + at, mask=there, other=0)
+    if UNIT != 0:
+        SIZE: tl.constexpr = UNIT if UNIT > 0 else -UNIT
+        # the rest of a vector that holds the last key is read too, so that the whole vector has one predicate
+        given = tl.load(row_ptr + key, mask=key // SIZE * SIZE < keys, other=0) if EDGE else tl.load(row_ptr + key)
+    else:
+        at = row_ptr + key.to(tl.int64) * stride_k
+        given = tl.load(at, mask=key < keys, other=0) if EDGE else tl.load(at)
     if MATRIX == 1:
         return tl.where(given != 0, scores, float("-inf"))
     return tl.fma(scores, factor, given.to(tl.float32))
@@ -165,17 +213,21 @@ def key_phases(first, last, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.conste
 
 class Rows(NamedTuple):
     """A tensor [B, H, S, D] as a matrix that TMA can address: element (b, h, s, d) is in row b * row_batch + h *
-    row_head + s and column b * column_batch + h * column_head + d."""
+    row_head + s and column b * column_batch + h * column_head + d.
 
-    shape: tuple[int, int]
-    strides: tuple[int, int]
+    If D is no head size of the kernels, the matrix has three dimensions, the last of size D, so that TMA gives zeros
+    for columns past it: d is then the place in the last one, and the rest of the column that in the middle one.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     row_batch: int
     row_head: int
     column_batch: int
     column_head: int
 
     def descriptor(self, run: Launch, position: int, x: Tensor, block: tuple[int, int]) -> tuple:
-        return run.descriptor(position, x, block, self.shape, self.strides)
+        return run.descriptor(position, x, block if len(self.shape) == 2 else (block[0], 1, block[1]), *self[:2])
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -211,14 +263,27 @@ def unit_strides(x: Tensor) -> tuple[int, int, int]:
 def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     batch, heads, tokens, size = shape
     stride_b, stride_h, stride_s, _ = strides
+    clipped = size not in HEAD_DIMS
     if strides == (heads * tokens * size, tokens * size, size, 1):
-        return Rows((batch * heads * tokens, size), (size, 1), heads * tokens, tokens, 0, 0)
+        middle = (1,) * clipped
+        return Rows(
+            (batch * heads * tokens, *middle, size),
+            (size, *(size * x for x in middle), 1),
+            heads * tokens,
+            tokens,
+            0,
+            0,
+        )
     if tokens > 1 and stride_s >= size:
         row_b, column_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
         row_h, column_h = divmod(stride_h, stride_s) if heads > 1 else (0, 0)
         rows = (batch - 1) * row_b + (heads - 1) * row_h + tokens
         columns = (batch - 1) * column_b + (heads - 1) * column_h + size
         if columns <= stride_s and rows <= _MAX_SIDE:
+            if clipped:
+                step = math.gcd(column_b, column_h) or size
+                sides = rows, (columns - size) // step + 1, size
+                return Rows(sides, (stride_s, step, 1), row_b, row_h, column_b // step, column_h // step)
             return Rows((rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
     return None
 
@@ -245,6 +310,12 @@ def padded_head_dim(head_dim: int) -> int:
     raise ValueError(f"head_dim={head_dim} is more than the attention kernel supports: at most {HEAD_DIMS[-1]}")
 
 
+def taken_head_dim(head_dim: int, dtype: torch.dtype) -> int:
+    """The head size that tensors must have: head_dim if rows can begin at multiples of 16 bytes, else the kernels'."""
+    padded = padded_head_dim(head_dim)
+    return head_dim if head_dim * dtype.itemsize % _ALIGNMENT == 0 else padded
+
+
 def pad_heads(x: Tensor, head_dim: int) -> Tensor:
     """x [.., D] with columns of zeros up to head_dim: they add nothing to a score, and their output is cut off."""
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
@@ -259,23 +330,42 @@ def launch(
     constants: tuple,
     early: bool = False,
     make_descriptor: Any = TensorDescriptor,
+    registers: int | None = None,
 ) -> Launch:
-    """The launch of one compiled form of `kernel`; `early`: it may start before the preceding kernel has ended."""
+    """The launch of one compiled form of `kernel`; `early`: it may start before the preceding kernel has ended;
+    `registers`: the most that a thread may have."""
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    if registers is not None:
+        options["maxnreg"] = registers
     options["make_descriptor"] = make_descriptor
     return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 
-def matrix_arguments(mask: Tensor | None) -> tuple:
-    """A mask [B, Hq, Sq, Sk] and its strides, as the kernels take them.
+def _strides_of_matrix(mask: Tensor) -> list[int]:
+    return [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+
+
+def matrix_unit(mask: Tensor) -> int:
+    """How the kernels read a mask [B, Hq, Sq, Sk]: 0 if keys are not adjacent, else the elements of the largest vector,
+    of at most 16 bytes, in whose multiples all rows begin; negative if all queries of a head have one row."""
+    *rows, of_key = _strides_of_matrix(mask)
+    if of_key != 1:
+        return 0
+    size = mask.element_size()
+    unit = max(1, math.gcd(_ALIGNMENT, mask.data_ptr(), *(stride * size for stride in rows)) // size)
+    return unit if rows[2] else -unit
+
+
+def matrix_arguments(mask: Tensor | None, unit: int = 1) -> tuple:
+    """A mask [B, Hq, Sq, Sk] and its strides, those of rows in units, as the kernels take them.
 
     Raises:
         ValueError: a stride that has more than 32 bits.
     """
     if mask is None:
         return (None,) * 5
-    mask = mask.resolve_neg()
-    strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    *rows, of_key = _strides_of_matrix(mask)
+    strides = [*(stride // max(abs(unit), 1) for stride in rows), of_key]
     if max(strides) > _MAX_SIDE:
         raise ValueError(
             f"mask has strides {mask.stride()}: at most {_MAX_SIDE} is allowed; give it a size of 1 where it repeats, "
@@ -298,6 +388,7 @@ class Problem(NamedTuple):
     sinks: bool
     matrix: int  # 0, BOOL or FLOAT: how the kernels read a mask
     matrix_dtype: torch.dtype | None
+    matrix_unit: int  # as `matrix_unit` says
 
     @property
     def exponent(self) -> float:
@@ -336,4 +427,5 @@ def problem(
         sinks is not None,
         matrix,
         None if mask is None else mask.dtype,
+        0 if mask is None else matrix_unit(mask),
     )

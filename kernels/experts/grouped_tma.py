@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm.matmul_tma import MAX_SIDE, multiprocessors_of, supports_tma
-from ..launch import Launch, cdiv, empty, next_power_of_2
+from ..launch import Launch, cdiv, empty, layouts, next_power_of_2
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its strides
 _BOUND = 2**30  # rows of the third dim of a descriptor of rows
@@ -312,38 +312,101 @@ def _programs(tile: GroupedTile, tiles: int, index: int | None) -> tuple[int, in
     return min(tiles, multiprocessors * tile.programs), 1, 1
 
 
+class _Call(NamedTuple):
+    """A launch without its data: all that the next call with operands of the same layouts has in common with it.
+
+    shape, dtype, device    of C
+    maps                    of a, b and C: the block of a tile, the shape and the strides
+    takes_bias              whether the kernel has an argument for a bias, which is C's address where there is none
+    numbers                 the kernel's arguments after the addresses
+    """
+
+    launch: Launch
+    index: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    maps: tuple[tuple, tuple, tuple]
+    takes_bias: bool
+    numbers: tuple
+    grid: tuple[int, int, int]
+
+
+_MAX_CALLS = 4096
+_calls: dict[tuple, _Call] = {}
+
+
+def call_key(
+    kind: str, out_dtype: torch.dtype | None, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None
+) -> tuple | None:
+    """All that a call depends on, except addresses and values; None for one that must not be remembered."""
+    found = layouts(a, b, offsets, bias)
+    return None if found is None else (kind, out_dtype, found)
+
+
+def repeat_call(key: tuple | None, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor | None:
+    """C if an earlier call had this key, else None: checking and preparing a call take most of the host's time."""
+    call = _calls.get(key)  # type: ignore[arg-type]
+    if call is None or call.index != torch._C._cuda_getDevice():
+        return None
+    return _run(call, None, a, b, offsets, bias, empty(call.shape, call.dtype, call.device))
+
+
+def _run(
+    call: _Call, key: tuple | None, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, c: Tensor
+) -> Tensor:
+    """Launches a call, and remembers it if it has a key."""
+    launch, index, _, _, _, (of_a, of_b, of_c), takes_bias, numbers, grid = call
+    describe, pointers = launch.descriptor, (c if bias is None else bias, offsets) if takes_bias else (offsets,)
+    launch(
+        index, *describe(0, a, *of_a), *describe(1, b, *of_b), *describe(2, c, *of_c),
+        *([x.data_ptr() for x in pointers] if launch.direct else pointers), *numbers, grid=grid,
+    )  # fmt: skip
+    if key is not None and launch.direct:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return c
+
+
 def rows(
     x: RowsOperands,
     offsets: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tile: GroupedTile,
+    key: tuple | None = None,
 ) -> Tensor:
-    """C [R, N] of `rows_operands`, on the current device; grouped.grouped_matmul has checked the arguments."""
+    """C [R, N] of `rows_operands`, on the current device; grouped.grouped_matmul has checked the arguments.
+
+    key: `call_key`, to remember the call for `repeat_call`.
+    """
     a, b, b_transposed = x
     (r, k), experts = a.shape, b.shape[0]
     n = b.shape[1] if b_transposed else b.shape[2]
     index = a.get_device() if a.is_cuda else None
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    bias = None if bias is None else bias.contiguous()
     places = next_power_of_2(experts)
+    if not offsets.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        offsets, bias, key = offsets.contiguous(), None if bias is None else bias.contiguous(), None
     c = empty((r, n), out_dtype, a.device)
-    launch = _launch(
-        "rows", tile, index, a.dtype, out_dtype, None if bias is None else bias.dtype, b_transposed, places
-    )
-    describe, pointer = launch.descriptor, c if bias is None else bias
     each, inner = (b.stride(0), b.stride(1)) if experts > 1 else (b.shape[1] * b.stride(1), b.stride(1))
-    launch(
-        index,
-        *describe(0, a, (bm, bk), (r, k), (_rows_stride(a), 1)),
-        *describe(1, b, (1, bn, bk) if b_transposed else (1, bk, bn), tuple(b.shape), (each, inner, 1)),
-        *describe(2, c, (1, 1, bm, bn // 2 if tile.halves else bn), *_ragged(c)),
-        *((pointer.data_ptr(), offsets.data_ptr()) if launch.direct else (pointer, offsets)),
-        experts, n, cdiv(k, bk), 0 if bias is None else n, 1,
-        places, bm, bn, bk, tile.group_m, b_transposed, bias is not None, tile.halves, tile.ahead,
-        grid=_programs(tile, min(r, r // bm + experts) * cdiv(n, bn), index),
+    call = _Call(
+        _launch("rows", tile, index, a.dtype, out_dtype, None if bias is None else bias.dtype, b_transposed, places),
+        index, (r, n), out_dtype, a.device,
+        (
+            ((bm, bk), (r, k), (_rows_stride(a), 1)),
+            ((1, bn, bk) if b_transposed else (1, bk, bn), tuple(b.shape), (each, inner, 1)),
+            ((1, 1, bm, bn // 2 if tile.halves else bn), *_ragged(c)),
+        ),
+        True,
+        (
+            experts, n, cdiv(k, bk), 0 if bias is None else n, 1,
+            places, bm, bn, bk, tile.group_m, b_transposed, bias is not None, tile.halves, tile.ahead,
+        ),
+        _programs(tile, min(r, r // bm + experts) * cdiv(n, bn), index),
     )  # fmt: skip
-    return c
+    return _run(call, key, a, b, offsets, bias, c)
 
 
 def outer(
@@ -353,23 +416,29 @@ def outer(
     c: Tensor,
     accumulate: bool,
     tile: GroupedTile,
+    key: tuple | None = None,
 ) -> Tensor:
-    """Writes C [E, M, N], or adds to it; `can_read_outer` has accepted the operands."""
+    """Writes C [E, M, N], or adds to it; `can_read_outer` has accepted the operands. key: as for `rows`."""
     m, n, experts = a.shape[1], b.shape[1], len(offsets) - 1
     if tile.ahead and c.element_size() != 2:
         tile = replace(tile, ahead=False)
     index = a.get_device() if a.is_cuda else None
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    launch = _launch("outer", tile, index, a.dtype, c.dtype, accumulate)
-    describe = launch.descriptor
-    last = (tile.num_stages, tile.num_warps, tile.halves) if tile.ahead else (accumulate, tile.halves)
-    launch(
-        index,
-        *describe(0, a, (1, 1, bk, bm), *_ragged(a)),
-        *describe(1, b, (1, 1, bk, bn), *_ragged(b)),
-        *describe(2, c, (1, bm, bn // 2 if tile.halves else bn), (experts, m, n), (m * n, n, 1)),
-        offsets.data_ptr() if launch.direct else offsets, experts, m, n,
-        bm, bn, bk, tile.group_m, *last,
-        grid=_programs(tile, experts * cdiv(m, bm) * cdiv(n, bn), index),
+    if not offsets.is_contiguous():
+        offsets, key = offsets.contiguous(), None
+    call = _Call(
+        _launch("outer", tile, index, a.dtype, c.dtype, accumulate),
+        index, (experts, m, n), c.dtype, c.device,
+        (
+            ((1, 1, bk, bm), *_ragged(a)),
+            ((1, 1, bk, bn), *_ragged(b)),
+            ((1, bm, bn // 2 if tile.halves else bn), (experts, m, n), (m * n, n, 1)),
+        ),
+        False,
+        (
+            experts, m, n, bm, bn, bk, tile.group_m,
+            *((tile.num_stages, tile.num_warps, tile.halves) if tile.ahead else (accumulate, tile.halves)),
+        ),
+        _programs(tile, experts * cdiv(m, bm) * cdiv(n, bn), index),
     )  # fmt: skip
-    return c
+    return _run(call, key, a, b, offsets, None, c)

@@ -13,10 +13,12 @@ from .routing_checks import (
     check_backward,
     check_backward_rows,
     check_backward_weights,
+    check_choose,
+    check_choose_backward,
     check_combine,
     check_gather,
-    check_normalized,
     check_sort,
+    check_spread,
     check_top_k,
 )
 
@@ -35,17 +37,35 @@ def _sum_of_slots(x: Tensor) -> Tensor:
     return first
 
 
-def normalized(weights: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """See routing.normalized."""
-    check_normalized("normalized", weights=weights)
-    total = _sum_of_slots(weights) + epsilon
-    return weights / total.unsqueeze(1), total
+def choose(
+    scores: Tensor,
+    choice: Tensor,
+    k: int,
+    *,
+    normalize: bool,
+    epsilon: float,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """See routing.choose."""
+    check_choose(scores, choice, k)
+    index = top_k(choice, k)[1]
+    y, total = scores.gather(1, index), None
+    if normalize:
+        total = _sum_of_slots(y) + epsilon
+        y = y / total.unsqueeze(1)
+    return (y * scale).to(out_dtype), index, y, total
 
 
-def normalized_backward(dy: Tensor, y: Tensor, total: Tensor) -> Tensor:
-    """See routing.normalized_backward."""
-    check_normalized("normalized_backward", dy=dy, y=y)
-    return (dy - _sum_of_slots(dy * y).unsqueeze(1)) / total.unsqueeze(1)
+def choose_backward(
+    dweights: Tensor, index: Tensor, y: Tensor, total: Tensor | None, *, experts: int, scale: float
+) -> Tensor:
+    """See routing.choose_backward."""
+    check_choose_backward(dweights, y)
+    dy = dweights.float() * scale
+    if total is not None:
+        dy = (dy - _sum_of_slots(dy * y).unsqueeze(1)) / total.unsqueeze(1)
+    return dy.new_zeros((len(y), experts)).scatter_(1, index, dy)
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +77,14 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return order, places.view(index.shape), offsets
+
+
+def spread_rows(x: Tensor, places: Tensor) -> Tensor:
+    """See routing.spread_rows."""
+    check_spread(x, places)
+    rows = torch.empty((places.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
+    rows[places] = x.unsqueeze(1)
+    return rows
 
 
 def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:

@@ -8,6 +8,8 @@ from torch import Tensor
 from ..dtypes import DTYPES
 from ..rowwise.norm_checks import check
 
+MAX_ROWS = 2**31  # offsets are int32
+
 
 def check_top_k(scores: Tensor, k: int) -> None:
     if not isinstance(scores, Tensor):
@@ -20,12 +22,15 @@ def check_top_k(scores: Tensor, k: int) -> None:
         raise ValueError(f"top_k: k is {k!r}; allowed: an int from 1 to the {scores.shape[-1]} scores of a token")
 
 
-def check_normalized(operation: str, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: torch.float32")
-        if tensor.dim() != 2 or not tensor.shape[1]:
-            raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: [T, k] with k at least 1")
+def check_choose(scores: Tensor, choice: Tensor, k: int) -> None:
+    check("choose", "scores", scores, None, scores, (torch.float32,))
+    if choice is not scores:
+        check("choose", "choice", choice, tuple(scores.shape), scores, (torch.float32,))
+    check_top_k(scores, k)
+
+
+def check_choose_backward(dweights: Tensor, y: Tensor) -> None:
+    check("choose_backward", "dweights", dweights, tuple(y.shape), y)
 
 
 def _check_indices(operation: str, name: str, indices: Tensor, dims: str, like: Tensor, limit: int) -> None:
@@ -94,6 +99,15 @@ def check_gather(x: Tensor, order: Tensor, slots: int) -> None:
     _check_indices("gather_rows", "order", order, "[R]", x, x.shape[0] * slots)
 
 
+def check_spread(x: Tensor, places: Tensor) -> None:
+    check("spread_rows", "x", x, None, x)
+    _check_indices("spread_rows", "places", places, "[T, k]", x, places.numel())
+    if places.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"spread_rows: places has shape {tuple(places.shape)}; allowed: [T, k] with the T of x, {x.shape[0]}"
+        )
+
+
 def check_sort(index: Tensor, experts: int) -> None:
     if index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"sort_by_expert: index has dtype {index.dtype}; allowed: torch.int32 or torch.int64")
@@ -102,3 +116,9 @@ def check_sort(index: Tensor, experts: int) -> None:
             f"sort_by_expert: index has shape {tuple(index.shape)}, for {experts} experts; allowed: [T, k] with k at "
             "least 1, for at least one"
         )
+    check_rows(index.numel())
+
+
+def check_rows(rows: int) -> None:
+    if rows >= MAX_ROWS:
+        raise ValueError(f"experts get {rows} rows on a rank, one for each token and slot; allowed: fewer than 2**31")

@@ -22,11 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, interpreting, launch_on
+from ..launch import cdiv, interpreting, launch_on, layout
 from .aligned_copies import copied_matmul
 from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
+from .matmul_tma import remember_together as remember_together  # for who selects this module
+from .matmul_tma import repeat_together as repeat_together
 from .operands import check_bias, check_kinds, check_operands
 from .output import check_output, check_promotion, written
 
@@ -162,6 +164,14 @@ def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
 
+def _with_output(key: tuple, out: Tensor, accumulate: bool) -> tuple | None:
+    try:
+        of_out = layout(out)
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        return None
+    return None if type(accumulate) is not bool or of_out[-1] else ("out", of_out, accumulate, key)
+
+
 def repeat(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor | None:
     """`matmul` if it remembers a call with operands of the same layouts; else None, and nothing is checked."""
     return repeat_call(call_key(a, b, bias, out_dtype, None), a, b, bias)
@@ -205,9 +215,11 @@ def matmul(
             a promote_every that is not a multiple of 128, or a device that cannot run Triton kernels.
     """
     key = None
-    if out is None and config is None:
+    if config is None:
         key = call_key(a, b, bias, out_dtype, promote_every)
-        if (c := repeat_call(key, a, b, bias)) is not None:
+        if key is not None and out is not None:
+            key = _with_output(key, out, accumulate)
+        if (c := repeat_call(key, a, b, bias, out)) is not None:
             return c
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)

@@ -15,7 +15,7 @@ of C past M, which are not stored.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import Launch, cdiv, empty, layout
+from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, layout
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
-from .output import written
+from .output import extent, written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
@@ -293,27 +293,57 @@ def _plan(
     )  # fmt: skip
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """A call without its data: all that the next call with operands of the same layouts has in common with it.
 
-    matrices: of a and of b the block of a tile, and the shape and strides that they have in memory. In training the
-    addresses of activations change from step to step, so a call goes by none.
+    In training the addresses of activations change from step to step, so a call goes by none. Of a, b, the narrow part
+    of b (None if there is none) and c it has the tensor maps; extents are the bytes from the first to after the last
+    element of a, b, the bias (0 if there is none) and c.
     """
 
     launch: Launch
     index: int
-    shape: tuple[int, int]
+    new: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
-    matrices: tuple[tuple, tuple]
-    narrow_block: tuple[int, int] | None
-    c_block: tuple[int, int]
+    of_a: TensorMaps
+    of_b: TensorMaps
+    of_narrow: TensorMaps | None
+    of_c: TensorMaps
     others: tuple
+    extents: tuple[int, int, int, int]
+
+    def __call__(self, a: int, b: int, bias: int | None = None) -> Tensor:
+        """The product of what is at these addresses, on the current device, which is `index`."""
+        launch, index, new, shape, strides, dtype, of_a, of_b, of_narrow, of_c, others, _ = self
+        c = new(shape, strides, dtype)
+        at = c.data_ptr()
+        # a kernel without a narrow block is told None, which is no descriptor and has no position
+        narrow = (None,) if of_narrow is None else of_narrow[b]
+        launch(index, *of_a[a], *of_b[b], *narrow, *of_c[at], at if bias is None else bias, *others)
+        return c
+
+    def into(self, out: Tensor, a: int, b: int, bias: int | None) -> bool:
+        """Writes the product to out, or adds it; False, and nothing is done, if output.py might refuse this memory."""
+        at, extents = out.data_ptr(), self.extents
+        end = at + extents[3]
+        for start, size in ((a, extents[0]), (b, extents[1]), (at if bias is None else bias, extents[2])):
+            if size and start < end and at < start + size:
+                return False
+        if out.requires_grad and torch.is_grad_enabled():
+            return False
+        narrow = (None,) if self.of_narrow is None else self.of_narrow[b]
+        pointer = at if bias is None else bias
+        self.launch(self.index, *self.of_a[a], *self.of_b[b], *narrow, *self.of_c[at], pointer, *self.others)
+        return True
 
 
 _MAX_PREPARED = 4096
-_prepared: dict[tuple, _Prepared] = {}
-autotune.on_change.append(lambda: _prepared.clear())
+_prepared: dict[tuple, Prepared] = {}
+_NONE: tuple[None, None] = (None, None)
+_prepared_together: dict[tuple, tuple[int | None, tuple | None]] = {}  # with their device's index
+autotune.on_change += [lambda: _prepared.clear(), lambda: _prepared_together.clear()]
 
 
 def call_key(
@@ -327,35 +357,66 @@ def call_key(
     if promote_every is not None and type(promote_every) is not int:
         return None
     try:
-        if a.is_neg() or b.is_neg() or (bias is not None and bias.is_neg()):
-            return None
-        return out_dtype, promote_every, layout(a), layout(b), None if bias is None else layout(bias)
+        of_a, of_b, of_bias = layout(a), layout(b), None if bias is None else layout(bias)
     except (AttributeError, RuntimeError):  # no tensor, or one without memory
         return None
+    if of_a[-1] or of_b[-1] or (of_bias is not None and of_bias[-1]):  # is_neg
+        return None
+    return out_dtype, promote_every, of_a, of_b, of_bias
 
 
-def repeat_call(key: tuple | None, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product if an earlier call had this key, else None: preparing a call takes most of the host's time."""
+def repeat_call(
+    key: tuple | None, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor | None:
+    """The product if an earlier call had this key, else None: preparing a call takes most of the host's time.
+
+    out: where the call writes, whose layout is in the key; the others make a new tensor.
+    """
     prepared = _prepared.get(key)  # type: ignore[arg-type]
     if prepared is None or prepared.index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda's
         return None
-    c = empty(prepared.shape, prepared.dtype, prepared.device)
-    _launch(prepared, a, b, bias, c, (prepared.shape[1], 1))
-    return c
+    at_bias = None if bias is None else bias.data_ptr()
+    if out is None:
+        return prepared(a.data_ptr(), b.data_ptr(), at_bias)
+    return written(out) if prepared.into(out, a.data_ptr(), b.data_ptr(), at_bias) else None
 
 
-def _launch(
-    prepared: _Prepared, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, c_strides: tuple[int, ...]
-) -> None:
-    launch, index, shape, _, _, (of_a, of_b), narrow_block, c_block, others = prepared
-    describe, pointer = launch.descriptor, c if bias is None else bias
-    # a kernel without a narrow block is told None, which is no descriptor and has no position
-    narrow = (None,) if narrow_block is None else describe(2, b, narrow_block, *of_b[1:])
-    launch(
-        index, *describe(0, a, *of_a), *describe(1, b, *of_b), *narrow,
-        *describe(2 if narrow_block is None else 3, c, c_block, shape, c_strides),
-        pointer.data_ptr() if launch.direct else pointer, *others,
-    )  # fmt: skip
+def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, tuple | None]:
+    """A key for products of these tensors, and what `remember_together` has stored under it for the current device.
+
+    facts: all that the products depend on besides the tensors. A key of None: nothing can be remembered.
+    """
+    if not _prepared:  # no Hopper, say
+        return None, None
+    try:
+        key = (facts, *[None if x is None else layout(x) for x in tensors])
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        return None, None
+    index, found = _prepared_together.get(key, _NONE)
+    return key, found if index == torch._C._cuda_getDevice() else None
+
+
+def remember_together(key: tuple, *products: tuple[Any, ...] | int | None) -> None:
+    """Stores the products, if all of them are remembered, under a key of `repeat_together`.
+
+    products: of each its operands and its dtype as for `repeat`, and the shape that its result has with this key. The
+    operands are the tensors of the key in the same memory, or in memory that stays. None and addresses are stored as
+    they are.
+    """
+    found: list[Any] = []
+    for product in products:
+        if not isinstance(product, tuple):
+            found.append(product)
+            continue
+        *operands, shape = product
+        prepared = _prepared.get(call_key(*operands, None))  # type: ignore[arg-type]
+        if prepared is None:
+            return
+        found.append(prepared._replace(shape=tuple(shape), strides=contiguous_strides(shape)))
+    index = next(p.index for p in found if isinstance(p, Prepared))
+    if len(_prepared_together) >= _MAX_PREPARED:
+        _prepared_together.clear()
+    _prepared_together[key] = index, tuple(found)
 
 
 def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
@@ -408,11 +469,22 @@ def tma_matmul(
     others = (
         m, n, steps, promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k, *constants,
     )  # fmt: skip
-    matrices = (a_block, tuple(a.shape), a.stride()), (b_block, tuple(b.shape), b.stride())
-    prepared = _Prepared(launch, index, (m, n), out_dtype, a.device, matrices, narrow_block, c_block, others)
+    describe = launch.descriptor
+    narrow = (None,) if narrow_block is None else describe(2, b, narrow_block)
+    c_position = 2 if narrow_block is None else 3
     if key is not None and launch.direct:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
-        _prepared[key] = prepared
-    _launch(prepared, a, b, bias, c, c.stride())
+        maps = launch.tensor_maps
+        a_layout, b_layout, c_layout = ((tuple(x.shape), x.stride()) for x in (a, b, c))
+        _prepared[key] = Prepared(
+            launch, index, allocator(a.device), *c_layout, out_dtype,
+            maps(0, *a_layout), maps(1, *b_layout), None if narrow_block is None else maps(2, *b_layout),
+            maps(c_position, *c_layout), others, tuple(0 if x is None else extent(x) for x in (a, b, bias, c)),
+        )  # fmt: skip
+    pointer = c if bias is None else bias
+    launch(
+        index, *describe(0, a, a_block), *describe(1, b, b_block), *narrow, *describe(c_position, c, c_block),
+        pointer.data_ptr() if launch.direct else pointer, *others,
+    )  # fmt: skip
     return c if out is None else written(out)

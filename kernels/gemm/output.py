@@ -81,8 +81,13 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _ends(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.data_ptr() + extent(x) - 1
+
+
+def extent(x: Tensor) -> int:
+    """The bytes from the first element of x, which is not empty, to after its last."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size() - 1
+    return (reach + 1) * x.element_size()
 
 
 def written(out: Tensor) -> Tensor:

@@ -23,16 +23,14 @@ own, so no compiler's choice of where to fuse them can show, and the sums over r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Launches, can_overlap, cdiv, empty, interpreting, launch_on, layout, next_power_of_2
-from .norm_checks import check, check_backward, check_fold, check_forward, check_rows_per_sum
+from ..known_calls import find, key_of, remember
+from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
+from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
 LOOP_CHUNK = 8192
@@ -239,12 +237,14 @@ def row_chunk(h: int) -> tuple[int, int]:
     return chunk, min(16, max(1, chunk // 512))
 
 
-def sums_tile(warps: int) -> tuple[int, int]:
+def sums_tile(chunk: int, warps: int) -> tuple[int, int]:
     """Columns of a program of the partial sums, and how many rows it loads at once. A choice of speed alone.
 
     Short rows come in few programs, which have to wait little; those of long rows load more bytes at once.
     """
-    return (64 * warps, 8 if warps == 4 else 16) if warps <= 4 else (128 * warps, 16)
+    if warps <= 4:
+        return 64 * warps, 8 if warps == 4 else 16
+    return (1024, 16 if warps == 8 else 8) if chunk <= 8192 else (2048, 8)
 
 
 def keeps_row(h: int, rms: bool) -> bool:
@@ -283,72 +283,26 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-class _Known(NamedTuple):
-    """An earlier call, with all that the next one with arguments of the same layouts has in common with it.
-
-    Its checks passed, and it copied none of its arguments. Later calls pass addresses, which saves Triton from asking
-    tensors for theirs.
-
-    shapes     of the results, by dtype
-    numbers    the kernel's arguments after the addresses
-    """
-
-    launch: Launch
-    index: int
-    device: torch.device
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Known] = {}
-
-
-def _remember(key: tuple | None, launch: Launch, results: Sequence[Tensor], numbers: tuple, grid: tuple) -> None:
-    if key is None or interpreting():
-        return
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    like = results[0]
-    shapes = tuple((tuple(result.shape), result.dtype) for result in results)
-    _known[key] = _Known(launch, like.get_device(), like.device, shapes, numbers, (*grid, 1, 1)[:3])
-
-
-def _find(key: tuple | None) -> _Known | None:
-    """The known call, if it was on the current device."""
-    known = _known.get(key) if key is not None else None
-    return known if known is not None and known.index == torch._C._cuda_getDevice() else None
-
-
-def _key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
-    """All that a call depends on, except addresses and values. None: it must be looked at in full."""
-    try:
-        return (options, *[None if x is None else layout(x) for x in tensors])
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        return None
-
-
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, zero_centered: bool,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(y, mean, rstd) of LayerNorm, or of RMSNorm if `rms`, over the last dimension; one row's bits never see another.
 
-    x: [T, H], any strides, T may be 0. weight: [H]. bias: [H] or None. Each bfloat16, float16 or float32.
-    y: contiguous [T, H] of out_dtype, or of x's dtype. mean (None if `rms`) and rstd: float32 [T].
+    x: [.., H], any strides, of T rows; T may be 0. weight: [H]. bias: [H] or None. Each bfloat16, float16 or float32.
+    y: shaped as x, contiguous, of out_dtype or of x's dtype. mean (None if `rms`) and rstd: float32 [T].
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
-    key = _key_of(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
-    known = _find(key)
+    key = key_of(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
+    known = find(key)
     if known is not None:
-        launch, index, device, ((shape, dtype), (rows, _)), numbers, grid = known
-        y, rstd = empty(shape, dtype, device), empty(rows, torch.float32, device)
+        launch, index, new, (of_y, of_rstd), numbers, grid = known
+        y, rstd = new(*of_y), new(*of_rstd)
         mean, at = None, rstd.data_ptr()
         at_mean = at
         if not rms:
-            mean = empty(rows, torch.float32, device)
+            mean = new(*of_rstd)
             at_mean = mean.data_ptr()
         w = weight.data_ptr()
         launch(
@@ -357,9 +311,11 @@ def norm_forward(
         )  # fmt: skip
         return y, mean, rstd
     check_forward("norm_forward", x, weight, bias, eps, out_dtype)
+    given = x
+    x = as_rows(x)
     t, h = x.shape
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    y = torch.empty((t, h), device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    y = torch.empty(given.shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     mean, rstd = (torch.empty(t, device=x.device, dtype=torch.float32) for _ in range(2))
     if t > 0:
         x_rows, stride = _rows(x)
@@ -370,8 +326,8 @@ def norm_forward(
             launch = _forward(
                 x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)), constants, num_warps=warps
             )
-        if x_rows is x and w is weight and (bias is None or b is bias):
-            _remember(key, launch, (y, rstd), (stride, float(eps), *constants), (t,))
+        if x_rows.data_ptr() == given.data_ptr() and w is weight and (bias is None or b is bias):
+            remember(key, launch, (y, rstd), (stride, float(eps), *constants), (t,))
     return y.to(out_dtype), None if rms else mean, rstd
 
 
@@ -386,10 +342,11 @@ def norm_backward(
 def norm_backward_input(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rms: bool, zero_centered: bool
 ) -> Tensor:
-    """dx [T, H], contiguous, of x's dtype; one row's bits never see another. See the top of this file for the formula.
+    """dx, like x, contiguous; one row's bits never see another. See the top of this file for the formula.
 
-    dy, x: [T, H]; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`), rstd: float32 [T],
-    from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
+    dy, x: [.., H], of T rows; weight: [H]; each bfloat16, float16 or float32, any strides. mean (None if `rms`) and
+    rstd: float32 [T], from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that
+    does not fit.
     """
     return _launch_backward("norm_backward_input", dy, x, weight, mean, rstd, rms, zero_centered, None, False)[0]
 
@@ -413,11 +370,11 @@ def _launch_backward(
     zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
-    key = _key_of((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
-    known = _find(key)
+    key = key_of((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
+    known = find(key)
     if known is not None:
-        launch, index, device, ((shape, dtype), (shape_sums, _)), numbers, grid = known
-        dx, sums = empty(shape, dtype, device), empty(shape_sums, torch.float32, device)
+        launch, index, new, (of_dx, of_sums), numbers, grid = known
+        dx, sums = new(*of_dx), new(*of_sums)
         at_x, at = x.data_ptr(), rstd.data_ptr()
         launch(
             index, dy.data_ptr(), at_x, at_x if weight is None else weight.data_ptr(),
@@ -425,20 +382,23 @@ def _launch_backward(
         )  # fmt: skip
         return dx, sums
     heads = check_backward(operation, dy, x, mean, rstd, rms, heads=weight is None)
+    given_dy, given_x = dy, x
+    dy, x = as_rows(dy), as_rows(x)
     t, h = x.shape
     if weight is not None:
         check(operation, "weight", weight, (h,), x)
     if rows_per_sum is not None:
         check_rows_per_sum(operation, rows_per_sum)
     rows, count = 0 if weight is None else t, 0 if rows_per_sum is None else cdiv(t, rows_per_sum)
-    dx = torch.empty((rows, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
+    shape, stored = (0, h) if weight is None else given_x.shape, torch.float32 if interpreting() else x.dtype
+    dx = torch.empty(shape, device=x.device, dtype=stored)
     sums = torch.empty((count, 2 * h if with_bias else h), device=x.device, dtype=torch.float32)
     if t > 0:
         (dy_rows, dy_stride), (x_rows, x_stride), rstd_there = _rows(dy), _rows(x), _contiguous(rstd)
         mean_there = rstd_there if rms or mean is None else _contiguous(mean)
         w = x_rows if weight is None else _rows(weight)[0]
         chunk, warps = row_chunk(h)
-        columns, at_once = sums_tile(warps)
+        columns, at_once = sums_tile(chunk, warps)
         sum_programs = cdiv(h, columns) if count else 0
         block = rows_per_sum or t
         numbers = dy_stride, x_stride, t, block, sum_programs, block if rows else 0, int(with_bias)
@@ -449,9 +409,10 @@ def _launch_backward(
                 x.device.index, grid, (dy_rows, x_rows, w, mean_there, rstd_there, dx, sums, *numbers), constants,
                 num_warps=warps,
             )  # fmt: skip
-        as_given = dy_rows is dy and x_rows is x and rstd_there is rstd and (rms or mean_there is mean)
+        as_given = dy_rows.data_ptr() == given_dy.data_ptr() and x_rows.data_ptr() == given_x.data_ptr()
+        as_given = as_given and rstd_there is rstd and (rms or mean_there is mean)
         if as_given and (weight is None or w is weight):
-            _remember(key, launch, (dx, sums), (*numbers, *constants), grid)
+            remember(key, launch, (dx, sums), (*numbers, *constants), grid)
     return dx.to(x.dtype), sums
 
 
@@ -477,13 +438,18 @@ def fold_weight_gradients(
 def _launch_fold(
     operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    key = _key_of((operation, weight_dtype, bias_dtype), sums)
-    known = _find(key)
+    key = key_of((operation, weight_dtype, bias_dtype), sums)
+    known = find(key)
     if known is not None:
-        launch, index, device, shapes, numbers, grid = known
-        made = [empty(shape, dtype, device) for shape, dtype in shapes]
-        launch(index, sums.data_ptr(), made[0].data_ptr(), made[-1].data_ptr(), *numbers, grid=grid)
-        return made[0], made[1] if bias_dtype is not None else None
+        launch, index, new, results, numbers, grid = known
+        made = new(*results[0])
+        other, at = None, made.data_ptr()
+        at_other = at
+        if bias_dtype is not None:
+            other = new(*results[1])
+            at_other = other.data_ptr()
+        launch(index, sums.data_ptr(), at, at_other, *numbers, grid=grid)
+        return made, other
     check_fold(operation, sums, weight_dtype, bias_dtype)
     halves = 1 if bias_dtype is None else 2
     count, h = sums.shape[0], sums.shape[1] // halves
@@ -498,6 +464,6 @@ def _launch_fold(
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     if sums_there is sums:
-        _remember(key, launch, outs, (count, h, *constants), grid)
+        remember(key, launch, outs, (count, h, *constants), grid)
     folded = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
     return folded[0], folded[1] if halves == 2 else None

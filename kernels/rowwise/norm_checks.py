@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
+
 import torch
 from torch import Tensor
 
 from ..dtypes import DTYPES
 
 
-def check(operation: str, name: str, tensor: Tensor, shape: tuple | None, like: Tensor, dtypes=DTYPES) -> None:
-    """Raise unless `tensor` has `shape` (None: any [rows, H]), the device of `like`, and one of `dtypes`."""
+def check(
+    operation: str, name: str, tensor: Tensor, shape: tuple | EllipsisType | None, like: Tensor, dtypes=DTYPES
+) -> None:
+    """Raise unless `tensor` has `shape`, the device of `like`, and one of `dtypes`.
+
+    shape: None is any [rows, H], Ellipsis any [.., H].
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: {name} is a {type(tensor).__name__}; allowed: a torch.Tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{operation}: {name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
-    if tensor.dim() != 2 or tensor.shape[1] == 0 if shape is None else tensor.shape != shape:
-        allowed = "[rows, H] with H at least 1" if shape is None else shape
+    if isinstance(shape, tuple):
+        fits, allowed = tensor.shape == shape, str(shape)
+    else:
+        dims, allowed = tensor.dim(), f"[{'rows' if shape is None else '..'}, H] with H at least 1"
+        fits = (dims == 2 if shape is None else dims > 0) and tensor.shape[-1] > 0
+    if not fits:
         raise ValueError(f"{operation}: {name} has shape {tuple(tensor.shape)}; allowed: {allowed}")
     if tensor.device != like.device:
         raise ValueError(f"{operation}: {name} is on {tensor.device}; allowed: the device of the rows, {like.device}")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [.., H] as [T, H]: a view where strides allow."""
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def check_forward(
     operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
 ) -> None:
     """`check` of what forward is given."""
-    check(operation, "x", x, None, x)
-    check(operation, "weight", weight, (x.shape[1],), x)
+    check(operation, "x", x, ..., x)
+    check(operation, "weight", weight, (x.shape[-1],), x)
     if bias is not None:
-        check(operation, "bias", bias, (x.shape[1],), x)
+        check(operation, "bias", bias, (x.shape[-1],), x)
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"{operation}: out_dtype is {out_dtype}; allowed: {', '.join(map(str, DTYPES))}, None")
     if not eps >= 0:
@@ -38,16 +54,16 @@ def check_forward(
 def check_backward(
     operation: str, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, rms: bool, heads: bool = False
 ) -> int:
-    """`check` of what backward is given: dy [T, H] like x, mean (unless `rms`) and rstd float32 [T].
+    """`check` of what backward is given: dy [.., H] of T rows like x, mean (unless `rms`) and rstd float32 [T].
 
     heads: these may be [T, heads], of each of as many equal parts of a row. Returns their number.
     """
-    check(operation, "x", x, None, x)
+    check(operation, "x", x, ..., x)
     check(operation, "dy", dy, tuple(x.shape), x)
-    shape: tuple = (x.shape[0],)
+    shape: tuple = (x.numel() // x.shape[-1],)
     parts = rstd.shape[1] if heads and isinstance(rstd, Tensor) and rstd.dim() == 2 else None
-    if parts is not None and parts and x.shape[1] % parts == 0:
-        shape = (x.shape[0], parts)
+    if parts is not None and parts and x.shape[-1] % parts == 0:
+        shape = (*shape, parts)
     check(operation, "rstd", rstd, shape, x, (torch.float32,))
     if not rms:
         check(operation, "mean", mean, shape, x, (torch.float32,))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..elementwise import sum_by_halves
-from .norm_checks import check, check_backward, check_fold, check_forward, check_rows_per_sum
+from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 
 def _row_mean(x: Tensor) -> Tensor:
@@ -32,6 +32,11 @@ def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
     return (centered * rstd.unsqueeze(-1)).view(x.shape)
 
 
+def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
+    """New rows [T, H] as [.., H], and no view: autograd refuses in-place changes of a view that a function returns."""
+    return rows if rows.shape == shape else torch.ops.aten._unsafe_view.default(rows, shape)
+
+
 def norm_forward(
     x: Tensor,
     weight: Tensor,
@@ -44,9 +49,10 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y = (x - mean) * rstd * weight + bias, in fp32, rounded once; RMSNorm has no mean and usually no bias."""
     check_forward("norm_forward", x, weight, bias, eps, out_dtype)
+    shape, x = x.shape, as_rows(x)
     if x.shape[0] == 0:
         empty = x.new_empty(0, dtype=torch.float32)
-        return x.new_empty(x.shape, dtype=out_dtype or x.dtype), None if rms else empty, empty
+        return x.new_empty(shape, dtype=out_dtype or x.dtype), None if rms else empty, empty
     x32 = x.float()
     mean = None if rms else _row_mean(x32)
     centered = x32 if mean is None else x32 - mean
@@ -54,7 +60,7 @@ def norm_forward(
     y = centered * rstd * _scale(weight, zero_centered)
     if bias is not None:
         y = y + bias.float()
-    return y.to(out_dtype or x.dtype), None if mean is None else mean.squeeze(1), rstd.squeeze(1)
+    return _shaped(y.to(out_dtype or x.dtype), shape), None if mean is None else mean.squeeze(1), rstd.squeeze(1)
 
 
 def norm_backward(
@@ -71,7 +77,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """See norm.norm_backward."""
     check_backward("norm_backward", dy, x, mean, rstd, rms)
-    check("norm_backward", "weight", weight, (x.shape[1],), x)
+    check("norm_backward", "weight", weight, (x.shape[-1],), x)
     check_rows_per_sum("norm_backward", rows_per_sum)
     dx = norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
     sums = norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=rows_per_sum, rms=rms, with_bias=with_bias)
@@ -83,15 +89,16 @@ def norm_backward_input(
 ) -> Tensor:
     """See norm.norm_backward_input."""
     check_backward("norm_backward_input", dy, x, mean, rstd, rms)
-    check("norm_backward_input", "weight", weight, (x.shape[1],), x)
-    if x.shape[0] == 0:
+    check("norm_backward_input", "weight", weight, (x.shape[-1],), x)
+    if x.numel() == 0:
         return torch.empty_like(x)
+    shape, dy, x = x.shape, as_rows(dy), as_rows(x)
     xhat = _normalized(x, mean, rstd)
     wdy = dy.float() * _scale(weight, zero_centered)
     dx = wdy - xhat * _row_mean(xhat * wdy)
     if not rms:
         dx = dx - _row_mean(wdy)
-    return (dx * rstd.unsqueeze(1)).to(x.dtype)
+    return _shaped((dx * rstd.unsqueeze(1)).to(x.dtype), shape)
 
 
 def norm_weight_partial_sums(
@@ -100,6 +107,7 @@ def norm_weight_partial_sums(
     """See norm.norm_weight_partial_sums."""
     check_backward("norm_weight_partial_sums", dy, x, mean, rstd, rms, heads=True)
     check_rows_per_sum("norm_weight_partial_sums", rows_per_sum)
+    dy, x = as_rows(dy), as_rows(x)
     dy32 = dy.float()
     products = dy32 * _normalized(x, mean, rstd)
     terms = torch.cat([products, dy32], dim=1) if with_bias else products

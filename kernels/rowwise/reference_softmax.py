@@ -24,6 +24,11 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
     return y
 
 
+def softmax_backward(dy: Tensor, y: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """See softmax.softmax_backward."""
+    return (y * (dy - row_sums(dy * y, divisor=1, out_dtype=torch.float32).unsqueeze(1))).to(out_dtype)
+
+
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """See softmax.row_sums."""
     y = torch.empty(x.shape[0], dtype=out_dtype, device=x.device)

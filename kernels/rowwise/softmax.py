@@ -2,6 +2,7 @@
 
     softmax    y = exp(x - top) / total        log    y = (x - top) - log(total)
                top = largest of the row, total = sum of exp(x - top)
+    softmax_backward    dx = y (dy - sum of dy y)
     row_sums   y = sum of x / divisor
 
 One program per row, in fp32. As in norm.py, the order of a row's tree of additions follows from the chunk and the
@@ -58,8 +59,33 @@ def _sums_kernel(x_ptr, y_ptr, stride, H, divisor, CHUNK: tl.constexpr):
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _sums_of_products_kernel(dy_ptr, y_ptr, dots_ptr, H, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * H
+    sums = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        dy = tl.load(dy_ptr + row + cols, mask=cols < H, other=0.0)
+        sums += dy * tl.load(y_ptr + row + cols, mask=cols < H, other=0.0)
+    tl.store(dots_ptr + tl.program_id(0), tl.sum(sums, axis=0))
+
+
+@triton.jit
+def _softmax_backward_kernel(dy_ptr, y_ptr, dots_ptr, dx_ptr, H, CHUNK: tl.constexpr):
+    # Not in _sums_of_products_kernel, where a dx of 16 bits would give the compiler another order for the sum.
+    row = tl.program_id(0).to(tl.int64) * H
+    dot = tl.load(dots_ptr + tl.program_id(0))
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        dy = tl.load(dy_ptr + row + cols, mask=cols < H, other=0.0)
+        dx = tl.load(y_ptr + row + cols, mask=cols < H, other=0.0) * (dy - dot)
+        tl.store(dx_ptr + row + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < H)
+
+
 _softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
 _sums = Launches(_sums_kernel, enable_fp_fusion=False)
+_sums_of_products = Launches(_sums_of_products_kernel, enable_fp_fusion=False)
+_softmax_backward = Launches(_softmax_backward_kernel, enable_fp_fusion=False)
 _prepared_sums: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
 _MAX_PREPARED = 4096
 
@@ -78,6 +104,24 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
             chunk, warps = row_chunk(x.shape[1])
             _softmax(x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1]), (chunk, log), num_warps=warps)
     return y.to(out_dtype)
+
+
+def softmax_backward(dy: Tensor, y: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """y (dy - the sum of dy y) for each row of y and dy, float32 [T, H] -> contiguous [T, H] of out_dtype.
+
+    The sum has the bits of `row_sums(dy * y)`. Raises as softmax, and ValueError for shapes that differ.
+    """
+    check("softmax_backward", "y", y, None, y, (torch.float32,))
+    check("softmax_backward", "dy", dy, tuple(y.shape), y, (torch.float32,))
+    dx = torch.empty(y.shape, device=y.device, dtype=torch.float32 if interpreting() else out_dtype)
+    if y.shape[0] > 0:
+        (dy, _), (y, _), dots = _rows(dy.contiguous()), _rows(y.contiguous()), y.new_empty(y.shape[0])
+        with launch_on(y, "softmax_backward"):
+            chunk, warps = row_chunk(y.shape[1])
+            grid, options = (y.shape[0],), dict(num_warps=warps)
+            _sums_of_products(y.device.index, grid, (dy, y, dots, y.shape[1]), (chunk,), **options)
+            _softmax_backward(y.device.index, grid, (dy, y, dots, dx, y.shape[1]), (chunk,), **options)
+    return dx.to(out_dtype)
 
 
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:

@@ -140,9 +140,12 @@ def routes(dtype: torch.dtype) -> None:
     routing.combine(rows, None, places)
     routing.combine_backward_rows(rows[:16], weights, places.view(-1))
     routing.gather_rows(rows, places.view(-1), 4)
+    routing.spread_rows(rows[:16], places)
     routing.sort_by_expert(places, 128)
-    _, total = routing.normalized(weights.float(), 0.0)
-    routing.normalized_backward(weights.float(), weights.float(), total)
+    chosen = routing.choose(
+        scores.float(), scores.float(), weights.shape[1], normalize=True, epsilon=0.0, scale=1.0, out_dtype=dtype
+    )  # fmt: skip
+    routing.choose_backward(*chosen, experts=scores.shape[1], scale=1.0)
     for h in (1000, 2048, 20000):  # of each length one compiled form, however the tensors lie in memory
         wide = torch.zeros(64, h + 48, dtype=dtype)
         for x in (torch.zeros(64, h, dtype=dtype), wide[:, :h], wide[:, 1 : h + 1]):
@@ -201,6 +204,7 @@ def losses(dtype: torch.dtype) -> None:
     embedding.embedding_grad(logits, ids, 100, dtype)
     softmax.softmax(logits, log=True, out_dtype=dtype)
     softmax.row_sums(logits, divisor=3, out_dtype=dtype)
+    softmax.softmax_backward(logits.float(), logits.float(), out_dtype=dtype)
 
 
 def clipping(dtype: torch.dtype) -> None:
@@ -243,6 +247,7 @@ def attentions() -> None:
     attend(True, 128, 100, with_sinks=True)
     attend(True, 64, 100, packed=True)
     attend(True, 256, 100)
+    attend(True, 96, 100, mask_dtype=torch.bool)
     attend(True, 128, 1)
 
 

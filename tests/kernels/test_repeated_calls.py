@@ -4,17 +4,20 @@ Launches are recorded instead of made, on CPU tensors, so that the path which GP
 """
 
 import contextlib
+import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
+from tp_invariant.kernels import known_calls
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
+from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.launch import Launch
-from tp_invariant.kernels.rowwise import add_norm, norm, rope, torch_gated
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, torch_gated
 
 
 @pytest.fixture
@@ -29,14 +32,23 @@ def launches(monkeypatch):
         recorded.append((self._kernel.__name__, grid, *map(plain, args)))
 
     def describe(self, position, x, block, shape=None, strides=None):
-        return x.data_ptr(), tuple(block), tuple(shape or x.shape), tuple(strides or x.stride())
+        return x.data_ptr(), tuple(shape or x.shape), tuple(strides or x.stride())
+
+    class Maps(dict):
+        def __init__(self, launch, position, shape, strides):
+            self.layout = shape, strides
+
+        def __missing__(self, address):
+            return address, *self.layout
 
     monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr(Launch, "tensor_maps", lambda *args: Maps(*args))
     monkeypatch.setattr(Launch, "descriptor", describe)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm, routing, gated, grouped):
         monkeypatch.setattr(module, "interpreting", lambda: False)
         monkeypatch.setattr(module, "launch_on", lambda *args: contextlib.nullcontext())
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
         module._known.clear()
     yield recorded
     for module in (norm, attention, attention_backward, torch_gated, rope, add_norm):
@@ -64,14 +76,16 @@ def twice(run, recorded, known, **inputs):
 @pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_norms(launches, rms, bias):
-    x, dy = torch.randn(2, 40, 64, dtype=torch.bfloat16).unbind()
+    """Of rows, and of rows that have more dims."""
+    x, dy = torch.randn(2, *((2, 20) if bias else (40,)), 64, dtype=torch.bfloat16).unbind()
     weight = torch.randn(64)
     b = torch.randn(64) if bias else None
 
     def forward(x, weight, b):
         return norm.norm_forward(x, weight, b, eps=1e-5, rms=rms, zero_centered=False)
 
-    first, again = twice(forward, launches, norm._known, x=x, weight=weight, b=b)
+    first, again = twice(forward, launches, known_calls._known, x=x, weight=weight, b=b)
+    assert first[1][0][0] == x.shape
     if rms:  # which has no mean: its kernel gets any address for it
         first, again = (([(*one[:6], None, *one[7:]) for one in launched], made) for launched, made in (first, again))
     assert first == again
@@ -82,20 +96,20 @@ def test_norms(launches, rms, bias):
             dy, x, weight, mean, rstd, rows_per_sum=32, rms=rms, zero_centered=False, with_bias=bias
         )
 
-    first, again = twice(backward, launches, norm._known, dy=dy, x=x, weight=weight, mean=mean, rstd=rstd)
+    first, again = twice(backward, launches, known_calls._known, dy=dy, x=x, weight=weight, mean=mean, rstd=rstd)
     assert first == again
 
     def partial_sums(dy, x, mean, rstd):
         return [norm.norm_weight_partial_sums(dy, x, mean, rstd, rows_per_sum=32, rms=rms, with_bias=bias)]
 
-    first, again = twice(partial_sums, launches, norm._known, dy=dy, x=x, mean=mean, rstd=rstd)
+    first, again = twice(partial_sums, launches, known_calls._known, dy=dy, x=x, mean=mean, rstd=rstd)
     assert first == again
     sums = torch.zeros(2, 128 if bias else 64)
 
     def fold(sums):
         return norm.fold_weight_gradients(sums, torch.bfloat16, torch.float32 if bias else None)
 
-    first, again = twice(fold, launches, norm._known, sums=sums)
+    first, again = twice(fold, launches, known_calls._known, sums=sums)
     assert first == again
 
 
@@ -128,6 +142,59 @@ def test_gated_activations(launches, form):
         assert first == again
 
 
+def test_gated_activations_of_experts(launches):
+    gate, up, dy = torch.randn(3, 5, 64, dtype=torch.bfloat16).unbind()
+
+    def forward(gate, up):
+        return [gated.gated_forward(gate, up, "silu")]
+
+    def backward(dy, gate, up, dx):
+        gated.gated_backward(dy, gate, up, "silu", out=dx.chunk(2, dim=-1))
+        return [dx]
+
+    first, again = twice(forward, launches, known_calls._known, gate=gate, up=up)
+    assert first == again
+    dx = torch.zeros(5, 128, dtype=torch.bfloat16)
+    first, again = twice(backward, launches, known_calls._known, dy=dy, gate=gate, up=up, dx=dx)
+    assert first == again
+
+
+ROUTING = {
+    "combine": lambda rows, weights, places: [routing.combine(rows, weights, places)],
+    "combine without weights": lambda rows, places: [routing.combine(rows, None, places)],
+    "combine_backward": lambda x, weights, rows, places: routing.combine_backward(x, weights, rows, places),
+    "spread_rows": lambda x, places: [routing.spread_rows(x, places)],
+    "choose": lambda scores: routing.choose(
+        scores, scores, 3, normalize=False, epsilon=0.0, scale=1.0, out_dtype=torch.bfloat16
+    ),
+    "choose and normalize": lambda scores, choice: routing.choose(
+        scores, choice, 3, normalize=True, epsilon=0.1, scale=2.0, out_dtype=torch.float32
+    ),
+    "choose_backward": lambda weights, places, y: [
+        routing.choose_backward(weights, places, y, None, experts=9, scale=2.0)
+    ],
+    "choose_backward and normalize": lambda weights, places, y, total: [
+        routing.choose_backward(weights, places, y, total, experts=9, scale=2.0)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_routing(launches, name):
+    given = dict(
+        x=torch.randn(6, 64), rows=torch.randn(18, 64), weights=torch.rand(6, 3), places=torch.arange(18).view(6, 3),
+        scores=torch.rand(6, 9), choice=torch.rand(6, 9), y=torch.rand(6, 3), total=torch.rand(6),
+    )  # fmt: skip
+    code = ROUTING[name].__code__
+    inputs = {key: given[key] for key in code.co_varnames[: code.co_argcount]}
+    first, again = twice(ROUTING[name], launches, known_calls._known, **inputs)
+    assert first == again and len(first[0]) == 1
+    known = len(known_calls._known)
+    copied = {key: x.t().contiguous().t() if x.dim() == 2 else x for key, x in inputs.items()}
+    ROUTING[name](**copied)  # which must be copied
+    assert len(known_calls._known) == known
+
+
 @pytest.mark.parametrize("alone", (False, True))
 @pytest.mark.parametrize("backward", (False, True))
 def test_rotations(launches, alone, backward):
@@ -151,7 +218,7 @@ def test_additions_and_norms(launches, rms):
     def forward(x, residual, weight, bias):
         return add_norm.add_norm_forward(x, residual, weight, bias, eps=1e-5, rms=rms, zero_centered=False)
 
-    first, again = twice(forward, launches, add_norm._known, x=x, residual=residual, weight=weight, bias=bias)
+    first, again = twice(forward, launches, known_calls._known, x=x, residual=residual, weight=weight, bias=bias)
     if rms:  # which has no mean: its kernel gets any address for it
         first, again = (([(*one[:8], None, *one[9:]) for one in launched], made) for launched, made in (first, again))
     assert first == again
@@ -165,7 +232,7 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
 
     for _ in range(2):
         run(x)
-    known = len(norm._known)
+    known = len(known_calls._known)
     with pytest.raises(ValueError, match="weight has shape"):
         run(x, torch.randn(63))
     with pytest.raises(TypeError, match="x has dtype"):
@@ -174,7 +241,7 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
         run(x, eps=-1)
     with pytest.raises(TypeError, match="out_dtype"):
         run(x, out_dtype=torch.int32)
-    assert len(norm._known) == known
+    assert len(known_calls._known) == known
     launches.clear()
     unaligned = torch.randn(40 * 64 + 1)[1:].view(40, 64)
     for _ in range(2):
@@ -213,6 +280,7 @@ def products(launches, monkeypatch):
     monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, c_stride, out_dtype: True)
     monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 132)
     monkeypatch.setattr(matmul_tma, "_prepared", {})
+    monkeypatch.setattr(matmul_tma, "_prepared_together", {})
     monkeypatch.setattr(Launch, "direct", True)
     matmul_tma._plan.cache_clear()
     yield launches
@@ -256,6 +324,33 @@ def test_products_of_the_same_layouts_elsewhere_in_memory(products, name):
     assert found[0] == found[1] == found[2] and len(found[0]) == 1
     assert {"a", "b", "c"} <= {x for x in found[0][0] if isinstance(x, str)}
     (prepared,) = matmul_tma._prepared.values()
-    assert (prepared.narrow_block is not None) == (name == "two descriptors of b")
+    assert (prepared.of_narrow is not None) == (name == "two descriptors of b")
     product = kept[0][2]
     assert (tuple(product.shape), product.dtype) == (prepared.shape, options.get("out_dtype", torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ("rows", "rows of transposed weights", "rows and a bias", "outer"))
+def test_products_by_expert_of_the_same_layouts_elsewhere_in_memory(launches, monkeypatch, kind):
+    monkeypatch.setattr(grouped_tma, "supports_tma", lambda a, c_stride, out_dtype: True)
+    monkeypatch.setattr(grouped_tma, "multiprocessors_of", lambda index: 132)
+    monkeypatch.setattr(grouped_tma, "_calls", {})
+    monkeypatch.setattr(Launch, "direct", True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index that CPU tensors have
+    found, kept = [], []
+    for counts in ((20, 41, 67), (0, 128, 0), (1, 1, 126)):
+        launches.clear()
+        offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        a, b = new(128, 64), new(128, 96) if kind == "outer" else new(3, 64, 96)
+        b = b.mT.contiguous().mT if "transposed" in kind else b
+        bias = new(3, 96) if "bias" in kind else None
+        if kind == "outer":
+            c = grouped.grouped_outer(a, b, offsets)
+        else:
+            c = grouped.grouped_matmul(a, b, offsets, bias=bias)
+        kept.append((a, b, c, bias, offsets))  # so that no address is used again
+        texts = dict(a=a, b=b, c=c, offsets=offsets, **({} if bias is None else {"bias": bias}))
+        names = {x.data_ptr(): text for text, x in texts.items()}
+        found.append(([tuple(names.get(x, x) for x in one) for one in launches], c.shape, c.stride(), c.dtype))
+        assert len(grouped_tma._calls) == 1
+    assert found[0] == found[1] == found[2] and len(found[0][0]) == 1
+    assert {"a", "b", "c", "offsets"} <= {x for x in found[0][0][0] if isinstance(x, str)}

@@ -108,6 +108,25 @@ def test_against_float64(options, dtype):
             assert errors[0] <= max(1.1 * errors[1], 8 * torch.finfo(torch.float32).eps), errors
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_one_row_without_token_dims(residual):
+    """The bits of a row among others; x and residual may have any number of dims."""
+    x, dy = wide_randn(2, 5, 40, generator=torch.Generator().manual_seed(0), spread=4).unbind()
+    norm, found = tpi.ParallelNorm(40), []
+    with tpi.set_tp_invariant_mode(True):
+        for rows in (slice(0, 1), 0):  # [1, 40] and [40]
+            row = x[rows].clone().requires_grad_()
+            norm.weight.grad = None
+            y = norm(row, 2 * x[rows])[0] if residual else norm(row)
+            y.backward(dy[rows])
+            assert y.shape == row.shape == row.grad.shape
+            found.append([y.detach().flatten(), row.grad.flatten(), norm.weight.grad])
+        y = norm(x[None], 2 * x[None])[0] if residual else norm(x[None])
+    y += 0  # a view that an autograd function returns could not be changed in place
+    assert_bitwise_equal(found[0], found[1])
+    assert_bitwise_equal(found[0][0], y.detach()[0, 0])
+
+
 @pytest.mark.parametrize("mode", (True, False))
 def test_an_rms_norm_with_a_bias(mode):
     x, dy, gamma, beta = data()

@@ -31,7 +31,7 @@ from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton as _registry
 from torch.fx import traceback
 
-from .differentiation import applier
+from .differentiation import applier, are_ordinary, direct_apply
 from .dtensors import as_local, is_dtensor, with_dtensors
 from .graph_breaks import outside_of_graphs
 
@@ -259,7 +259,6 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))  # kinds of tensors that are certainly no DTensors
 _NO_GRADS = (False,) * 32  # for more arguments than any function has
 _NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; no other saved tensor has it
 
@@ -406,11 +405,13 @@ def as_custom_op(
         ops.append(_with_derivative(op, schema, derivative(adjoint), setup_context))
     single_rank_op, multi_rank_op = ops
     of_plain, of_dtensors = applier(function), applier(with_dtensors(function))
+    directly = direct_apply(function)
 
     def apply(*args: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            plain = _PLAIN.issuperset(map(type, args[:count])) or not any(map(is_dtensor, args[:count]))
-            return (of_plain if plain else of_dtensors)(*args)
+            if are_ordinary(args[:count]):
+                return directly(*args)
+            return (of_dtensors if any(map(is_dtensor, args[:count])) else of_plain)(*args)
         args = (*map(as_local, args[:count]), *args[count:])
         groups: list[str] = []
         sizes: list[int] = []

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .graph_breaks import outside_of_graphs
 
 _is_of_a_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """function.apply, for a function without setup_context, in two thirds of the host's time.
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply, for a function without setup_context, in two thirds of the host's time, of ordinary tensors.
 
     torch's looks in all arguments for tensors that are left of an earlier torch.func transform, and takes the tensors
-    that they stand for: a gradient of theirs would reach nobody. Such a tensor is of the class Tensor itself, and with
-    one among the arguments torch's own is called. So it is inside of a transform, where it raises: see
-    `Function.apply`.
+    that they stand for: a gradient of theirs would reach nobody. `are_ordinary` finds them.
     """
-    direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def are_ordinary(tensors: Sequence[Any]) -> bool:
+    """Whether each is a Tensor, a Parameter or None, and no transform of torch.func is active or has left one.
+
+    A tensor that a transform has left is of the class Tensor itself. Inside of a transform torch's own apply raises:
+    see `Function.apply`.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
+    for x in tensors:
+        kind = type(x)
+        if kind is Tensor:
+            if _is_of_a_transform(x):
+                return False
+        elif kind is not Parameter and x is not None:
+            return False
+    return True
+
+
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`direct_apply` for all arguments: with one that a transform has left torch's own is called."""
+    direct = direct_apply(function)
 
     def apply(*args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():

@@ -25,7 +25,9 @@ def innermost() -> AroundLayers | None:
 
 def leave() -> list[AroundLayers]:
     """Takes the innermost modes off the stack as long as they are such. Give what it returns to `enter_again`."""
-    left = []
+    left: list[AroundLayers] = []
+    if torch.compiler.is_compiling() or not _len_torch_function_stack():
+        return left
     while (mode := innermost()) is not None:
         mode.__exit__(None, None, None)
         left.append(mode)

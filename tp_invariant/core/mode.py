@@ -64,7 +64,7 @@ def is_call_check_enabled() -> bool:
     Raises:
         ValueError: the variable holds anything else.
     """
-    return bool(_parse(CHECK_VARIABLE))
+    return _read(CHECK_VARIABLE) is not None and bool(_parse(CHECK_VARIABLE))  # unset as a rule, which takes less time
 
 
 class set_tp_invariant_mode:

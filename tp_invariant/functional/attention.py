@@ -110,7 +110,8 @@ def attention(
             mask, first_key,
         )  # fmt: skip
     finally:
-        enter_again(left)
+        if left:
+            enter_again(left)
 
 
 # Options of calls that passed all checks, as `_forward` takes them, by all that the checks looked at.
@@ -138,11 +139,18 @@ def _key_of(
 
 def _apply(arguments: tuple) -> Tensor:
     """For arguments of `_forward` whose operators nothing intercepts."""
-    tensors, options = arguments[:7], arguments[7:]
+    q, k, v, sinks, mask = arguments[:5]
     if forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors[:5]])
+        torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+            or (mask is not None and mask.requires_grad)
+        )
     ):
-        return _differentiable(*tensors, options)
+        return _differentiable(*arguments[:7], arguments[7:])
     out, _ = _forward(*arguments)
     return out
 
@@ -356,6 +364,36 @@ def _forward(
     return out, lse
 
 
+def _eager_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    mask_grad: bool,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; None for what is not asked for."""
+    spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
+    whole = _as_kernels_take(q, k, sinks, mask)
+    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *whole, mask_grad)
+    if dmask is not None and mask is not None:
+        from ..kernels.attention.spec import bias_grad
+
+        dmask = bias_grad(dmask, mask.shape).to(mask.dtype)
+    return dq, dk, dv, dsinks, dmask
+
+
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -375,14 +413,10 @@ def _backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; an empty tensor for what is not asked for."""
-    from ..kernels.attention.spec import bias_grad
-
-    spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
-    whole = _as_kernels_take(q, k, sinks, mask)
-    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *whole, mask_grad)
-    of_mask = None if dmask is None or mask is None else bias_grad(dmask, mask.shape).to(mask.dtype)
-    return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in (dsinks, of_mask))
+    """`_eager_backward` as an operator, which returns no None: an empty tensor in its place."""
+    saved, options = (q, k, v, out, lse, sinks, mask, cu_q, cu_k), (max_q, max_k, causal, scale, window, softcap)
+    found = _eager_backward(dout, *saved, mask_grad, *options)
+    return tuple([lse.new_empty(0) if x is None else x for x in found])  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
@@ -411,7 +445,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # for create_graph=True a function whose own backward refuses; else it would only cost time
-        run: Any = _AttentionBackward.apply if torch.is_grad_enabled() else _backward
+        run: Any = _AttentionBackward.apply if torch.is_grad_enabled() else _eager_backward
         return _gradients(ctx, run(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))[:8]
 
 
@@ -428,7 +462,7 @@ class _AttentionBackward(torch.autograd.Function):
         _refuse(ctx, *grads)
 
 
-def _gradients(ctx: Any, of_tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, of_tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Of all arguments of _forward; autograd takes no gradient for None."""
     wanted = [x if needs else None for x, needs in zip(of_tensors, ctx.needs_input_grad, strict=False)]
     return *wanted, *[None] * 8

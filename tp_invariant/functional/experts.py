@@ -36,12 +36,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
-from ..core.differentiation import once_differentiable
+from ..core.differentiation import applier, once_differentiable
 from ..core.dtensors import local_of
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
 from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
+from ..kernels.experts.routing_checks import check_rows
 from ..kernels.select import select
 from .partial_gradients import is_wanted, partial_gradients_of
 from .vocab import check_id_dtype, check_ids
@@ -174,6 +175,7 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     legs = (holder.unsqueeze(1) * world + _rank_of(every, experts, world).view(tokens, k)).flatten()
     counts: list[int] = legs.new_zeros(world * world).scatter_add_(0, legs, torch.ones_like(legs)).tolist()
     table = [counts[s * world : (s + 1) * world] for s in range(world)]
+    check_rows(max(map(sum, zip(*table, strict=True))))  # the same on every rank
     received = [row[group.rank] for row in table]
     first = sum(sum(row[: group.rank]) for row in table)
     by_expert, order = every.sort(stable=True)
@@ -226,6 +228,7 @@ def dispatch_over_data(
     places = _inverse(departure).view(len(departure) // k, k)
     owner = _rank_of(own, experts, world)
     table = gather_counts(owner.new_zeros(world).scatter_add_(0, owner, torch.ones_like(owner)))
+    check_rows(max(map(sum, zip(*table, strict=True))))
     sent, received = table[group.rank], [row[group.rank] for row in table]
     counts = [count for row in table for count in row]
     part = own * replicas + group.rank // holders.size
@@ -253,8 +256,8 @@ class TokenRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, way: Dispatch) -> Tensor:
         ctx.call = way
         kernels = select("routing", x.device.type)
-        if way.travels:
-            return way.to_owners(kernels.gather_rows(way.own_tokens(x), way.departure, way.slots))
+        if way.travels or way.arrival is None:
+            return way.to_owners(kernels.spread_rows(way.own_tokens(x), way.places))
         return kernels.gather_rows(x, way.order, way.slots)
 
     @staticmethod
@@ -302,12 +305,8 @@ class Combine(torch.autograd.Function):
         return drows, dweights, None
 
 
-def token_rows(x: Tensor, way: Dispatch) -> Tensor:
-    return TokenRows.apply(x, way)
-
-
-def combine(rows: Tensor, weights: Tensor, way: Dispatch) -> Tensor:
-    return Combine.apply(rows, weights, way)
+token_rows = applier(TokenRows)
+combine = applier(Combine)
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -447,6 +446,9 @@ class PartialSums:
         waiting.add(parameter, [*each, *[None] * (self.count - len(each))])
 
 
+_grouped_linear = applier(GroupedLinear)
+
+
 def grouped_linear(
     rows: Tensor,
     weight: Tensor,
@@ -458,7 +460,7 @@ def grouped_linear(
     partial: PartialSums | None = None,
 ) -> Tensor:
     """stored: how the weight and the bias are. partial: where their gradients go if not to .grad."""
-    return GroupedLinear.apply(rows, weight, bias, offsets, stored, transposed, gemm_fn, partial)
+    return _grouped_linear(rows, weight, bias, offsets, stored, transposed, gemm_fn, partial)
 
 
 # --- between the products -------------------------------------------------------------------------------------------

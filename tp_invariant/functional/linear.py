@@ -28,7 +28,16 @@ from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.layout import Stride, fresh_view, reshape_in_place
-from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
+from ..gemm.gemm_fn import (
+    GemmFn,
+    column_sums,
+    gemm,
+    gemm_into,
+    ones_that_stay,
+    remember_products,
+    repeat_products,
+    uses_bundled,
+)
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.scheduler import scheduler
 from .main_grad import MainGrad, is_asked_for
@@ -98,9 +107,26 @@ def flatten_tokens(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1]) if x.is_contiguous() and x.numel() else x.flatten(0, -2)
 
 
-def _local(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a [.., K] @ b [K, N] (+ bias), nothing sharded along K."""
-    return _shaped(call, gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), (*a.shape[:-1], b.shape[1]))
+def _local(
+    call: LinearCall, a: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor:
+    """a [.., K] @ weight [K, N], or weightᵀ of [N, K] if `transposed`, (+ bias), nothing sharded along K."""
+    key, known = repeat_products(call.gemm_fn, ("product", transposed), a, weight, bias)
+    if known is not None:
+        (product,) = known
+        c: Tensor = product(a.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
+        return c
+    rows, b = flatten_tokens(a), weight.t() if transposed else weight
+    shape = (*a.shape[:-1], b.shape[1])
+    c = _shaped(call, gemm(call.gemm_fn, rows, b, bias=bias), shape)
+    if key is not None and _is_same_memory(rows, a):
+        remember_products(key, (rows, b, bias, a.dtype, shape))
+    return c
+
+
+def _is_same_memory(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether flatten_tokens has made no copy."""
+    return x is y or (x is not None and y is not None and x.data_ptr() == y.data_ptr())
 
 
 def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -108,12 +134,11 @@ def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reshape_in_place(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
 
 
-def _wgrad(call: LinearCall, dy_rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-    dy_t, x, main_grad = dy_rows.t(), flatten_tokens(x), call.main_grad
-    if main_grad is None:
-        return gemm(call.gemm_fn, dy_t, x, out_dtype=weight.dtype)
-    gemm_into(call.gemm_fn, dy_t, x, main_grad.buffer(), accumulate=main_grad.accumulate)
-    return main_grad.done(weight)
+def _wgrad(call: LinearCall, rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    if call.main_grad is None:
+        return gemm(call.gemm_fn, rows.t(), x, out_dtype=weight.dtype)
+    gemm_into(call.gemm_fn, rows.t(), x, call.main_grad.buffer(), accumulate=call.main_grad.accumulate)
+    return call.main_grad.done(weight)
 
 
 def _needs_weight_grad(ctx: Any) -> bool:
@@ -125,16 +150,31 @@ def _weight_grads(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dw and db, each None unless autograd needs it. dy() and x() return all tokens; None where they are not needed."""
     need_w, need_b = _needs_weight_grad(ctx), ctx.needs_input_grad[2]
-    dw = db = rows = None
-    if need_w or need_b:
-        assert dy is not None
-        rows = flatten_tokens(dy())
-    if need_w:
-        assert rows is not None and x is not None
-        dw = _wgrad(ctx.call, rows, x(), weight)
-    if need_b:
-        assert rows is not None
-        db = column_sums(ctx.call.gemm_fn, rows, out_dtype=ctx.bias_dtype)
+    if not need_w and not need_b:
+        return None, None
+    assert dy is not None and (x is not None or not need_w)
+    all_dy, all_x, bias_dtype = dy(), x() if need_w and x is not None else None, ctx.bias_dtype if need_b else None
+    gemm_fn, main_grad = ctx.call.gemm_fn, ctx.call.main_grad
+    key = known = dw = db = None
+    if main_grad is None:
+        facts = "weight and bias gradients", weight.dtype, bias_dtype
+        key, known = repeat_products(gemm_fn, facts, all_dy, all_x)
+    if known is not None:
+        (of_weight, of_bias, ones), at = known, all_dy.data_ptr()
+        if all_x is not None:
+            dw = of_weight(at, all_x.data_ptr())
+        return dw, None if of_bias is None else of_bias(ones, at)
+    rows, x_rows = flatten_tokens(all_dy), None if all_x is None else flatten_tokens(all_x)
+    if x_rows is not None:
+        dw = _wgrad(ctx.call, rows, x_rows, weight)
+    if bias_dtype is not None:
+        db = column_sums(gemm_fn, rows, out_dtype=bias_dtype)
+    if key is not None and _is_same_memory(rows, all_dy) and _is_same_memory(x_rows, all_x):
+        of_weight = None if dw is None else (rows.t(), x_rows, None, weight.dtype, dw.shape)
+        if db is None:
+            remember_products(key, of_weight, None, None)
+        elif (ones := ones_that_stay(rows)) is not None:
+            remember_products(key, of_weight, (ones, rows, None, bias_dtype, db.shape), ones.data_ptr())
     return dw, db
 
 
@@ -142,11 +182,10 @@ def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """backward of each kind of layer in a group of one rank, where nothing is sharded."""
     x, weight = _Linear.saved_tensors_of(ctx)
     call: LinearCall = ctx.call
-    rows = flatten_tokens(dy)
-    dx = None
-    if ctx.needs_input_grad[0]:
-        dx = _shaped(call, gemm(call.gemm_fn, rows, weight), (*dy.shape[:-1], weight.shape[1]))
-    return dx, *_weight_grads(ctx, weight, lambda: rows, lambda: x), None
+    if not dy.is_contiguous():
+        dy = flatten_tokens(dy).view(dy.shape)  # one copy for all products
+    dx = _local(call, dy, weight) if ctx.needs_input_grad[0] else None
+    return dx, *_weight_grads(ctx, weight, lambda: dy, lambda: x), None
 
 
 def _release_if_exclusive(gathered: Pending | None) -> None:
@@ -194,7 +233,7 @@ class ColumnLinear(_Linear):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
         if call.group.size == 1:
-            return _local(call, x, weight.t(), bias)
+            return _local(call, x, weight, bias, transposed=True)
         if call.sequence_parallel and call.grad:
             # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -202,7 +241,7 @@ class ColumnLinear(_Linear):
             ctx.tokens = scheduler.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
         gathered = call.start_gather_tokens(x, weight)
         try:
-            return _local(call, gathered.wait(), weight.t(), bias)
+            return _local(call, gathered.wait(), weight, bias, transposed=True)
         finally:
             _release_if_exclusive(gathered)
 
@@ -236,7 +275,7 @@ class RowLinear(_Linear):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
         if call.group.size == 1:
-            return _local(call, x, weight.t(), bias)
+            return _local(call, x, weight, bias, transposed=True)
         if call.sequence_parallel and call.grad:
             ctx.tokens = scheduler.tokens_before(call.group)
         return call.start_product(x, weight, 1, bias)()
@@ -270,7 +309,7 @@ class ReplicatedLinear(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
-        return _local(call, x, weight.t(), bias)
+        return _local(call, x, weight, bias, transposed=True)
 
     @staticmethod
     @once_differentiable

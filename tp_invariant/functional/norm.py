@@ -24,7 +24,7 @@ from ..comm.small_gathers import start_gather_major
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import applier, once_differentiable
 from ..core.dtensors import is_dtensor, with_dtensors
-from ..core.layout import TokenSharding, reshape_in_place
+from ..core.layout import TokenSharding
 from ..core.options import Normalization
 from ..kernels.select import select
 from .linear import flatten_tokens
@@ -65,11 +65,11 @@ class Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
         kernels = select("norm", x.device.type)
         y, mean, rstd = kernels.norm_forward(
-            flatten_tokens(x), weight, bias, eps=call.eps, rms=call.rms, zero_centered=call.zero_centered
+            x, weight, bias, eps=call.eps, rms=call.rms, zero_centered=call.zero_centered
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        return reshape_in_place(y, x.shape)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -92,16 +92,15 @@ class AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kernels = select("residual addition and norm", x.device.type)
         s, y, mean, rstd = kernels.add_norm_forward(
-            flatten_tokens(x), flatten_tokens(residual), weight, bias,
+            x, residual, weight, bias,
             eps=call.eps, rms=call.rms, zero_centered=call.zero_centered,
         )  # fmt: skip
-        s = reshape_in_place(s, x.shape)
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(s)
-        return reshape_in_place(y, x.shape), s
+        return y, s
 
     @staticmethod
     @once_differentiable
@@ -127,22 +126,23 @@ def _gradients(
     kernels = select("norm", x.device.type)
     dx = dweight = dbias = finish = None
     dy = dy.contiguous()  # once, for all kernels that read it
-    dy_rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
-    options = dict(rms=call.rms, zero_centered=call.zero_centered)
+    if not x.is_contiguous():
+        x = flatten_tokens(x).view(x.shape)  # the same
+    rms, zero_centered = call.rms, call.zero_centered
     if need_weight or need_bias:
         whole_sums = call.heads_dim is None and call.sharding.partial_sums_fit(x.shape, ROWS_PER_SUM)
         if need_x and whole_sums:
             dx, sums = kernels.norm_backward(
-                dy_rows, x_rows, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, with_bias=need_bias, **options
-            )
+                dy, x, weight, mean, rstd,
+                rows_per_sum=ROWS_PER_SUM, rms=rms, zero_centered=zero_centered, with_bias=need_bias,
+            )  # fmt: skip
             finish = _start_gather(call, sums, x.shape)
         else:  # the partial sums before dx, whose kernel overlaps their gather
             start = _start_partial_sums if call.heads_dim is None else _start_head_sums
-            finish = start(kernels, call, dy_rows, x_rows, x.shape, mean, rstd, need_bias)
-    if need_x:
-        if dx is None:
-            dx = kernels.norm_backward_input(dy_rows, x_rows, weight, mean, rstd, **options)
-        dx = reshape_in_place(dx, x.shape)
+            rows = flatten_tokens(dy), flatten_tokens(x)
+            finish = start(kernels, call, *rows, x.shape, mean, rstd, need_bias)
+    if need_x and dx is None:
+        dx = kernels.norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
     if finish is not None:
         dweight, dbias = kernels.fold_weight_gradients(finish(), weight.dtype, ctx.bias_dtype if need_bias else None)
     return dx, dweight if need_weight else None, dbias

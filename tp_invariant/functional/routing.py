@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..core.differentiation import once_differentiable
+from ..core.compiled import as_custom_op, define
+from ..core.differentiation import applier, once_differentiable
 from ..core.elementwise import in_whole_vectors
 from ..core.graph_breaks import outside_of_graphs
 from ..kernels.select import select
@@ -79,56 +80,65 @@ class _Chosen(torch.autograd.Function):
     """scores [.., E], index [.., k] of different experts -> their scores. torch's gather would add in backward."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, index: Tensor, experts: int) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape = scores.shape
+        ctx.experts = experts
         return scores.gather(-1, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).scatter(-1, index, grad), None
+        return grad.new_zeros((*index.shape[:-1], ctx.experts)).scatter(-1, index, grad), None, None
 
 
-@outside_of_graphs("its kernel is no op")
+def _restore_chosen(ctx: Any, dtypes: Any, experts: int) -> None:
+    ctx.experts = experts
+
+
+_chosen = as_custom_op(
+    _Chosen,
+    name="chosen_scores",
+    tensors=("scores", "index"),
+    outputs=lambda scores, index, experts: [scores.new_empty(index.shape)],
+    saved=(1,),
+    restore=_restore_chosen,
+)
+
+
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(values, indices) of the k largest along the last dim, descending; of equal ones the lower index comes first.
 
     In place of torch.topk, in which equal scores have no order. NaN is the largest, as there.
     """
     index = _index_of_largest(scores.detach(), k)
-    return _Chosen.apply(scores, index), index
+    return _chosen(scores, index, scores.shape[-1]), index
 
 
-def _index_of_largest(scores: Tensor, k: int) -> Tensor:
+def _index(scores: Tensor, k: int) -> Tensor:
     return select("routing", scores.device.type).top_k(scores, k)[1]
 
 
-class _Normalized(torch.autograd.Function):
-    """y = w / (sum of w + epsilon) over the last dim; dw = (dy - sum of dy y) / (sum of w + epsilon)."""
+# An op, because a graph that began after it would have the values as an input, and the compiler's backward refuses an
+# input that a router then normalises in place (values /= values.sum(..), as transformers' do).
+_index_op = define(
+    "index_of_largest",
+    "(Tensor scores, int k) -> Tensor",
+    _index,
+    lambda scores, k: scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64),
+)
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, epsilon: float) -> Tensor:
-        y, total = select("routing", weights.device.type).normalized(flatten_tokens(weights), epsilon)
-        ctx.save_for_backward(y, total)
-        return y.view(weights.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        y, total = ctx.saved_tensors
-        kernels = select("routing", dy.device.type)
-        return kernels.normalized_backward(flatten_tokens(dy), y, total).view(dy.shape), None
+def _index_of_largest(scores: Tensor, k: int) -> Tensor:
+    return (_index_op if torch.compiler.is_compiling() else _index)(scores, k)
 
 
 class _Softmax(torch.autograd.Function):
-    """Over the last dim, in fp32: dlogits = y (dy - sum of dy y)."""
+    """Over the last dim of [T, k], in fp32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        kernels = select("softmax", logits.device.type)
-        y = kernels.softmax(flatten_tokens(logits), log=False, out_dtype=torch.float32).view(logits.shape)
+        y = select("softmax", logits.device.type).softmax(logits, log=False, out_dtype=torch.float32)
         ctx.save_for_backward(y)
         ctx.dtype = logits.dtype
         return y
@@ -137,48 +147,71 @@ class _Softmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        row_sums = select("softmax", y.device.type).row_sums
-        dots = row_sums(flatten_tokens(dy * y), divisor=1, out_dtype=torch.float32).view(*y.shape[:-1], 1)
-        return (y * (dy - dots)).to(ctx.dtype)
+        return select("softmax", y.device.type).softmax_backward(dy, y, out_dtype=ctx.dtype)
 
 
-class _Sigmoid(torch.autograd.Function):
-    """In fp32: dlogits = dy y (1 - y)."""
+_softmax = applier(_Softmax)
+
+
+class _Route(torch.autograd.Function):
+    """logits [T, E] -> (weights [T, k], index), with the softmax or the sigmoid of the logits as scores."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        y = in_whole_vectors(torch.sigmoid, logits.float())
-        ctx.save_for_backward(y)
-        ctx.dtype = logits.dtype
-        return y
+    def forward(
+        ctx: Any, logits: Tensor, correction: Tensor | None, routing: Routing, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        kind = logits.device.type
+        if routing.scores == "softmax":
+            scores = select("softmax", kind).softmax(logits, log=False, out_dtype=torch.float32)
+        else:
+            scores = in_whole_vectors(torch.sigmoid, logits.float())
+        weights, index, y, total = select("routing", kind).choose(
+            scores, _choice(scores, routing, correction), routing.top_k, normalize=routing.normalize,
+            epsilon=routing.epsilon, scale=routing.scale, out_dtype=out_dtype,
+        )  # fmt: skip
+        ctx.save_for_backward(scores, index, y, total)
+        ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)  # of index, in a launch
+        ctx.routing, ctx.dtype = routing, logits.dtype
+        return weights, index
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return (dy * (y * (1 - y))).to(ctx.dtype)
+    def backward(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+        scores, index, y, total = ctx.saved_tensors
+        kind = scores.device.type
+        dscores = select("routing", kind).choose_backward(
+            dweights, index, y, total, experts=scores.shape[1], scale=ctx.routing.scale
+        )
+        if ctx.routing.scores == "softmax":
+            return select("softmax", kind).softmax_backward(dscores, scores, out_dtype=ctx.dtype), None, None, None
+        return (dscores * (scores * (1 - scores))).to(ctx.dtype), None, None, None
+
+
+_route = applier(_Route)
 
 
 @outside_of_graphs("a compiler may compute sums and exponentials in another order")
-def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [.., E] -> (weights [.., k] in fp32, index [.., k], int64).
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, out_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """logits [.., E] -> (weights [.., k], in fp32 rounded once to out_dtype, index [.., k], int64).
 
     correction: [E], added to the scores to choose experts, not to weight them; it gets no gradient.
     """
+    rows, shape = flatten_tokens(logits), (*logits.shape[:-1], routing.top_k)
     if routing.scores == "softmax_of_chosen":
-        scores = logits.float()
+        scores = rows.float()
+        index = _index_of_largest(_choice(scores.detach(), routing, correction), routing.top_k)
+        weights = _softmax(_chosen(scores, index, scores.shape[-1]))
+        weights = (weights if routing.scale == 1.0 else weights * routing.scale).to(out_dtype)
     else:
-        scores = (_Softmax if routing.scores == "softmax" else _Sigmoid).apply(logits)
-    index = _choose(scores.detach(), routing, correction)
-    weights = _Chosen.apply(scores, index)
-    if routing.scores == "softmax_of_chosen":
-        weights = _Softmax.apply(weights)
-    elif routing.normalize:
-        weights = _Normalized.apply(weights, routing.epsilon)
-    return (weights if routing.scale == 1.0 else weights * routing.scale), index
+        weights, index = _route(rows, correction, routing, out_dtype)
+    return weights.view(shape), index.view(shape)
 
 
-def _choose(choice: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+def _choice(choice: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+    """What experts are chosen by, from the scores [T, E]."""
     if correction is not None:
         choice = choice + correction.detach().float()
     if routing.groups > 1:
@@ -187,4 +220,4 @@ def _choose(choice: Tensor, routing: Routing, correction: Tensor | None) -> Tens
         chosen = _index_of_largest(best[..., 0] + best[..., 1], routing.chosen_groups)
         others = torch.ones_like(best[..., 0], dtype=torch.bool).scatter(-1, chosen, False)
         choice = grouped.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
-    return _index_of_largest(choice, routing.top_k)
+    return choice

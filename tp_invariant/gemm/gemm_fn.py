@@ -196,6 +196,31 @@ def gemm(
     return c
 
 
+def repeat_products(
+    gemm_fn: GemmFn | None, facts: tuple, a: Tensor, *tensors: Tensor | None
+) -> tuple[tuple | None, Any]:
+    """A key for products of these tensors, and the products if `remember_products` has stored them under it, else None.
+
+    The key holds `facts` and all of the tensors but their addresses and values; it is None where a gemm_fn of a user
+    applies, or nothing can be remembered. A product is a function of the addresses of a, b and the bias. What is
+    remembered has passed the checks of `gemm`.
+    """
+    if gemm_fn is not None or _default is not None or not a.is_cuda:
+        return None, None
+    if torch._C._len_torch_dispatch_stack():  # selective checkpointing, say: it sees the same operators at every call
+        return None, None
+    return select("GEMM", "cuda").repeat_together(facts, a, *tensors)
+
+
+def remember_products(key: tuple, *products: tuple[Any, ...] | int | None) -> None:
+    """Stores products, which `gemm` has just computed, under a key of `repeat_products`.
+
+    products: of each (a, b, bias, out_dtype, the shape that the result gets), with a, b and bias in the memory of the
+    key's tensors or in memory that is never freed; or None or an address, which come back as they are.
+    """
+    select("GEMM", "cuda").remember_together(key, *products)
+
+
 def uses_bundled(gemm_fn: GemmFn | None) -> bool:
     """Whether the one that applies is the device's own."""
     return gemm_fn is None and _default is None
@@ -340,6 +365,11 @@ def _row_of_ones(x: Tensor) -> Tensor:
         _rows_of_ones.clear()
     found = _rows_of_ones[key] = made[:, :rows]
     return found
+
+
+def ones_that_stay(x: Tensor) -> Tensor | None:
+    """The row of ones for `column_sums` of x, if its memory is never freed."""
+    return _rows_of_ones.get((x.get_device(), x.dtype, x.shape[0]))
 
 
 # --- as an op -------------------------------------------------------------------------------------------------------

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import select
-from .gemm_fn import GemmFn, bundled_gemm_fn, column_sums, gemm, resolve_gemm_fn
+from .gemm_fn import GemmFn, bundled_gemm_fn, column_sums, gemm, resolve_gemm_fn, uses_bundled
 
 
-def _kernels(gemm_fn: GemmFn | None, device: torch.device) -> ModuleType | None:
+def _kernels(gemm_fn: GemmFn | None, a: Tensor) -> ModuleType | None:
     """The bundled kernels, where the gemm_fn that applies is the bundled one without options."""
-    own = device.type in ("cuda", "cpu") and resolve_gemm_fn(gemm_fn, device) is bundled_gemm_fn(device)
-    return select("grouped GEMM", device.type) if own else None
+    kind = "cuda" if a.is_cuda else a.device.type
+    if kind not in ("cuda", "cpu"):
+        return None
+    own = uses_bundled(gemm_fn) or resolve_gemm_fn(gemm_fn, a.device) is bundled_gemm_fn(a.device)
+    return select("grouped GEMM", kind) if own else None
 
 
 def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -36,7 +39,7 @@ def grouped_matmul(
     gemm_fn: GemmFn | None, a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None
 ) -> Tensor:
     """a [R, K], b [E, K, N], any strides, bias [E, N] -> [R, N]: each row times its expert's matrix, plus its bias."""
-    if kernels := _kernels(gemm_fn, a.device):
+    if kernels := _kernels(gemm_fn, a):
         return kernels.grouped_matmul(a, b, offsets, bias=bias)
     c = a.new_empty((a.shape[0], b.shape[2]))
     for expert, rows in _experts_with_rows(offsets):
@@ -46,7 +49,7 @@ def grouped_matmul(
 
 def grouped_outer(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, offsets: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """a [R, M], b [R, N] -> [E, M, N]: for each expert aᵀ b over its rows, in their order; zeros where it has none."""
-    if kernels := _kernels(gemm_fn, a.device):
+    if kernels := _kernels(gemm_fn, a):
         return kernels.grouped_outer(a, b, offsets, out_dtype=out_dtype)
     c = a.new_zeros((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=out_dtype)
     for expert, rows in _experts_with_rows(offsets):
@@ -56,7 +59,7 @@ def grouped_outer(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, offsets: Tensor,
 
 def grouped_column_sums(gemm_fn: GemmFn | None, x: Tensor, offsets: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """x [R, N] -> [E, N]: for each expert the sum of its rows, in their order; zeros where it has none."""
-    if kernels := _kernels(gemm_fn, x.device):
+    if kernels := _kernels(gemm_fn, x):
         return kernels.grouped_outer(x.new_ones((x.shape[0], 1)), x, offsets, out_dtype=out_dtype).squeeze(1)
     sums = x.new_zeros((len(offsets) - 1, x.shape[1]), dtype=out_dtype)
     for expert, rows in _experts_with_rows(offsets):

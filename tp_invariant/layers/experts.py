@@ -47,6 +47,7 @@ from .linear import autocast_dtype
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 
 Activation = Callable[[Tensor], Tensor]
+_WHOLE = ExpertWeight(Group(None, 0, 1), 0, None, 1)  # on one rank, however many experts there are
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
@@ -363,6 +364,8 @@ class Experts(ShardedModule):
         return activation(gates) * ups
 
     def _stored(self, name: str) -> tuple[ExpertWeight, ExpertWeight]:
+        if self.group.size == 1:
+            return _WHOLE, _WHOLE
         weight, bias = self.shard_spec(name), self.shard_spec(f"{name}_bias")
         assert isinstance(weight.stride, int) and isinstance(bias.stride, int)
         return (

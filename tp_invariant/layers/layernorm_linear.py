@@ -114,9 +114,10 @@ class LayerNormLinear(Linear):
             nn.init.zeros_(self.layer_norm_bias)
 
     def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
-        own = [self._parameters.get(name) for name in ("layer_norm_weight", "layer_norm_bias")]
+        own = self._parameters
+        gamma, beta = own.get("layer_norm_weight"), own.get("layer_norm_bias")
         # of each: the partial sums that backward gathers are gamma's, and beta's beside them if both are trained
-        trained = tuple([p is None or p.requires_grad for p in own[: 2 if self.normalization == "LayerNorm" else 1]])
+        trained = gamma is None or gamma.requires_grad, beta is None or beta.requires_grad
         norm = self.normalization, self.eps, self.zero_centered_gamma
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
         return *super()._options(device, bias, stride), norm, trained, returned

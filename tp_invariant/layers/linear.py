@@ -309,7 +309,8 @@ class Linear(ShardedModule, nn.Linear):
         try:
             return self._forward(x)
         finally:
-            enter_again(left)
+            if left:
+                enter_again(left)
 
     def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):
@@ -392,11 +393,13 @@ class Linear(ShardedModule, nn.Linear):
         """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
         mode, signature = mode_if_cacheable(), None
         # without a bundled kernel for x it is up to a default gemm_fn, which may be another by then
-        if mode is not None and not self.fuse_wgrad_accumulation and (not mode or x.dtype in BUNDLED_DTYPES):
+        if mode is not None and (not mode or x.dtype in BUNDLED_DTYPES):
             signature = self._signature(mode, x, weight, bias, stride)
         found = self._agreed.lookup(signature)
         if found is not None and found[0].group is self.group and found[0].gemm_fn is self.gemm_fn:
-            return found
+            if found[0].main_grad is None or self._has_main_grad(found[0].main_grad):
+                return found
+            self._agreed.resolved.clear()  # each holds the weight that it adds for
         invariant = self._check_call(x, weight.dtype)
         sharded = self.sequence_parallel and self.group.size > 1
         assert self._gemm_fn_name  # guards it: torch.compile takes functions of the same code for the same one
@@ -457,6 +460,16 @@ class Linear(ShardedModule, nn.Linear):
                 "plain tensor: give tp_group as a ProcessGroup (mesh.get_group())"
             )
         return MainGrad(self.weight, f"the weight of {self._name}", self.group.rank)
+
+    def _has_main_grad(self, known: MainGrad) -> bool:
+        """Whether `known` is the present weight's, whose main_grad can be added to if a gradient will be."""
+        weight = self._parameters.get("weight")
+        if weight is None or known.weight is not weight:
+            return False
+        try:
+            return not (torch.is_grad_enabled() and weight.requires_grad) or known.buffer() is not None
+        except (TypeError, ValueError):  # the checks find it again, and tell the other ranks
+            return False
 
     def _check_call(self, x: Tensor, weight_dtype: torch.dtype) -> bool:
         """Whether the mode is on; what this rank finds wrong with the call, all ranks get to know."""
@@ -536,8 +549,13 @@ def _costs_text(device: torch.device) -> str:
 _has_autocast = constant(lambda kind: kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind))
 
 
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast selects on this device; None if autocast is off."""
+    if not torch.compiler.is_compiling() and not _is_any_autocast_enabled():
+        return None
     kind = device.type
     if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None

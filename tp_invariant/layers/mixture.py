@@ -59,8 +59,8 @@ class Router(Linear):
     def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(weights, index, logits [.., E]): for the losses of functional/router_losses.py."""
         logits = super().forward(x)
-        weights, index = route(logits, self.routing, self.e_score_correction_bias)
-        return (weights if self.weights_in_fp32 else weights.to(x.dtype)), index, logits
+        dtype = torch.float32 if self.weights_in_fp32 else x.dtype
+        return *route(logits, self.routing, self.e_score_correction_bias, dtype), logits
 
 
 class MixtureOfExperts(nn.Module):

@@ -145,7 +145,8 @@ class ParallelNorm(ShardedModule):
         try:
             return self._forward(x, residual)
         finally:
-            enter_again(left)
+            if left:
+                enter_again(left)
 
     def _forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         refuse_dtensor(x, "x of a ParallelNorm")

@@ -160,6 +160,8 @@ def test_gathered_rows_and_their_gradients(kernels, dtype):
     x, (places, order) = rand(tokens, h, dtype=dtype), routing_of(tokens, slots)
     rows = kernels.gather_rows(x, order, slots)
     assert_bitwise_equal(rows[places], x.unsqueeze(1).expand(-1, slots, -1).contiguous())
+    for view in (x, x.t().contiguous().t()):
+        assert_bitwise_equal(kernels.spread_rows(view, places), rows)
     assert_bitwise_equal(kernels.gather_rows(x.t().contiguous().t()[:, :7], order, slots), rows[:, :7].contiguous())
     drows = rand(tokens * slots, h, dtype=dtype, seed=3)
     ones = torch.ones(tokens, slots, device=DEVICE)
@@ -167,6 +169,30 @@ def test_gathered_rows_and_their_gradients(kernels, dtype):
     exact = drows.double()[places].sum(1)
     error = (kernels.combine(drows, None, places).double() - exact).norm()
     assert error <= (torch.finfo(dtype).eps / 2 + slots * 2.0**-23) * exact.norm()
+
+
+def test_calls_of_the_same_layouts(kernels):
+    """What a call remembers is no address and no value."""
+    tokens, slots, h, experts = 6, 3, 50, 7
+    for seed in range(3):
+        x, rows, weights = (rand(*shape, seed=seed) for shape in ((tokens, h), (tokens * slots, h), (tokens, slots)))
+        order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        places = order.argsort().view(tokens, slots)
+        terms = rows[places] * weights.unsqueeze(-1)
+        assert_bitwise_equal(kernels.combine(rows, weights, places), in_slot_order(terms, range(slots)))
+        assert_bitwise_equal(kernels.combine(rows, None, places), in_slot_order(rows[places], range(slots)))
+        assert_bitwise_equal(kernels.spread_rows(x, places), kernels.gather_rows(x, order, slots))
+        drows = (x.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
+        dots = kernels.combine_backward_weights(x, rows, places)
+        assert_bitwise_equal(list(kernels.combine_backward(x, weights, rows, places)), [drows, dots])
+        scores = rand(tokens, experts, seed=seed)
+        found = kernels.choose(
+            scores, scores, slots, normalize=False, epsilon=0.0, scale=2.0, out_dtype=torch.float32
+        )  # fmt: skip
+        values, index = kernels.top_k(scores, slots)
+        assert_bitwise_equal(list(found[:3]), [values * 2, index, values])
+        dscores = kernels.choose_backward(weights, index, values, None, experts=experts, scale=2.0)
+        assert_bitwise_equal(dscores, torch.zeros_like(scores).scatter(1, index, weights * 2))
 
 
 def everything(kernels: ModuleType, rows: Tensor, weights: Tensor, dy: Tensor, places: Tensor) -> list[Tensor]:
@@ -246,6 +272,11 @@ DTYPE_NAMES = "torch.bfloat16, torch.float16, torch.float32"
             "gather_rows: order has values from -1 to 2; allowed: 0 to 3",
             (X, PLACES[:, 0] - 1 + PLACES[0], 1),
         ),
+        (
+            ValueError,
+            "spread_rows: places has shape (2, 2); allowed: [T, k] with the T of x, 4",
+            (X, PLACES),
+        ),
         (TypeError, "sort_by_expert: index has dtype torch.float32; allowed: torch.int32 or torch.int64", (X, 3)),
         (ValueError, "sort_by_expert: index has shape (4,), for 3 experts; allowed: [T, k]", (PLACES.view(-1), 3)),
         (
@@ -278,24 +309,47 @@ def test_what_is_refused(kernels, error, message, args):
         functools.partial(getattr(kernels, message.partition(":")[0]), *args)()
 
 
-@pytest.mark.parametrize("tokens, slots", ((300, 8), (5, 1), (1, 3), (0, 4)))
-def test_normalized_weights_and_their_gradient(kernels, tokens, slots):
+def test_more_rows_than_offsets_can_count(kernels):
+    index = torch.empty(2**30, 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=re.escape("experts get 2147483648 rows on a rank")):
+        kernels.sort_by_expert(index, 8)
+
+
+@pytest.mark.parametrize("tokens, slots, experts", ((30, 8, 12), (5, 1, 3), (1, 3, 3), (0, 4, 9)))
+def test_chosen_weights_and_their_gradient(kernels, tokens, slots, experts):
     """The bytes of torch's operations one by one, in the order of slots. The control: from the last slot on, others."""
-    weights, dy = rand(tokens, slots).abs(), rand(tokens, slots, seed=1)
-    for epsilon in (0.0, 1e-20, 0.1):
-        y, total = kernels.normalized(weights.t().contiguous().t(), epsilon)
-        wanted = in_slot_order(weights.unsqueeze(-1), range(slots)).squeeze(-1) + epsilon
-        assert_bitwise_equal([y, total], [weights / wanted.unsqueeze(1), wanted])
-        dots = in_slot_order((dy * y).unsqueeze(-1), range(slots))
-        got = kernels.normalized_backward(dy.t().contiguous().t(), y, total)
-        assert_bitwise_equal(got, (dy - dots) / total.unsqueeze(1))
-    if tokens > 100:
-        assert not torch.equal(in_slot_order(weights.unsqueeze(-1), range(slots)[::-1]).squeeze(-1) + 0.1, total)
-    exact = weights.double().requires_grad_()
-    (exact / (exact.sum(1, keepdim=True) + 0.1)).backward(dy.double())
-    assert (got.double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
-    with pytest.raises(TypeError, match=r"normalized: weights has dtype torch.float16; allowed: torch.float32"):
-        kernels.normalized(weights.half(), 0.0)
+    scores, dweights = rand(tokens, experts).abs(), rand(tokens, slots, seed=1)
+    corrected = scores + rand(1, experts, seed=2)
+    for choice, normalize, epsilon, scale, dtype in (
+        (scores, True, 0.0, 1.0, torch.bfloat16),
+        (corrected, True, 1e-20, 2.5, torch.float32),
+        (corrected.t().contiguous().t(), False, 0.0, 0.3, torch.float16),
+        (scores, True, 0.1, 1.0, torch.float32),
+    ):
+        options = dict(normalize=normalize, epsilon=epsilon, scale=scale, out_dtype=dtype)
+        weights, index, y, total = kernels.choose(scores, choice, slots, **options)
+        assert_bitwise_equal(index, kernels.top_k(choice, slots)[1])
+        wanted = chosen = scores.gather(1, index)
+        if normalize:
+            sums = in_slot_order(chosen.unsqueeze(-1), range(slots)).squeeze(-1) + epsilon
+            assert_bitwise_equal(total, sums)
+            wanted = chosen / sums.unsqueeze(1)
+        assert_bitwise_equal([weights, y], [(wanted * scale).to(dtype), wanted])
+        dy = dweights.to(dtype)
+        got = kernels.choose_backward(dy.t().contiguous().t(), index, y, total, experts=experts, scale=scale)
+        dy = dy.float() * scale
+        if normalize:
+            dy = (dy - in_slot_order((dy * y).unsqueeze(-1), range(slots))) / total.unsqueeze(1)
+        assert_bitwise_equal(got, torch.zeros_like(scores).scatter(1, index, dy))
+    if tokens > 20:
+        assert not torch.equal(in_slot_order(chosen.unsqueeze(-1), range(slots)[::-1]).squeeze(-1) + 0.1, total)
+    exact = chosen.double().requires_grad_()
+    (exact / (exact.sum(1, keepdim=True) + 0.1)).backward(dweights.double())
+    assert (got.gather(1, index).double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()
+    with pytest.raises(TypeError, match=r"choose: scores has dtype torch.float16; allowed: torch.float32"):
+        kernels.choose(scores.half(), scores, slots, **options)
+    with pytest.raises(ValueError, match=re.escape("choose: choice has shape (1, 2)")):
+        kernels.choose(scores, scores.new_ones(1, 2), slots, **options)
 
 
 @pytest.mark.parametrize(

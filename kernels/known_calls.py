@@ -1,0 +1,68 @@
+"""Calls of kernels that came before: a repeated one needs its results' memory and its launch, and no checks.
+
+A call is known by a key of all that it depends on, except addresses and values: its options, and the layout of each of
+its tensors. It is remembered only if it copied none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launch import Launch, allocator, interpreting, layout
+
+
+class KnownCall(NamedTuple):
+    """An earlier call, with all that the next one with arguments of the same layouts has in common with it.
+
+    Its checks passed. Later calls pass addresses, which saves Triton from asking tensors for theirs.
+
+    new        makes a result
+    layouts    the shape, strides and dtype of each result
+    numbers    the kernel's arguments after the addresses
+    """
+
+    launch: Launch
+    index: int
+    new: Any
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    numbers: tuple
+    grid: tuple[int, int, int]
+
+    def results(self) -> list[Tensor]:
+        return [self.new(*of_result) for of_result in self.layouts]
+
+    def run(self, *tensors: Tensor) -> None:
+        """tensors: all of the kernel's, in its order."""
+        self.launch(self.index, *[x.data_ptr() for x in tensors], *self.numbers, grid=self.grid)
+
+
+_MAX_KNOWN = 4096
+_known: dict[tuple, KnownCall] = {}
+
+
+def key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
+    """The key of a call; options begin with the operation's name. None: the call must be looked at in full."""
+    try:
+        return (options, *[None if x is None else layout(x) for x in tensors])
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        return None
+
+
+def find(key: tuple | None) -> KnownCall | None:
+    """The known call, if it was on the current device."""
+    known = _known.get(key) if key is not None else None
+    return known if known is not None and known.index == torch._C._cuda_getDevice() else None
+
+
+def remember(key: tuple | None, launch: Launch, results: Sequence[Tensor], numbers: tuple, grid: tuple) -> None:
+    if key is None or interpreting():
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    like = results[0]
+    layouts = tuple((tuple(result.shape), result.stride(), result.dtype) for result in results)
+    _known[key] = KnownCall(launch, like.get_device(), allocator(like.device), layouts, numbers, (*grid, 1, 1)[:3])
