@@ -401,7 +401,7 @@ class _CheckedGradient(torch.autograd.Function):
         return fresh_view(y, y.shape)
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, traced=True)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         facts = {
             "the layer whose backward runs": ctx.layer,

@@ -69,7 +69,7 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any], *, traced: bool = False) -> Callable[..., Any]:
     """For backward of an autograd function: what it returns cannot be differentiated.
 
     torch's of the same name returns gradients that pass as constants if those that come in require none, as in
@@ -77,10 +77,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     gradients off where they are off already, as they are in every backward without create_graph=True, and that takes
     the host as long as to allocate two tensors.
 
-    Compiled autograd would trace the formula, and a compiler computes it in another order: it runs as in eager mode.
+    Compiled autograd would trace the formula, and a compiler computes it in another order: it runs as in eager mode,
+    unless it is `traced`, as that of a function which is in compiled graphs without being an op.
     """
 
-    @outside_of_graphs("a compiler may compute the formula of a gradient in another order")
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -90,7 +90,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         marked = _Once.apply(torch.empty(0, requires_grad=True), *(found if isinstance(found, tuple) else (found,)))
         return marked if isinstance(found, tuple) else marked[0]
 
-    return once
+    return once if traced else outside_of_graphs("a compiler may compute a gradient's sums in another order")(once)
 
 
 def is_executed(node: Any) -> bool | None:
