@@ -118,7 +118,7 @@ def parallelize(
         return survey
 
     survey = look(model, gemm_fn)
-    survey.problems += ties_to_outside(model)
+    survey.problems += ties_to_outside(model, survey.swaps)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     facts = {
