@@ -104,7 +104,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 MOST_RANKS = 8  # that a test on CPUs asks for
 # the first by cases of test files, the second by torch's optimizers
-IMPORTED_BY_RANKS = ["pytest", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3"]
+IMPORTED_BY_RANKS = [
+    "pytest",
+    "torch._dynamo",
+    "transformers.models.qwen3.modeling_qwen3",
+    "lightning.pytorch",
+    "transformers.trainer",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -447,7 +447,7 @@ def test_hidden_states_that_a_block_gets_several_times(sharded):
         assert_bitwise_equal(got[0], want[0])
 
 
-OTHER_TOKENS = r"Attends is whole on every rank.* it also got another tensor of their shape \(2, 4, 64\)"
+OTHER_TOKENS = r"Attends got hidden states of shape \(2, 4, 64\).* another tensor of as many tokens, .* \(2, 4, 64\)"
 
 
 @pytest.mark.parametrize(
@@ -456,13 +456,21 @@ OTHER_TOKENS = r"Attends is whole on every rank.* it also got another tensor of 
         ((False, True, "another"), OTHER_TOKENS),
         ((False, False, "another"), OTHER_TOKENS),
         ((True, True, "another"), "this rank's part of the activations: taken as the same on every rank"),
+        ((True, False, "another"), f"{OTHER_TOKENS}, which nothing gathers. Run a forward with gradients first"),
         ((False, True, "same", True), r"Attends got all tokens .* \(2, 8, 64\).* is of shape \(16, 64\)"),
         (
             (False, True, "same", False, True),
             r"layers\.0\.attention\.q and .* attention\.q: is one module, inside and outside",
         ),
     ],
-    ids=["another", "another, without gradients", "another, sharded", "flat", "two places"],
+    ids=[
+        "another",
+        "another, without gradients",
+        "another, sharded",
+        "another, sharded, without gradients",
+        "flat",
+        "two places",
+    ],
 )
 def test_tokens_of_this_rank_that_nothing_gathers(options, text):
     for said in run_ranks(attending_on_rank, 2, True, *options):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -317,6 +318,60 @@ def test_functions_that_the_rotation_calls_may_be_patched(qwen3):
     assert_bitwise_equal(changed, plain)
     with pytest.raises(AssertionError):
         assert_bitwise_equal(changed["logits"], step(qwen3)["logits"])
+
+
+class _Doubling(TorchFunctionMode):
+    """A user's, of one function."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = function(*args, **(kwargs or {}))
+        return 2 * y if getattr(function, "__name__", "") == self.name else y
+
+
+@contextlib.contextmanager
+def _other_code(function: Any, other: Any) -> Any:
+    before, function.__code__ = function.__code__, other.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def test_what_is_patched_in_torch_and_in_the_code_of_functions_is_heard(qwen3):
+    """After parallelize: as a model without these forwards hears it. Another process unpickles the model."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    kind = type(qwen3.model.layers[0].mlp.act_fn.activation)
+    with without_them():
+        plain = tpi.parallelize(hf_models.build("qwen3"), None)
+    unpickled = pickle.loads(pickle.dumps(qwen3))
+    assert forwards(unpickled) == forwards(qwen3)
+    for patch, before in (
+        (mock.patch.object(kind, "forward", lambda self, x: 2 * F.silu(x)), False),
+        (mock.patch.object(F, "silu", lambda x, *options: x.sigmoid()), False),
+        (_other_code(kind.forward, lambda self, input: input.tanh()), True),
+        (_other_code(modeling_qwen3.rotate_half, lambda x: x), True),
+        (_other_code(modeling_qwen3.apply_rotary_pos_emb, lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)), True),
+        (_other_code(modeling_qwen3.Qwen3MLP.forward, lambda self, x: x), True),
+        (_Doubling("silu"), False),
+        (_Doubling("cat"), False),  # of the halves that it rotates
+    ):
+        unpickled = pickle.loads(pickle.dumps(qwen3)) if before else unpickled
+        with patch, mock.patch.dict(gated_blocks._CLASSES, clear=before):
+            changed = step(plain)
+            for model in (qwen3, unpickled):
+                assert_bitwise_equal(step(model), changed)
+        with pytest.raises(AssertionError):
+            assert_bitwise_equal(changed["logits"], step(qwen3)["logits"])
+    with mock.patch.dict(gated_blocks._CLASSES, clear=True):
+        assert_bitwise_equal(step(unpickled), step(plain))
+        assert gated_blocks._CLASSES, "recognised again"
+    ours = mock.patch.object(gated_blocks, "gated_activation_of_two", side_effect=ZeroDivisionError)
+    with torch.device("cpu"), ours, pytest.raises(ZeroDivisionError):  # a mode for a default device is no user's
+        step(qwen3)
 
 
 def test_an_activation_that_is_told_another_function():

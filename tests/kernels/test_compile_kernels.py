@@ -68,7 +68,7 @@ def test_row_sums_of_attention_are_in_the_layout_of_the_product(compiled):
     forms = [path.read_text() for path in folder.rglob("_forward_kernel.ttgir")]
     forms = [text for text in forms if "tt.reduce" in text and "tensor<64x128x" in text]
     found = [layout for text in forms for layout in layouts_of_row_sums(text)]
-    assert len(forms) > 5 and sum("matrix_ptr" in text for text in forms) == 2 and found  # with a mask of either kind
+    assert len(forms) > 3 and sum("matrix_ptr" in text for text in forms) == 2 and found  # with a mask of either kind
     assert all("nvidia_mma" in layout for layout in found), set(found)
 
 

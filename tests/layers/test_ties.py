@@ -78,7 +78,21 @@ def parallelized(tp_group):
     assert type(inner[0]) is nn.Embedding and full["head"].weight is inner[0].weight
     twin = copy.deepcopy(inner)
     tpi.parallelize(twin, tp_group, {"0": "embedding_rowwise"})
+    copied_elsewhere(tp_group)
+    one, other = (nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
+    other[0] = one[0]  # two models share a module, whose parameters one module alone holds
+    text = refused(lambda: tpi.parallelize(one, tp_group, {"0": "colwise", "1": "rowwise"}))
+    assert "  0: is also Sequential.0 of a module outside of the model" in text and other[0] is one[0]
+    both = nn.ModuleList([one, other])
+    tpi.parallelize(both, tp_group, {"*.0": "colwise", "*.1": "rowwise"})
+    assert type(one[0]) is tpi.Linear and other[0] is one[0]
     return True
+
+
+def copied_elsewhere(tp_group):
+    """A model inside of another, and one whose former holder is garbage, are no ties."""
+    model = nn.Sequential(*nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+    tpi.parallelize(nn.ModuleList([model])[0], tp_group, {"0": "colwise", "1": "rowwise"})
 
 
 def test_parallelize_keeps_ties_and_refuses_those_to_the_outside():

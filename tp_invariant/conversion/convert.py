@@ -94,9 +94,10 @@ def parallelize(
     Raises:
         ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, dropout, an attention implementation that is not invariant. With verify,
-            also the first module whose output or gradient differs from the unsharded model's, and by how much. Without
-            verify, the first forward that needs gradients names each parameter whose gradient would be incomplete
+            divide, modules of other classes, dropout, an attention implementation that is not invariant, under
+            sequence_parallel code between the blocks that mixes tokens (token_flow.py). With verify, also the first
+            module whose output or gradient differs from the unsharded model's, and by how much. Without verify, the
+            first forward that needs gradients names each parameter whose gradient would be incomplete
             (gradient_flow.py).
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
@@ -117,7 +118,7 @@ def parallelize(
         return survey
 
     survey = look(model, gemm_fn)
-    survey.problems += ties_to_outside(model)
+    survey.problems += ties_to_outside(model, survey.swaps)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     facts = {
@@ -146,15 +147,17 @@ def parallelize(
         check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike, by_expert)), example_inputs, group)
     if group.mesh is not None:
         check_replaceable(model, group.rank)
-    _convert(model, survey)
+    hooks = _convert(model, survey)
     if group.mesh is not None:
         place_whole(model, group.mesh)
-    FirstForward(model, group)
+    check = FirstForward(model, group)
+    if hooks is not None:
+        hooks.check = check
     return model
 
 
-def _convert(model: nn.Module, survey: Survey) -> nn.Module:
-    """Changes the model as its survey says."""
+def _convert(model: nn.Module, survey: Survey) -> _SequenceHooks | None:
+    """Changes the model as its survey says; returns what acts at the ends of its sequence-parallel region, if any."""
     _swap(model, survey.swaps)
     install_gated_blocks(model)
     install_rotary_forwards(model)
@@ -173,6 +176,7 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
         found = callers(model, survey.swaps) | {id(model): model}
     for caller in found.values():
         SafeSdpa(caller)
+    hooks = None
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
@@ -190,7 +194,7 @@ def _convert(model: nn.Module, survey: Survey) -> nn.Module:
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
             with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers), "sequence")
         with_key(norm.register_forward_hook(hooks.gather), "sequence")
-    return model
+    return hooks
 
 
 def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> None:
@@ -225,6 +229,7 @@ class _SequenceHooks:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.inside = False
+        self.check: FirstForward | None = None  # of the whole model
         self.tokens = 0  # of this rank's part of the sequence, in the latest forward
 
     def start(self, owner: nn.Module, args: Any) -> None:
@@ -237,6 +242,10 @@ class _SequenceHooks:
         return args, kwargs
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self.group.size > 1 and not torch.is_grad_enabled() and (self.check is None or not self.check.passed):
+            self._check_others(
+                block, args, kwargs, "Run a forward with gradients first, which finds out whether that is right. Else: "
+            )
         return _with_first(_gather_into_block, self.group, args, kwargs, everywhere=True)
 
     def enter_unsharded_block(
@@ -246,8 +255,8 @@ class _SequenceHooks:
         first = _first(args, kwargs)
         if isinstance(first, Tensor) and first.dim() == 3:
             if self.group.size > 1:
-                self._check_others(block, first, [*args, *kwargs.values()])
-            return self.enter_block(block, args, kwargs)
+                self._check_others(block, args, kwargs)
+            return _with_first(_gather_into_block, self.group, args, kwargs, everywhere=True)
         if self.group.size == 1:
             return args, kwargs
         what = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
@@ -256,14 +265,16 @@ class _SequenceHooks:
             f"[B, S, H]: they must come first, or as hidden_states=.., and it got {what}. Use sequence_parallel=False"
         )
 
-    def _check_others(self, block: nn.Module, first: Tensor, given: list[Any]) -> None:
-        """Raises: ValueError: besides its hidden states the block gets what may be this rank's tokens, too."""
-        for other in given:
-            if isinstance(other, Tensor) and other is not first and other.shape == first.shape:
+    def _check_others(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], unless: str = "") -> None:
+        """Raises: ValueError: besides its hidden states the block gets what must be this rank's tokens, too."""
+        first = _first(args, kwargs)
+        tokens = first.shape[:-1] if isinstance(first, Tensor) else None
+        for other in (*args, *kwargs.values()):
+            if isinstance(other, Tensor) and other is not first and other.dim() > 2 and other.shape[:-1] == tokens:
                 raise ValueError(
-                    f"{type(block).__name__} is whole on every rank, so that sequence_parallel gathers its hidden "
-                    f"states. On rank {self.group.rank} it also got another tensor of their shape "
-                    f"{tuple(first.shape)}, which nothing gathers. Use sequence_parallel=False"
+                    f"{type(block).__name__} got hidden states of shape {tuple(first.shape)} on rank "
+                    f"{self.group.rank}, which sequence_parallel gathers, and another tensor of as many tokens, of "
+                    f"shape {tuple(other.shape)}, which nothing gathers. {unless}Use sequence_parallel=False"
                 )
 
     def leave_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -12,6 +12,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,20 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..core.bits import raw_bytes
 from ..core.elementwise import PositionInvariantActivation
-from ..core.function_modes import enter_again, leave
+from ..core.function_modes import enter_again, leave, user_is_told
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional.gated_activation import gated_activation_of_halves, gated_activation_of_two
 from ..kernels.dtypes import DTYPES
 from ..layers.parameters import ShardedModule
-from .other_forwards import class_with_forward, is_straight, maker, takes_a_forward
+from .other_forwards import (
+    Found,
+    are_as_found,
+    class_with_forward,
+    is_straight,
+    maker,
+    takes_a_forward,
+    what_it_finds,
+)
 
 
 class Recipe(NamedTuple):
@@ -57,6 +66,7 @@ def install(model: nn.Module) -> None:
             act = PositionInvariantActivation(inner)
             setattr(module, recipe.act, act)
         act.computes = computes, inner, tuple(_settings(inner).items())
+        _remember_class(type(inner), computes)
         kind: Any = type(module)
         module.__class__ = class_with_forward(kind, "gated_forward", *recipe)
 
@@ -245,12 +255,36 @@ def _is_as_found(act: Any) -> bool:
     same = True
     for name, value in settings:  # all() of a generator takes longer
         same = same and getattr(found, name, None) is value
-    return same
+    return same and (torch.compiler.is_compiling() or _class_is_as_found(found, act.computes[0]))
+
+
+# By the class of an activation that was recognised in this process, and what it computes: its forward, that one's code,
+# and what it finds by name. Not a part of pickles: where a model is unpickled the class may be another.
+_CLASSES: dict[tuple[Any, str], tuple[Any, Any, list[Found]]] = {}
+
+
+def _remember_class(kind: Any, computes: str) -> None:
+    forward = kind.forward
+    names = what_it_finds(forward) if isinstance(forward, FunctionType) else []
+    _CLASSES[kind, computes] = forward, getattr(forward, "__code__", None), names
+
+
+def _class_is_as_found(found: nn.Module, computes: str) -> bool:
+    kind: Any = type(found)
+    known = _CLASSES.get((kind, computes))
+    if known is None:  # unpickled
+        if recognise_activation(found) != computes:
+            return False
+        _remember_class(kind, computes)
+        return True
+    forward, code, names = known
+    return kind.forward is forward and getattr(forward, "__code__", None) is code and are_as_found(names)
 
 
 def _fits(gate: Any, up: Any) -> bool:
     return (
-        type(gate) is type(up) is Tensor
+        not user_is_told()
+        and type(gate) is type(up) is Tensor
         and gate.dtype in DTYPES
         and gate.dtype == up.dtype
         and gate.shape == up.shape

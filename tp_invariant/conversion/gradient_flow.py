@@ -325,6 +325,7 @@ class FirstForward:
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.handle: Any = None
+        self.passed = False  # whether a forward has had a graph, and nothing wrong in it
         self.seen: tuple[bool, list[Any]] | None = None  # of the last check: whether the mode was on, what was frozen
         if group.size > 1:  # alone, every gradient is complete
             self.handle = model.register_forward_hook(self, with_kwargs=True)
@@ -342,7 +343,7 @@ class FirstForward:
             if before >= mode and not thawed:
                 return
         if check_gradient_flow(model, output, (args, kwargs)):
-            mode = mode or not _names_of_parts(model)
+            self.passed, mode = True, mode or not _names_of_parts(model)
             frozen = [weakref.ref(p) for p in model.parameters() if not p.requires_grad]
             self.seen = mode, frozen
             if mode and not frozen:

@@ -12,8 +12,8 @@ import copyreg
 import dis
 import functools
 from collections.abc import Callable
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 # (the former class, *options) -> the forward, by the name of what makes it
 _MAKERS: dict[str, Callable[..., Callable[..., Any]]] = {}
@@ -39,12 +39,13 @@ def class_with_forward(base: Any, name: str, *options: Any) -> Any:
 
 @functools.cache
 def _class_with_forward(base: Any, former: Callable[..., Any], name: str, *options: Any) -> Any:
-    own = _MAKERS[name](base, *options)
+    own, code = _MAKERS[name](base, *options), getattr(former, "__code__", None)
 
     @functools.wraps(former)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         present = base.forward
-        return (own if present is former else present)(self, *args, **kwargs)
+        same = present is former and (code is None or present.__code__ is code)
+        return (own if same else present)(self, *args, **kwargs)
 
     attributes = {
         "forward": forward,
@@ -89,3 +90,36 @@ def is_straight(code: CodeType) -> bool:
     jumps = {*dis.hasjrel, *dis.hasjabs}
     branches = any(instruction.opcode in jumps for instruction in dis.get_instructions(code))
     return not branches and not code.co_freevars and not any(isinstance(c, CodeType) for c in code.co_consts)
+
+
+class Found(NamedTuple):
+    """What a function finds by its name in a file, and may be replaced there or get another `__code__`."""
+
+    names: dict[str, Any]
+    name: str
+    value: Any
+    code: Any
+
+
+def found_at(names: dict[str, Any], name: str) -> Found:
+    value = names.get(name)
+    return Found(names, name, value, getattr(value, "__code__", None))
+
+
+def what_it_finds(function: FunctionType) -> list[Found]:
+    """The globals of a function, and what it takes from those of them that are modules, as `silu` of F.silu."""
+    places, found = [function.__globals__], []
+    for name in function.__code__.co_names:  # in the order of their use: F before silu
+        for names in [names for names in places if name in names]:
+            found.append(found_at(names, name))
+            if isinstance(found[-1].value, ModuleType):
+                places.append(vars(found[-1].value))
+    return found
+
+
+def are_as_found(found: list[Found]) -> bool:
+    same = True
+    for names, name, value, code in found:  # all() of a generator takes longer
+        present = names.get(name)
+        same = same and present is value and (code is None or present.__code__ is code)
+    return same

@@ -319,9 +319,7 @@ def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def difference_by_plan(
-    model: nn.Module, convert: Callable[[nn.Module], nn.Module], example_inputs: Any, group: Group
-) -> str:
+def difference_by_plan(model: nn.Module, convert: Callable[[nn.Module], Any], example_inputs: Any, group: Group) -> str:
     """Runs copies of `model`, one of them given to `convert`, and says where that one is wrong; "" if nowhere.
 
     Raises:
@@ -350,7 +348,7 @@ def difference_by_plan(
         twin = _copied(model, torch.float32)
         plain = _run(twin, example, torch.float32, exact, alone)
         twin.zero_grad(set_to_none=True)
-        twin = convert(twin)
+        convert(twin)
         ours = _run(twin, example, torch.float32, exact, group)
         return _verdict(twin, ours, plain, exact, group)
 
@@ -360,7 +358,7 @@ def digest_of_tensors(example_inputs: Any) -> str:
     return digest([leaf for _, leaf in leaves(example_inputs) if isinstance(leaf, Tensor)])
 
 
-def check_plan(model: nn.Module, convert: Callable[[nn.Module], nn.Module], example_inputs: Any, group: Group) -> None:
+def check_plan(model: nn.Module, convert: Callable[[nn.Module], Any], example_inputs: Any, group: Group) -> None:
     """`difference_by_plan`, as an error that is the same on every rank. A collective.
 
     Raises:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bits import raw_bytes
-from ..core.function_modes import enter_again, leave
+from ..core.function_modes import enter_again, leave, user_is_told
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional.rotary_embedding import apply_rotation
 from ..kernels.dtypes import DTYPES
 from ..layers.parameters import ShardedModule
-from .other_forwards import class_with_forward, is_straight, maker, takes_a_forward
+from .other_forwards import Found, are_as_found, class_with_forward, found_at, is_straight, maker, takes_a_forward
 
 _PARAMETERS = ["q", "k", "cos", "sin"]  # the first ones of such a function
 
@@ -61,17 +61,9 @@ class RotationKind(NamedTuple):
     partial: bool
 
 
-class _Helper(NamedTuple):
-    """A function that is called by its name in a file, and may be replaced there."""
-
-    names: dict[str, Any]
-    name: str
-    function: FunctionType
-
-
 @functools.cache
-def _rotation_of(function: FunctionType) -> tuple[RotationKind, list[_Helper]] | None:
-    """And the functions that it calls, of which this was found out."""
+def _rotation_of(function: FunctionType, code: CodeType) -> tuple[RotationKind, list[Found]] | None:
+    """And the functions that it calls, of which this was found out; with the code that it has now."""
     parameters = list(inspect.signature(function).parameters.values())
     helpers = _helpers(function)
     if [p.name for p in parameters[:4]] != _PARAMETERS or helpers is None:
@@ -87,18 +79,11 @@ def _rotation_of(function: FunctionType) -> tuple[RotationKind, list[_Helper]] |
 
 def rotation_of(function: Any) -> RotationKind | None:
     """What a function (q, k, cos, sin, ..) computes, None if it is not rotary_embedding."""
-    found = _rotation_of(function) if isinstance(function, FunctionType) else None
-    return found[0] if found is not None and _are_as_found(found[1]) else None
+    found = _rotation_of(function, function.__code__) if isinstance(function, FunctionType) else None
+    return found[0] if found is not None and are_as_found(found[1]) else None
 
 
-def _are_as_found(helpers: list[_Helper]) -> bool:
-    same = True
-    for names, name, function in helpers:  # all() of a generator takes longer
-        same = same and names.get(name) is function
-    return same
-
-
-def _helpers(function: FunctionType) -> list[_Helper] | None:
+def _helpers(function: FunctionType) -> list[Found] | None:
     """The functions that it calls; None if it has a branch, or calls anything but torch's functions and such ones."""
     if not is_straight(function.__code__):
         return None
@@ -109,7 +94,7 @@ def _helpers(function: FunctionType) -> list[_Helper] | None:
             below = None if value is function else _helpers(value)
             if below is None:
                 return None
-            found += [_Helper(function.__globals__, name, value), *below]
+            found += [found_at(function.__globals__, name), *below]
         elif value is not None and not (isinstance(value, ModuleType) and value.__name__ == "torch"):
             return None
     return found
@@ -176,17 +161,18 @@ def _fits(q: Any, k: Any, cos: Any, sin: Any, partial: bool) -> bool:
 
 
 def _substitute(names: dict[str, Any], name: str, function: FunctionType) -> Callable[..., Any]:
-    (interleaved, partial), helpers = _rotation_of(function)  # type: ignore[misc]
+    (interleaved, partial), helpers = _rotation_of(function, function.__code__)  # type: ignore[misc]
+    found = [found_at(names, name), *helpers]
 
     @functools.wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         present = names[name]
         if torch.compiler.is_compiling() or present is not function:  # compilers fuse torch's operators
             return present(*args, **kwargs)
-        if len(args) == 4 and not kwargs and is_tp_invariant_mode_enabled() and _are_as_found(helpers):
+        if len(args) == 4 and not kwargs and is_tp_invariant_mode_enabled() and are_as_found(found):
             left = leave()
             try:
-                if _fits(*args, partial):
+                if not user_is_told() and _fits(*args, partial):
                     return apply_rotation(*args, interleaved)
             finally:
                 enter_again(left)

@@ -103,7 +103,7 @@ def _shapes(
 
     try:
         twin = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
-        _use_stock_attention(twin)
+        use_stock_attention(twin)
         for name, given in options.items():
             linear: Any = twin.get_submodule(name)
             linear.forward = functools.partial(_linear_shapes, name, linear, given, degree)
@@ -137,7 +137,7 @@ def _without_torchs_log() -> Iterator[None]:
         logger.disabled = before
 
 
-def _use_stock_attention(twin: nn.Module) -> None:
+def use_stock_attention(twin: nn.Module) -> None:
     """The copy's attention must take fake tensors, which this library's kernels do not."""
     configs = {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}
     for config in configs.values():

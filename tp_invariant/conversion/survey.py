@@ -35,6 +35,7 @@ from .plans import (
     resolve,
 )
 from .shape_probe import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
+from .token_flow import mixed_tokens
 
 SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
 
@@ -138,6 +139,7 @@ class Survey:
         self._check_features()
         self._check_ties()
         self._check_config()
+        self._check_tokens()
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
@@ -521,6 +523,19 @@ class Survey:
                     "gradients, and verify=True, are errors if it does not)"
                     + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
                 )
+
+    def _check_tokens(self) -> None:
+        """What lies between the blocks must treat each token by itself: it sees this rank's tokens alone."""
+        if not self.sequence_parallel or self.stack is None or self.problems:
+            return
+        name, how = mixed_tokens(self.model, self.stack, self.blocks, self.experts)
+        if name:
+            self._problem(
+                name,
+                "the hidden states of a token that it gets depend on other tokens, or on the token's place, by code "
+                f"after the block before{how}. Under sequence_parallel such code would see this rank's tokens only: "
+                "use sequence_parallel=False",
+            )
 
     def _check_ties(self) -> None:
         """Modules that share a parameter must shard it alike."""

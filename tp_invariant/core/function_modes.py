@@ -8,7 +8,13 @@ Other modes, a user's, stay where they are and see what they saw.
 from __future__ import annotations
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _len_torch_function_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _len_torch_function_stack,
+)
+from torch.utils._device import DeviceContext
 
 
 class AroundLayers(TorchFunctionMode):
@@ -37,3 +43,13 @@ def leave() -> list[AroundLayers]:
 def enter_again(left: list[AroundLayers]) -> None:
     while left:
         left.pop().__enter__()
+
+
+def user_is_told() -> bool:
+    """Whether a mode of a user's is told of the functions that are called now, so that each must be called by its name.
+
+    torch's own mode for a default device does not count. In compiled code False.
+    """
+    if torch.compiler.is_compiling() or not _len_torch_function_stack():
+        return False
+    return not all(isinstance(mode, (AroundLayers, DeviceContext)) for mode in _get_current_function_mode_stack())

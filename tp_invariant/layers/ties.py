@@ -36,14 +36,14 @@ _ALONE = _references(nn.Linear(1, 1, device="meta"), "weight")
 
 
 def holders(ids: Collection[int]) -> list[tuple[nn.Module, str, int]]:
-    """(module, name, id) of each parameter with one of these ids, in all live modules."""
+    """(module, name, id) of each parameter or submodule with one of these ids, in all live modules."""
     found = []
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module):  # isinstance would call __class__ of proxy objects
-            parameters = thing.__dict__.get("_parameters")
-            for name, parameter in parameters.items() if isinstance(parameters, dict) else ():
-                if parameter is not None and id(parameter) in ids:
-                    found.append((thing, name, id(parameter)))
+            for held in (thing.__dict__.get("_parameters"), thing.__dict__.get("_modules")):
+                for name, value in held.items() if isinstance(held, dict) else ():
+                    if value is not None and id(value) in ids:
+                        found.append((thing, name, id(value)))
     return found
 
 
@@ -75,9 +75,14 @@ def refuse_ties(module: nn.Module) -> None:
             )
 
 
-def ties_to_outside(model: nn.Module) -> list[str]:
-    """One line for each parameter of `model` that a module outside the model holds too."""
+def ties_to_outside(model: nn.Module, replaced: Collection[str] = ()) -> list[str]:
+    """One line for each parameter of `model`, and each of its modules to be replaced, that a module outside holds too.
+
+    Args:
+        replaced: the names of these modules.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names |= {id(model.get_submodule(name)): name for name in replaced if name}
     own = {id(module) for module in model.modules()}
 
     def outside() -> list[str]:
