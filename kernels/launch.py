@@ -229,7 +229,7 @@ _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
 ) -> Tensor:
     """torch.empty of a kernel's result, contiguous unless it has strides; `device` is the current one."""
     if _empty_strided is None or device.type != "cuda":
@@ -238,11 +238,11 @@ def empty(
         return torch.empty(shape, dtype=dtype, device=device)
     if strides is None:
         strides = (shape[1], 1) if len(shape) == 2 else (1,) if len(shape) == 1 else contiguous_strides(shape)
-    return _empty_strided(shape, strides, dtype)
+    return _empty_strided(tuple(shape), strides, dtype)  # which takes no torch.Size
 
 
 def allocator(device: torch.device) -> Any:
-    """`empty` on this device, as a function of shape, strides and dtype, in less of the host's time."""
+    """`empty` on this device, as a function of shape and strides, both tuples, and dtype, in less of the host's time."""
     if _empty_strided is not None and device.type == "cuda":
         return _empty_strided
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp_invariant.kernels import known_calls
+from tp_invariant.kernels import known_calls, launch
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
@@ -54,6 +54,24 @@ def launches(monkeypatch):
     yield recorded
     for module in (known_calls, attention, attention_backward, torch_gated, rope):
         module._known.clear()
+
+
+@pytest.fixture
+def strict_allocation(monkeypatch):
+    """Results are allocated as on CUDA, by what takes tuples and nothing derived from them, such as torch.Size."""
+    empty = launch.empty
+
+    def allocate(shape, strides, dtype):
+        assert type(shape) is tuple and type(strides) is tuple and type(dtype) is torch.dtype
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def on_cuda(shape, dtype, device, strides=None):
+        return empty(shape, dtype, torch.device("cuda"), strides)
+
+    monkeypatch.setattr(launch, "_empty_strided", allocate)
+    for module in (attention, attention_backward, grouped_tma, rope):
+        monkeypatch.setattr(module, "empty", on_cuda)
+    monkeypatch.setattr(known_calls, "allocator", lambda device: allocate)
 
 
 def twice(run, recorded, known, **inputs):
@@ -198,6 +216,7 @@ def test_routing(launches, name):
 
 @pytest.mark.parametrize("alone", (False, True))
 @pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.usefixtures("strict_allocation")
 def test_rotations(launches, alone, backward):
     q = torch.randn(2, 7, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     k = None if alone else torch.randn(2, 7, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
@@ -254,6 +273,7 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.usefixtures("strict_allocation")
 def test_attention(launches, kv_heads, dtype):
     spec = AttentionSpec(causal=True, scale=0.125)
     q = torch.randn(2, 4, 100, 64, dtype=dtype)
