@@ -242,7 +242,7 @@ def empty(
 
 
 def allocator(device: torch.device) -> Any:
-    """`empty` on this device, as a function of shape and strides, both tuples, and dtype, in less of the host's time."""
+    """`empty` on this device, of shape and strides, both tuples, and dtype, in less of the host's time."""
     if _empty_strided is not None and device.type == "cuda":
         return _empty_strided
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
