@@ -7,7 +7,7 @@ from torch import nn
 import tp_invariant as tpi
 from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
 
-HIDDEN, HEADS, TOKENS, MOST = 64, 4, 9, 24
+BATCH, HIDDEN, HEADS, TOKENS, MOST = 2, 64, 4, 9, 24
 
 
 class Decoder(nn.Module):
@@ -18,7 +18,7 @@ class Decoder(nn.Module):
         options = dict(tp_group=tp_group, bias=False, **place)
         self.qkv = tpi.Linear(HIDDEN, 3 * HIDDEN, parallel_mode="column", partition_stride=3, **options)
         self.out = tpi.Linear(HIDDEN, HIDDEN, parallel_mode="row", **options)
-        self.cache = torch.zeros(2, 2, HEADS // self.qkv.group.size, MOST, HIDDEN // HEADS, **place)
+        self.cache = torch.zeros(2, HEADS // self.qkv.group.size, BATCH, MOST, HIDDEN // HEADS, **place)
 
     def forward(self, x, position=None):
         q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
@@ -26,8 +26,15 @@ class Decoder(nn.Module):
             y = tpi.attention(q, k, v, causal=True)
         else:
             for held, new in zip(self.cache, (k, v), strict=True):
-                held.index_copy_(2, position, new)
-            y = tpi.attention(q, *self.cache, mask=torch.arange(MOST, device=x.device) <= position)
+                held.index_copy_(2, position, new.transpose(0, 1))
+            # of each row of the cache the keys that there are, then the others, which no query sees
+            starts = MOST * torch.arange(BATCH + 1, device=x.device)
+            cu_k = torch.stack((starts, starts + position + 1), dim=1).flatten()[:-1]
+            cu_q = torch.arange(1, 2 * BATCH + 2, device=x.device) // 2
+            y = tpi.attention(
+                q.transpose(0, 2), *self.cache.flatten(2, 3).unsqueeze(1), causal=True, cu_seqlens_q=cu_q.int(),
+                cu_seqlens_k=cu_k.int(), max_seqlen_q=1, max_seqlen_k=MOST,
+            ).transpose(0, 2)  # fmt: skip
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -37,7 +44,7 @@ def decoded(tp_group, device, captured, mode=True):
     place = dict(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     with tpi.set_tp_invariant_mode(mode), torch.no_grad():
         decoder = Decoder(tp_group, **place)
-        xs = wide_randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), spread=2).to(**place)
+        xs = wide_randn(BATCH, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), spread=2).to(**place)
         whole, x = decoder(xs), xs[:, :1].clone()
         position = torch.zeros(1, dtype=torch.int64, device=device)
         y = torch.empty_like(x)
