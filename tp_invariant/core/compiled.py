@@ -364,7 +364,6 @@ def as_custom_op(
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         own, extras = inputs[:count], iter(output[1:])
         saved_tensors = [next(extras) if position is None else own[position] for position in saved]
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*saved_tensors)
         ctx.shapes = [] if not count else [size for t in own if t is not None for size in t.shape]
