@@ -125,8 +125,8 @@ def graph_layers(
     with _as_before(layers) as reassigned:
         for one in forwards:
             recorded, problem = _record(layers, names, one)
-            if not problem and any(_are_alike(recorded, before) for before in captured):
-                problem = "two functions call the layers with the same arguments"
+            if not problem:
+                problem = next(filter(None, (_alike(recorded, before) for before in captured)), "")
             raise_on_all_ranks(
                 problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called"
             )
@@ -165,10 +165,12 @@ def graph_layers(
     return GraphedLayers(graphed)
 
 
-def _are_alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> bool:
-    """Whether each layer gets arguments with which it was captured."""
-    pairs = [(now.call, then.call) for now, then in zip(recorded, captured, strict=True)]
-    return not any(then.difference(now.tensors, now.tree, True) for now, then in pairs)
+def _alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> str:
+    """Which layer gets arguments with which it was captured, "" if none does: a call of it is of one function alone."""
+    for now, then in zip(recorded, captured, strict=True):
+        if not then.call.difference(now.call.tensors, now.call.tree, True):
+            return f"two functions call {now.name} with the same arguments"
+    return ""
 
 
 # --- one layer ------------------------------------------------------------------------------------------------------
