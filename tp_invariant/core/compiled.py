@@ -272,9 +272,7 @@ def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def with_derivative(
-    op: Any, schema: str, backward: Callable, setup_context: Callable, *, ordered: bool = False
-) -> Any:
+def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable, *, ordered: bool = False) -> Any:
     """An op that calls `op`, which has several results or a list of them, and has a derivative.
 
     It is decomposed while torch traces, so that a graph holds `op` alone, whose calls then pass no kernel of autograd:
