@@ -77,7 +77,8 @@ def graph_layers(
         forward: runs the model once as training does, with the same shapes; its results are dropped. Arguments of a
             layer are tensors, numbers, strings and None, and tuples, lists, dicts and frozen dataclasses of them. Or up
             to 16 such functions, that of the largest shapes first: a later call has the graphs of the one whose
-            arguments it has. They share the memory of activations, so that backward comes before a forward of another.
+            arguments it has, so each layer's must differ. They share the memory of activations, so that backward comes
+            before a forward of another.
         num_warmup_iters: passes of each layer before its capture; at least 2.
         allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
         other_calls: what a call with other arguments is: an error, or eager, as the layer was; the log says so once.
