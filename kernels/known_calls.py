@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import Launch, allocator, interpreting, layout
+from .launch import Launch, allocator, interpreting, is_observed, layout
 
 
 class KnownCall(NamedTuple):
@@ -46,6 +46,8 @@ _known: dict[tuple, KnownCall] = {}
 
 def key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
     """The key of a call; options begin with the operation's name. None: the call must be looked at in full."""
+    if is_observed():
+        return None
     try:
         return (options, *[None if x is None else layout(x) for x in tensors])
     except (AttributeError, RuntimeError):  # no tensor, or one without memory

@@ -264,12 +264,20 @@ def layout(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.get_device(), address and address % 16 + 1, x.is_neg()
 
 
+def is_observed() -> bool:
+    """Whether a dispatch mode sees operators. Selective checkpointing counts them and needs the same in a repetition of
+    a call: then none is remembered, since one that is known allocates and views past the dispatcher."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def layouts(*tensors: Tensor | None) -> tuple | None:
     """The layout of each, for a key of what an earlier call has found out.
 
     None for a call that must not be remembered: an argument that is no tensor, or has no memory, or is negated by a
-    flag, which is copied first.
+    flag, which is copied first; or one that is observed.
     """
+    if is_observed():
+        return None
     try:
         found = tuple([None if x is None else layout(x) for x in tensors])
     except (AttributeError, RuntimeError):

@@ -410,6 +410,31 @@ def test_checkpoints_in_compiled_code():
             assert_bitwise_equal(eager, other)
 
 
+def kept(tp_group: Any) -> list[int]:
+    counts = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        counts.append(sum("row_linear" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    layer = tpi.Linear(32, 16, parallel_mode="row", tp_group=tp_group)
+
+    def unused(x: Tensor) -> Tensor:
+        layer(x)
+        return x + 1
+
+    with tpi.set_tp_invariant_mode(True):
+        torch.compile(unused, backend=count, fullgraph=True)(torch.ones(4, 32 // tp_group.size()))
+    return counts
+
+
+def test_what_moves_bytes_stays_in_a_graph_that_makes_no_use_of_it():
+    """The other ranks, whose graphs may, wait for it."""
+    assert run_ranks(kept, 2) == [[1], [1]]
+    assert run_ranks(kept, 1) == [[0]]
+
+
 @pytest.mark.parametrize("mode", ("reduce-overhead", "max-autotune"))
 def test_cuda_graphs_that_torch_makes_of_several_ranks_are_refused(mode):
     """Also on a CPU, where torch would make none: so a program is refused where it is written."""

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, layout
+from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, is_observed, layout
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
 from .output import extent, written
@@ -354,7 +354,7 @@ def call_key(
     None for a call that must not be remembered: arguments that are not tensors, views negated by a flag, which are
     copied first, a promote_every that is not an int but may equal one (512.0).
     """
-    if promote_every is not None and type(promote_every) is not int:
+    if is_observed() or (promote_every is not None and type(promote_every) is not int):
         return None
     try:
         of_a, of_b, of_bias = layout(a), layout(b), None if bias is None else layout(bias)

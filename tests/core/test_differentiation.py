@@ -12,6 +12,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.functional.regions import expand_heads
+from tp_invariant.functional.routing import Routing, route
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
@@ -33,8 +34,39 @@ def test_a_penalty_on_a_gradient_is_refused(name):
         (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     testing.assert_bitwise_equal(grad.detach(), plain)
+    penalized = loss + grad.square().sum()
+    if name != "heads":  # whose x is no leaf, and has no second derivative
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.grad(penalized, x, retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        (loss + grad.square().sum()).backward()
+        penalized.backward()
+
+
+class Stop(torch.autograd.Function):
+    """The identity, whose gradient is undefined, as that of an argument with no influence."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("function", ("route", "linear"))
+@pytest.mark.parametrize("backend", (None, "eager", "aot_eager"))
+def test_an_undefined_gradient_is_zeros(function, backend):
+    x = torch.randn(3, 8, requires_grad=True)
+    with tpi.set_tp_invariant_mode(True):
+        layer = tpi.Linear(8, 8)
+        run = layer if function == "linear" else lambda x: route(x, Routing(2))[0]
+        call = run if backend is None else torch.compile(run, backend=backend)
+        (grad,) = torch.autograd.grad(Stop.apply(call(x)).sum(), x)
+        testing.assert_bitwise_equal(grad, torch.zeros(3, 8))
+        if function == "linear" and backend is not None:
+            inside = torch.compile(lambda x: Stop.apply(layer(x)).sum(), backend=backend)
+            testing.assert_bitwise_equal(torch.autograd.grad(inside(x), x)[0], grad)
 
 
 LAYERS = {"linear": tpi.Linear, "norm and linear": tpi.LayerNormLinear, "norm": lambda size, _: tpi.ParallelNorm(size)}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import ALL, KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors, visible
 from torch import Tensor
+from torch._dynamo.compiled_autograd import _enable as enable_compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend
@@ -595,3 +596,17 @@ def test_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad(tpi.attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative: call backward without create_graph=True"):
         dq.sum().backward()
+
+
+def test_compiled_autograd_gets_no_formula():
+    """Inductor would add the gradient of a mask in another order."""
+    traced = []
+
+    def record(graph, _):
+        traced.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    q, k, v, _ = (x.requires_grad_() for x in tensors("cpu", torch.float32, 1, 4, 2, 5, 5, 8))
+    with enable_compiled_autograd(torch.compile(backend=record)):
+        tpi.attention(q, k, v).sum().backward()
+    assert traced and not [name for name in traced if "matmul" in name or "exp" in name], traced

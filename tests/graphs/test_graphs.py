@@ -319,12 +319,16 @@ def test_shapes_share_the_memory_of_activations(caplog):
         layer = Odd(lambda m, x: x @ m.weight).to(DEVICE)
         forwards = [lambda x=x: layer(x) for x in xs]
         for wrong, problem in (
-            (dict(forward=[forwards[0]] * 2), "two functions call the layers with the same arguments"),
+            (dict(forward=[forwards[0]] * 2), r"two functions call layers\[0\] \(Odd\) with the same arguments"),
             (dict(forward=[]), "forward is 0 functions: 1 to 16"),
             (dict(forward=forwards, other_calls="slow"), "other_calls='slow': 'error' or 'eager'"),
         ):
             with pytest.raises(ValueError, match=problem):
                 graphs.graph_layers([layer], **wrong)
+        other = Odd(lambda m, x: x @ m.weight).to(DEVICE)  # of another shape, while the first layer's is the same
+        partly = [lambda x=x: other(layer(xs[0])[: len(x)]) for x in xs]
+        with pytest.raises(ValueError, match=r"two functions call layers\[0\] \(Odd\) with the same arguments"):
+            graphs.graph_layers([layer, other], partly)
         handle = graphs.graph_layers([layer], forwards[:2])
         large = layer(xs[0]).sum()
         layer(xs[1]).sum().backward()

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp_invariant.kernels import known_calls, launch
 from tp_invariant.kernels.attention import backward as attention_backward
@@ -269,6 +270,35 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
     assert all(unaligned.data_ptr() not in one for one in launches), "it must be copied each time"
     run(x, eps=1e-6)
     assert 1e-6 in launches[-1] and 1e-5 not in launches[-1]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.operators.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_same_operators_at_every_call(launches):
+    """Selective checkpointing counts them: another operator's saved result would be taken for that of one less."""
+    x, q, cos, index = torch.randn(2, 20, 64), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), torch.arange(8).view(4, 2)
+    for name, run in {
+        "norm": lambda: norm.norm_forward(x, torch.ones(64), None, eps=1e-5, rms=True, zero_centered=False),
+        "rope": lambda: rope.rope(q, q, cos, cos),
+        "torch_gated": lambda: torch_gated.torch_gated_forward(x, x, "silu"),
+        "spread_rows": lambda: routing.spread_rows(x[0, :4], index),
+        "gated": lambda: gated.gated_forward(x[0], x[0], "silu"),
+    }.items():
+        modes = []
+        for _ in range(2):
+            with Seen() as mode:
+                run()
+            modes.append(mode.operators)
+            run()  # and so it is known
+        assert modes[0] == modes[1] != [], name
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

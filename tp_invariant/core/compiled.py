@@ -30,6 +30,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton as _registry
 from torch.fx import traceback
+from torch.fx.node import has_side_effect
 
 from .differentiation import applier, are_ordinary, direct_apply
 from .dtensors import as_local, is_dtensor, with_dtensors
@@ -271,13 +272,14 @@ def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable) -> Any:
+def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable, *, ordered: bool = False) -> Any:
     """An op that calls `op`, which has several results or a list of them, and has a derivative.
 
     It is decomposed while torch traces, so that a graph holds `op` alone, whose calls then pass no kernel of autograd:
     one written in Python takes as long as what such an op does itself.
 
     schema: of both. backward: (ctx, *gradients) -> those of all arguments. setup_context: as of an autograd.Function.
+    ordered: of `op`. While a graph still calls what is decomposed later, that call is kept even if nothing uses it.
     """
     methods = {"forward": lambda *args: tuple(op(*args)), "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
@@ -291,7 +293,8 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
 
     _library.define(name + schema)
     _library.impl(name, call, "CompositeImplicitAutograd")
-    return getattr(torch.ops.tp_invariant, name).default
+    overload = getattr(torch.ops.tp_invariant, name).default
+    return has_side_effect(overload) if ordered else overload
 
 
 def as_custom_op(
@@ -364,7 +367,6 @@ def as_custom_op(
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         own, extras = inputs[:count], iter(output[1:])
         saved_tensors = [next(extras) if position is None else own[position] for position in saved]
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*saved_tensors)
         ctx.shapes = [] if not count else [size for t in own if t is not None for size in t.shape]
@@ -407,7 +409,7 @@ def as_custom_op(
         adjoint = define(f"{name}{ending}_backward", schema, kernel_backward, run_backward_fake, ordered=bool(ending))
         schema = f"({arguments}, str group, SymInt[] sizes, str settings) -> Tensor[]"
         op = define(f"{name}{ending}", schema, kernel, run_fake, ordered=bool(ending))
-        ops.append(with_derivative(op, schema, derivative(adjoint), setup_context))
+        ops.append(with_derivative(op, schema, derivative(adjoint), setup_context, ordered=bool(ending)))
     single_rank_op, multi_rank_op = ops
     of_plain, of_dtensors = applier(function), applier(with_dtensors(function))
     directly = direct_apply(function)

@@ -58,11 +58,11 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class _Once(torch.autograd.Function):
-    """Gradients as they are, which cannot be differentiated; `mark` requires a gradient, so that they do."""
+    """Gradients as they are, which cannot be differentiated with respect to `of`, the first of `tensors`."""
 
     @staticmethod
-    def forward(ctx: Any, mark: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.detach() for grad in grads)
+    def forward(ctx: Any, of: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.detach() for grad in tensors[of:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -87,7 +87,10 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = False) -
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        marked = _Once.apply(torch.empty(0, requires_grad=True), *(found if isinstance(found, tuple) else (found,)))
+        # torch.autograd.grad runs only what leads to its inputs: the leaves, and what the incoming gradients depend on
+        leaves = [node.variable for node, _ in getattr(ctx, "next_functions", ()) if hasattr(node, "variable")]
+        of = torch.empty(0, requires_grad=True), *grads, *leaves  # the first: so that the results require a gradient
+        marked = _Once.apply(len(of), *of, *(found if isinstance(found, tuple) else (found,)))
         return marked if isinstance(found, tuple) else marked[0]
 
     return once if traced else outside_of_graphs("a compiler may compute a gradient's sums in another order")(once)

@@ -29,6 +29,7 @@ from ..core.compiled import define, with_derivative
 from ..core.differentiation import applier
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
+from ..core.graph_breaks import outside_of_graphs
 from ..kernels.select import select
 from .attention_checks import (
     check_first_key,
@@ -444,6 +445,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # for create_graph=True a function whose own backward refuses; else it would only cost time
         run: Any = _AttentionBackward.apply if torch.is_grad_enabled() else _eager_backward

@@ -177,8 +177,10 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dweights: Tensor | None, _: Any) -> tuple[Tensor, None, None, None]:
         scores, index, y, total = ctx.saved_tensors
+        if dweights is None:
+            dweights = torch.zeros_like(y)
         kind = scores.device.type
         dscores = select("routing", kind).choose_backward(
             dweights, index, y, total, experts=scores.shape[1], scale=ctx.routing.scale

@@ -77,7 +77,8 @@ def graph_layers(
         forward: runs the model once as training does, with the same shapes; its results are dropped. Arguments of a
             layer are tensors, numbers, strings and None, and tuples, lists, dicts and frozen dataclasses of them. Or up
             to 16 such functions, that of the largest shapes first: a later call has the graphs of the one whose
-            arguments it has. They share the memory of activations, so that backward comes before a forward of another.
+            arguments it has, so each layer's must differ. They share the memory of activations, so that backward comes
+            before a forward of another.
         num_warmup_iters: passes of each layer before its capture; at least 2.
         allow_unused_input: whether there may be arguments and parameters that want a gradient and get none.
         other_calls: what a call with other arguments is: an error, or eager, as the layer was; the log says so once.
@@ -125,8 +126,8 @@ def graph_layers(
     with _as_before(layers) as reassigned:
         for one in forwards:
             recorded, problem = _record(layers, names, one)
-            if not problem and any(_are_alike(recorded, before) for before in captured):
-                problem = "two functions call the layers with the same arguments"
+            if not problem:
+                problem = next(filter(None, (_alike(recorded, before) for before in captured)), "")
             raise_on_all_ranks(
                 problem, groups, "graph_layers: forward must call each layer once, in order, as graph_layers is called"
             )
@@ -165,10 +166,12 @@ def graph_layers(
     return GraphedLayers(graphed)
 
 
-def _are_alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> bool:
-    """Whether each layer gets arguments with which it was captured."""
-    pairs = [(now.call, then.call) for now, then in zip(recorded, captured, strict=True)]
-    return not any(then.difference(now.tensors, now.tree, True) for now, then in pairs)
+def _alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> str:
+    """Which layer gets arguments with which it was captured, "" if none does: a call of it is of one function alone."""
+    for now, then in zip(recorded, captured, strict=True):
+        if not then.call.difference(now.call.tensors, now.call.tree, True):
+            return f"two functions call {now.name} with the same arguments"
+    return ""
 
 
 # --- one layer ------------------------------------------------------------------------------------------------------
