@@ -177,7 +177,9 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dweights: Tensor | None, _: Any) -> tuple[Tensor | None, None, None, None]:
+        if dweights is None:  # of what uses the weights and gives no gradient
+            return None, None, None, None
         scores, index, y, total = ctx.saved_tensors
         kind = scores.device.type
         dscores = select("routing", kind).choose_backward(
