@@ -33,7 +33,9 @@ def _normalized(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 
 def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
-    """New rows [T, H] as [.., H], and no view: autograd refuses in-place changes of a view that a function returns."""
+    """New rows [T, H] as [.., H], contiguous, and no view: autograd refuses in-place changes of a view that a function
+    returns."""
+    rows = rows.contiguous()  # of rows that are transposed in memory the results so far are, too
     return rows if rows.shape == shape else torch.ops.aten._unsafe_view.default(rows, shape)
 
 
@@ -91,7 +93,7 @@ def norm_backward_input(
     check_backward("norm_backward_input", dy, x, mean, rstd, rms)
     check("norm_backward_input", "weight", weight, (x.shape[-1],), x)
     if x.numel() == 0:
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     shape, dy, x = x.shape, as_rows(dy), as_rows(x)
     xhat = _normalized(x, mean, rstd)
     wdy = dy.float() * _scale(weight, zero_centered)
