@@ -281,6 +281,8 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
         if columns <= stride_s and rows <= _MAX_SIDE:
             if clipped:
                 step = math.gcd(column_b, column_h) or size
+                if stride_s % step:  # CUDA asks that each stride is a multiple of the one before
+                    return None
                 sides = rows, (columns - size) // step + 1, size
                 return Rows(sides, (stride_s, step, 1), row_b, row_h, column_b // step, column_h // step)
             return Rows((rows, columns), (stride_s, 1), row_b, row_h, column_b, column_h)
