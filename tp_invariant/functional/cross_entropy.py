@@ -118,7 +118,7 @@ def _checked_cross_entropy(
 ) -> Tensor:  # fmt: skip
     options = vocab_size, label_smoothing, ignore_index, reduction, z_loss
     key = _key_of(logits, target, group, *options)
-    known = _on_one_rank.lookup(key)
+    known = None if key is None else _on_one_rank.lookup(key)
     if known is not None:
         if not logits.is_cuda:  # there the kernels assert the range
             check_ids(target, known.shard.size, name="target", rank=0, ignored=ignore_index)
@@ -150,8 +150,9 @@ def _checked_cross_entropy(
         check_agreement(facts, group, logits.device, agreed, same={"target": target})
     if not invariant:
         stock.log_once(group)
-    elif all(type(option) in (int, float, str, type(None)) for option in options):
-        _on_one_rank.store(key, call)
+    elif key is not None and all(type(option) in (int, float, str, type(None)) for option in options):
+        alone = VocabShard(resolve_group(None), shard.size, shard.width)  # a process group is not kept alive
+        _on_one_rank.store(key, CrossEntropyCall(alone, call.spec, reduction))
     loss = (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
     return check_gradient(loss, "vocab_parallel_cross_entropy", group, agreed)
 
