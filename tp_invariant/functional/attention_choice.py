@@ -122,6 +122,9 @@ class _Reroute(AroundLayers):
         return call_in_whole_vectors(func, args, kwargs) if is_tp_invariant_mode_enabled() else func(*args, **kwargs)
 
 
+_REROUTE = _Reroute()
+
+
 def _safe_sdpa(
     query: Tensor,
     key: Tensor,
@@ -190,7 +193,7 @@ class SafeSdpa:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():
-            mode = None if isinstance(innermost(), _Reroute) else _Reroute()
+            mode = None if isinstance(innermost(), _Reroute) else _REROUTE
             self._entered.append(mode)
             if mode is not None:
                 mode.__enter__()
