@@ -362,8 +362,9 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
         ctx.weight, ctx.tokens = _unless_computed(ctx.saved_tensors[1]), None
 
     return as_custom_op(
-        function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore
-    )
+        function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore,
+        makes_all=True,
+    )  # fmt: skip
 
 
 column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1))
