@@ -327,6 +327,35 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
     return has_side_effect(overload) if ordered else overload
 
 
+_library.define("store_(Tensor(a!) x) -> ()")
+_library.impl("store_", lambda x: None, "CompositeExplicitAutograd")
+torch.library.register_fake("tp_invariant::store_", lambda x: None, lib=_library)
+
+
+def _stored_copy(x: Tensor) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    torch.ops.tp_invariant.store_.default(x)
+    return x
+
+
+class _StoredCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _stored_copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _stored_copy(grad)
+
+
+# What an op of several ranks that moves x is on one rank: x in memory of its own, and so its gradient, for the same
+# roundings. A compiler computes what is before and after it apart, each rounded to its dtype, and copies where somebody
+# else needs the same memory. `store_` says to it that memory is written, and does nothing.
+_library.define("stored_copy(Tensor x) -> Tensor")
+_library.impl("stored_copy", lambda x: _StoredCopy.apply(x), "CompositeImplicitAutograd")
+stored_copy = torch.ops.tp_invariant.stored_copy.default
+
+
 def as_custom_op(
     function: type[torch.autograd.Function],
     *,
