@@ -303,7 +303,7 @@ def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
 
 
 def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable, *, ordered: bool = False) -> Any:
-    """An op that calls `op`, which has several results or a list of them, and has a derivative.
+    """An op that calls `op`, and has a derivative.
 
     It is decomposed while torch traces, so that a graph holds `op` alone, whose calls then pass no kernel of autograd:
     one written in Python takes as long as what such an op does itself.
@@ -311,11 +311,11 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
     schema: of both. backward: (ctx, *gradients) -> those of all arguments. setup_context: as of an autograd.Function.
     ordered: of `op`. While a graph still calls what is decomposed later, that call is kept even if nothing uses it.
     """
-    methods = {"forward": lambda *args: tuple(op(*args)), "backward": backward, "setup_context": setup_context}
+    in_a_list = [str(result.type) for result in op._schema.returns] == ["List[Tensor]"]
+    forward = (lambda *args: tuple(op(*args))) if in_a_list else (lambda *args: op(*args))
+    methods = {"forward": forward, "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
-
-    in_a_list = len(op._schema.returns) == 1
 
     def call(*args: Any) -> Any:
         results = function.apply(*args)
@@ -384,21 +384,25 @@ def as_custom_op(
     made = [i for i, position in enumerate(saved) if position is None]
     not_saved = [i for i in range(count) if i not in saved]
 
-    def run(inputs: tuple[Tensor | None, ...], sizes: Sequence[int], text: str) -> list[Tensor]:
+    def run(inputs: tuple[Tensor | None, ...], sizes: Sequence[int], text: str) -> Any:
         ctx = _Context()
         result = function.forward(ctx, *inputs, *_configs(text, sizes))
         others = () if makes_all else inputs
-        results = [_with_own_memory(result, others)]
+        result = _with_own_memory(result, others)
+        if not made:
+            return result
+        results = [result]
         for i in made:
             t = ctx.saved_tensors[i]
             results.append(nothing(result.device, result.dtype) if t is None else _with_own_memory(t, others))
         return results
 
-    def run_fake(*args: Any) -> list[Tensor]:
+    def run_fake(*args: Any) -> Any:
         *inputs, sizes, text = args
         _refuse_settings(name, _literals(text)[0])
         made_up = outputs(*inputs, *_configs(text, sizes))
-        return [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
+        results = [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
+        return results if made else results[0]
 
     def run_backward(grad: Tensor, saved_tensors: tuple[Tensor | None, ...], text: str) -> list[Tensor]:
         configs, needs, needs_of_all, _, dtypes = _read_adjoint(text)
@@ -420,10 +424,11 @@ def as_custom_op(
                 shapes[position] = t.shape
         return [grad.new_empty(shapes[i], dtype=dtypes[i]) for i in range(count) if needs[i]]
 
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        own, extras = inputs[:count], iter(output[1:])
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        own, others = inputs[:count], output[1:] if made else ()
+        extras = iter(others)
         saved_tensors = [next(extras) if position is None else own[position] for position in saved]
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*others)
         ctx.save_for_backward(*saved_tensors)
         ctx.sizes = [size for i in not_saved if own[i] is not None for size in own[i].shape]
         names = tuple("" if t is None else str(t.dtype).removeprefix("torch.") for t in own)
@@ -440,10 +445,10 @@ def as_custom_op(
 
         return backward
 
-    def single_rank(*args: Any) -> list[Tensor]:
+    def single_rank(*args: Any) -> Any:
         return run(args[:count], *args[count:])
 
-    def multi_rank(*args: Any) -> list[Tensor]:
+    def multi_rank(*args: Any) -> Any:
         return run(tuple([_alias(t) for t in args[:count]]), *args[count:])
 
     def single_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
@@ -460,7 +465,7 @@ def as_custom_op(
     ):
         schema = f"(Tensor grad, {saved_arguments}SymInt[] sizes, str settings) -> Tensor[]"
         adjoint = define(f"{name}{ending}_backward", schema, kernel_backward, run_backward_fake, ordered=bool(ending))
-        schema = f"({arguments}, SymInt[] sizes, str settings) -> Tensor[]"
+        schema = f"({arguments}, SymInt[] sizes, str settings) -> Tensor{'[]' if made else ''}"
         op = define(f"{name}{ending}", schema, kernel, run_fake, ordered=bool(ending))
         ops.append(with_derivative(op, schema, derivative(adjoint), setup_context, ordered=bool(ending)))
     single_rank_op, multi_rank_op = ops
@@ -483,6 +488,7 @@ def as_custom_op(
             configs.append(_encode(value, groups))
         group = groups[0] if groups else ""  # without a group, as on one rank
         op = multi_rank_op if group else single_rank_op
-        return op(*args[:count], sizes, _settings(group, *configs))[0]
+        results = op(*args[:count], sizes, _settings(group, *configs))
+        return results[0] if made else results
 
     return apply
