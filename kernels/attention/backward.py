@@ -10,7 +10,6 @@ If several query heads share a key head, dk and dv are written in fp32 for each 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import key_of
-from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, empty, interpreting, launch_on
+from ..launch import Launch, cdiv, empty, interpreting, launch_on, layout
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
     Problem,
@@ -431,18 +429,12 @@ def backward(
     mask_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
-    key = None
-    if mask is None and lengths is None and sinks is None:
-        key = key_of(("attention backward", spec), q, k, v, dout, out, lse)
-        known = _known.get(key) if key is not None else None
-        if type(known) is _Repeated and known.index == torch._C._cuda_getDevice():
-            return *known(q, k, v, dout, out, lse), None, None
     head_dim = q.shape[3]
     taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention backward"):
         dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
         given = (pad_heads(x, taken) for x in (dout, q, k, v, out))
-        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask, key)
+        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask)
     if taken != head_dim:
         grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
     dq, dk, dv = grads
@@ -484,54 +476,8 @@ class _Plan(NamedTuple):
     query_grid: tuple[int, int, int]
 
 
-class _Repeated(NamedTuple):
-    """A call that copied nothing, for those with tensors of the same layouts: it needs their addresses alone.
-
-    new         makes a tensor
-    results     the shape, strides and dtype of dq, dk, dv and delta
-    parts       the same of both fp32 parts, and the bytes of one; None where there are none
-    by_keys     of each launch its tensor maps of q, dout, lse and delta (None for lse and delta: their addresses)
-    of_k, of_v  the tensor maps of the launch for dq
-    """
-
-    plan: _Plan
-    index: int
-    new: Any
-    results: tuple[tuple, ...]
-    parts: tuple[tuple, int] | None
-    by_keys: tuple[tuple[_ByKeys, TensorMaps, TensorMaps, TensorMaps | None, TensorMaps | None], ...]
-    of_k: TensorMaps
-    of_v: TensorMaps
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        plan, index, new, results, parts, by_keys, of_k, of_v = self
-        dq, dk, dv, delta = [new(*result) for result in results]
-        at_q, at_k, at_v, at_dout = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
-        at_lse, at_delta, at_dk, at_dv = lse.data_ptr(), delta.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        at_parts, both = (at_dk, at_dv), None
-        if parts is not None:
-            both = new(*parts[0])
-            at_parts = both.data_ptr(), both.data_ptr() + parts[1]
-        plan.delta(index, out.data_ptr(), at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
-        for (run, _, numbers, grid), of_q, of_dout, of_lse, of_delta in by_keys:
-            rows = (at_lse, at_delta)
-            if of_lse is not None and of_delta is not None:
-                rows = *of_lse[at_lse], *of_delta[at_delta]
-            run(index, *of_q[at_q], *of_dout[at_dout], *rows, at_k, at_v, *at_parts, *_NO_OPTIONS, *numbers, grid=grid)
-        if plan.total is not None:
-            plan.total(index, *at_parts, at_dk, at_dv, *plan.total_numbers, grid=plan.total_grid)
-        plan.by_queries(
-            index, at_q, at_dout, *of_k[at_k], *of_v[at_v], at_lse, at_delta, dq.data_ptr(), *_NO_OPTIONS, None,
-            *plan.query_numbers, grid=plan.query_grid,
-        )  # fmt: skip
-        return dq, dk, dv
-
-
-_NO_OPTIONS = (None,) * 7  # neither cu_seqlens nor a matrix
 _MAX_KNOWN = 4096
-_known: dict[tuple, _Plan | _Repeated] = {}  # of calls that copied nothing, by the layouts of their tensors
+_known: dict[tuple, _Plan] = {}  # of calls that copied nothing, by the layouts of their tensors
 
 
 def _plan(
@@ -608,30 +554,6 @@ def _plan(
     )
 
 
-def _as_repeated(plan: _Plan, results: Sequence[Tensor], lse: Tensor) -> _Repeated:
-    (of_q, of_dout), (of_k, of_v) = [[rows[:2] for rows in pair] for pair in (plan.key_rows, plan.query_rows)]
-    of_lse = (lse.numel(),), (1,)
-    parts = None
-    if plan.parts is not None:
-        layout_of_parts = plan.parts, contiguous_strides(plan.parts), torch.float32
-        parts = layout_of_parts, 4 * math.prod(plan.parts[1:])
-    by_keys = []
-    for of_keys in plan.by_keys:
-        maps = of_keys.run.tensor_maps
-        rows = (maps(2, *of_lse), maps(3, *of_lse)) if plan.aligned_rows else (None, None)
-        by_keys.append((of_keys, maps(0, *of_q), maps(1, *of_dout), *rows))
-    return _Repeated(
-        plan,
-        lse.get_device(),
-        allocator(lse.device),
-        tuple([(tuple(x.shape), x.stride(), x.dtype) for x in results]),
-        parts,
-        tuple(by_keys),
-        plan.by_queries.tensor_maps(0, *of_k),
-        plan.by_queries.tensor_maps(1, *of_v),
-    )
-
-
 def _are_aligned(lse: Tensor, p: Problem) -> bool:
     """Whether TMA can read blocks of lse's rows: it takes multiples of 16 bytes."""
     packed = p.flags[3]
@@ -649,17 +571,16 @@ def _backward(
     lengths: PackedLengths | None,
     mask: Tensor | None,
     dmask: Tensor | None,
-    key: tuple | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask. key: all that the call depends on, except addresses."""
+    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
     dq, dk, dv = [empty(x.shape, x.dtype, x.device, strides_of_heads(x.shape)) for x in (q, k, v)]
     mask = None if mask is None else mask.resolve_neg()
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
-    given = q, k, v, dout, out, lse
-    key = None if interpreting() else key
-    known = _known.get(key) if key is not None else None
-    plan = known.plan if type(known) is _Repeated else known
+    given, key = (q, k, v, dout, out, lse), None
+    if mask is None and lengths is None and not interpreting():
+        key = (spec, *map(layout, given))
+    plan = known = _known.get(key) if key is not None else None
     if plan is None:
         q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
         lse = aligned_flat(lse)
@@ -705,6 +626,4 @@ def _backward(
         if len(_known) >= _MAX_KNOWN:
             _known.clear()
         _known[key] = plan
-    elif type(known) is _Plan and all([run.direct for run in (plan.by_queries, *[run for run, *_ in plan.by_keys])]):
-        _known[key] = _as_repeated(plan, (dq, dk, dv, delta), lse)
     return dq, dk, dv, delta

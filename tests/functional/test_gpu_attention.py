@@ -106,23 +106,6 @@ def _without_gqa(attention):
     return lambda q, k, v, enable_gqa, **options: attention(q, k, v, **options)
 
 
-@pytest.mark.parametrize("dim", (96, 128, 256))
-@pytest.mark.parametrize("heads", ((4, 4), (6, 2)))
-def test_a_backward_that_repeats_an_earlier_one(dim, heads, monkeypatch):
-    """Its gradients are those that are computed where nothing is known, of other data than the earlier one's."""
-    from tp_invariant.kernels.attention import backward
-
-    for s, t in ((300, 300), (77, 130)):
-        of_calls = [[torch.randn_like(x) for x in data(heads, s, t, dim, torch.bfloat16)] for _ in range(4)]
-        monkeypatch.setattr(backward, "_known", {})
-        repeated = [attend(*tensors, is_causal=True) for tensors in of_calls]
-        for tensors, found in zip(of_calls, repeated, strict=True):
-            monkeypatch.setattr(backward, "_known", {})
-            for name, expected in attend(*tensors, is_causal=True).items():
-                assert same_bytes(found[name], expected), name
-        assert not same_bytes(repeated[2]["dk"], repeated[3]["dk"])
-
-
 @pytest.mark.parametrize("dim", (64, 96, 128, 256))
 @pytest.mark.parametrize("kind", ("full", "causal", "mask"))
 def test_values(kind, dim):
