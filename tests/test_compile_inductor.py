@@ -189,6 +189,33 @@ def small(tp_group: Any, compiled: bool, modes: tuple[bool, ...], dtype: torch.d
 
 
 @needs_compiler
+def test_rounding_where_several_ranks_would_gather():
+    """On one rank too x is rounded there, and so is its gradient, and who writes to the result leaves x alone. Without
+    the gather inductor rounds once, at the end."""
+
+    def block(x: Tensor, y: Tensor, w: Tensor, gather: Any) -> tuple[Tensor, Tensor]:
+        s = x + y
+        part = gather(s)
+        out = part.float() * w
+        part.zero_()
+        return out, s
+
+    def results(call: Any, gather: Any) -> list[Tensor]:
+        x, y, w = (wide_randn(2, 8, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+        x, y = x.bfloat16().requires_grad_(), y.bfloat16()
+        out, s = call(x, y, w, gather)
+        (out.sum() + s.float().sum()).backward()
+        return [out.detach(), x.grad, s.detach()]
+
+    torch.compiler.reset()
+    compiled, gather = torch.compile(block, fullgraph=True), functools.partial(gather_sequence, tp_group=None)
+    right = results(block, gather)
+    assert_bitwise_equal(results(compiled, gather), right)
+    control = results(compiled, torch.clone)
+    assert all((one != other).any() for one, other in zip(control[:2], right[:2], strict=True))
+
+
+@needs_compiler
 def test_small_models_with_the_mode_off():
     """The control: TP=2 has other bits than TP=1, and both are right. With the mode on: `test_a_model`."""
     (exact,) = small(None, False, (OFF,), torch.float64)

@@ -22,7 +22,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -169,23 +169,47 @@ def _decode(value: Any, group: Any) -> Any:
 _SIZES = ("sizes",)  # stands in a text for sizes, which are given beside it
 
 
+def _settings(group: str, *values: Any) -> str:
+    """The text of an op's settings: the name of its group, and what `_decode` reads."""
+    return repr((group, *values))
+
+
+_literals = lru_cache(maxsize=4096)(ast.literal_eval)
+
+
 @lru_cache(maxsize=4096)
 def _read(text: str, group: Any) -> tuple[tuple, bool]:
     """The configs of a text, and whether sizes are among them."""
-    configs = _decode(ast.literal_eval(text), group)
+    configs = tuple([_decode(value, group) for value in _literals(text)[1:]])
     return configs, _SIZES in configs
 
 
-def _configs(text: str, group: str, sizes: Sequence[int]) -> tuple:
-    configs, with_sizes = _read(text, group_by_name(group))
+def _configs(text: str, sizes: Sequence[int]) -> tuple:
+    configs, with_sizes = _read(text, group_by_name(_literals(text)[0]))
     return tuple([list(sizes) if value == _SIZES else value for value in configs]) if with_sizes else configs
 
 
+class _Adjoint(NamedTuple):
+    """What the text of a backward op says. Of each tensor argument of its forward: whether its gradient is needed, how
+    many dims it has, and its dtype, None for one that is None."""
+
+    configs: tuple
+    needs: tuple[bool, ...]
+    needs_of_all: tuple[bool, ...]  # of the configs too
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+
+
 @lru_cache(maxsize=4096)
-def _read_adjoint(text: str, group: Any) -> tuple[tuple, tuple[int, ...], tuple[torch.dtype | None, ...]]:
-    """The configs of a backward op's text, and how many dims and which dtype each tensor has, None for None."""
-    configs, dims, names = _decode(ast.literal_eval(text), group)
-    return configs, dims, tuple(getattr(torch, name) if name else None for name in names)
+def _read_adjoint_of(text: str, group: Any) -> _Adjoint:
+    _, values, needs, dims, names = _literals(text)
+    configs = tuple([_decode(value, group) for value in values])
+    dtypes = tuple([getattr(torch, name) if name else None for name in names])
+    return _Adjoint(configs, needs, (*needs, *_NO_GRADS[: len(configs)]), dims, dtypes)
+
+
+def _read_adjoint(text: str) -> _Adjoint:
+    return _read_adjoint_of(text, group_by_name(_literals(text)[0]))
 
 
 # --- functions without a result -------------------------------------------------------------------------------------
@@ -245,7 +269,7 @@ class _Context:
     """The context object for Function.forward and Function.backward inside an op, in place of autograd's."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
-    needs_input_grad: tuple[bool, ...] = ()
+    needs_input_grad: tuple[bool, ...] = (False,) * 32  # for more arguments than any function has
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -260,8 +284,14 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
-_NO_GRADS = (False,) * 32  # for more arguments than any function has
+_NO_GRADS = _Context.needs_input_grad
 _NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; no other saved tensor has it
+
+
+@lru_cache(maxsize=64)
+def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What an op returns in place of None, where no graph reads it: the same each time, and without memory."""
+    return torch.empty(_NONE_SHAPE, device=device, dtype=dtype)
 
 
 def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
@@ -273,7 +303,7 @@ def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
 
 
 def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable, *, ordered: bool = False) -> Any:
-    """An op that calls `op`, which has several results or a list of them, and has a derivative.
+    """An op that calls `op`, and has a derivative.
 
     It is decomposed while torch traces, so that a graph holds `op` alone, whose calls then pass no kernel of autograd:
     one written in Python takes as long as what such an op does itself.
@@ -281,11 +311,11 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
     schema: of both. backward: (ctx, *gradients) -> those of all arguments. setup_context: as of an autograd.Function.
     ordered: of `op`. While a graph still calls what is decomposed later, that call is kept even if nothing uses it.
     """
-    methods = {"forward": lambda *args: tuple(op(*args)), "backward": backward, "setup_context": setup_context}
+    in_a_list = [str(result.type) for result in op._schema.returns] == ["List[Tensor]"]
+    forward = (lambda *args: tuple(op(*args))) if in_a_list else (lambda *args: op(*args))
+    methods = {"forward": forward, "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
-
-    in_a_list = len(op._schema.returns) == 1
 
     def call(*args: Any) -> Any:
         results = function.apply(*args)
@@ -297,6 +327,35 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
     return has_side_effect(overload) if ordered else overload
 
 
+_library.define("store_(Tensor(a!) x) -> ()")
+_library.impl("store_", lambda x: None, "CompositeExplicitAutograd")
+torch.library.register_fake("tp_invariant::store_", lambda x: None, lib=_library)
+
+
+def _stored_copy(x: Tensor) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    torch.ops.tp_invariant.store_.default(x)
+    return x
+
+
+class _StoredCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _stored_copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _stored_copy(grad)
+
+
+# What an op of several ranks that moves x is on one rank: x in memory of its own, and so its gradient, for the same
+# roundings. A compiler computes what is before and after it apart, each rounded to its dtype, and copies where somebody
+# else needs the same memory. `store_` says to it that memory is written, and does nothing.
+_library.define("stored_copy(Tensor x) -> Tensor")
+_library.impl("stored_copy", lambda x: _StoredCopy.apply(x), "CompositeImplicitAutograd")
+stored_copy = torch.ops.tp_invariant.stored_copy.default
+
+
 def as_custom_op(
     function: type[torch.autograd.Function],
     *,
@@ -305,6 +364,7 @@ def as_custom_op(
     outputs: Callable[..., Sequence[Tensor | None]],
     restore: Callable[..., None],
     saved: Sequence[int | None] = (),
+    makes_all: bool = False,
 ) -> Callable[..., Any]:
     """function.apply, and while torch.compile traces a custom op that runs function's forward and backward.
 
@@ -316,98 +376,96 @@ def as_custom_op(
         outputs: (*arguments) -> empty tensors like forward's result and those of `saved` that are None.
         saved: what forward saves for backward: the position of an argument, or None for a tensor that it makes.
         restore: (ctx, dtypes, *settings), sets what else forward sets on its context; dtypes are those of the tensors.
+        makes_all: nothing that forward or backward returns or makes is a view of a tensor that it was given. Otherwise
+            each is compared with each at every call.
     """
     count = len(tensors)
     arguments = ", ".join(f"Tensor{'?' if t.endswith('?') else ''} {t.rstrip('?')}" for t in tensors)
+    made = [i for i, position in enumerate(saved) if position is None]
+    not_saved = [i for i in range(count) if i not in saved]
 
-    def run(inputs: list[Tensor | None], group: str, sizes: Sequence[int], text: str) -> list[Tensor]:
+    def run(inputs: tuple[Tensor | None, ...], sizes: Sequence[int], text: str) -> Any:
         ctx = _Context()
-        ctx.needs_input_grad = _NO_GRADS
-        result = function.forward(ctx, *inputs, *_configs(text, group, sizes))
-        extras = [t for t, position in zip(ctx.saved_tensors, saved, strict=True) if position is None]
-        return [
-            _with_own_memory(result, inputs),
-            *[result.new_empty(_NONE_SHAPE) if t is None else _with_own_memory(t, inputs) for t in extras],
-        ]
+        result = function.forward(ctx, *inputs, *_configs(text, sizes))
+        others = () if makes_all else inputs
+        result = _with_own_memory(result, others)
+        if not made:
+            return result
+        results = [result]
+        for i in made:
+            t = ctx.saved_tensors[i]
+            results.append(nothing(result.device, result.dtype) if t is None else _with_own_memory(t, others))
+        return results
 
-    def run_fake(*args: Any) -> list[Tensor]:
-        inputs, (group, sizes, text) = args[:count], args[count:]
-        _refuse_settings(name, group)
-        made_up = outputs(*inputs, *_configs(text, group, sizes))
-        return [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
+    def run_fake(*args: Any) -> Any:
+        *inputs, sizes, text = args
+        _refuse_settings(name, _literals(text)[0])
+        made_up = outputs(*inputs, *_configs(text, sizes))
+        results = [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
+        return results if made else results[0]
 
-    def run_backward(
-        grad: Tensor, saved_tensors: tuple[Tensor | None, ...], needs: list[bool], group: str, text: str
-    ) -> list[Tensor]:
-        configs, _, dtypes = _read_adjoint(text, group_by_name(group))
+    def run_backward(grad: Tensor, saved_tensors: tuple[Tensor | None, ...], text: str) -> list[Tensor]:
+        configs, needs, needs_of_all, _, dtypes = _read_adjoint(text)
         ctx = _Context()
-        ctx.saved_tensors = saved_tensors
-        ctx.needs_input_grad = (*needs, *_NO_GRADS[: len(configs)])
+        ctx.saved_tensors, ctx.needs_input_grad = saved_tensors, needs_of_all
         restore(ctx, dtypes, *configs)
         grads = function.backward(ctx, grad)
-        others = (grad, *saved_tensors)
-        return [_with_own_memory(g, others) for g, need in zip(grads, needs, strict=False) if need]
+        others = () if makes_all else (grad, *saved_tensors)
+        return [_with_own_memory(grads[i], others) for i in range(count) if needs[i]]
 
-    def run_backward_fake(
-        grad: Tensor,
-        saved_tensors: list[Tensor | None],
-        needs: list[bool],
-        shapes: Sequence[int],
-        group: str,
-        text: str,
-    ) -> list[Tensor]:
-        _, dims, dtypes = _read_adjoint(text, group_by_name(group))
-        left, grads = list(shapes), []
-        for need, dim, dtype in zip(needs, dims, dtypes, strict=True):
-            shape, left = left[:dim], left[dim:]
-            if need:
-                grads.append(grad.new_empty(shape, dtype=dtype))
-        return grads
+    def run_backward_fake(grad: Tensor, *args: Any) -> list[Tensor]:
+        *saved_tensors, sizes, text = args
+        _, needs, _, dims, dtypes = _read_adjoint(text)
+        left, shapes = list(sizes), {}
+        for i in not_saved:
+            shapes[i], left = left[: dims[i]], left[dims[i] :]
+        for position, t in zip(saved, saved_tensors, strict=True):
+            if position is not None and t is not None:
+                shapes[position] = t.shape
+        return [grad.new_empty(shapes[i], dtype=dtypes[i]) for i in range(count) if needs[i]]
 
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        own, extras = inputs[:count], iter(output[1:])
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        own, others = inputs[:count], output[1:] if made else ()
+        extras = iter(others)
         saved_tensors = [next(extras) if position is None else own[position] for position in saved]
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*others)
         ctx.save_for_backward(*saved_tensors)
-        ctx.shapes = [] if not count else [size for t in own if t is not None for size in t.shape]
+        ctx.sizes = [size for i in not_saved if own[i] is not None for size in own[i].shape]
         names = tuple("" if t is None else str(t.dtype).removeprefix("torch.") for t in own)
-        ctx.group, _, text = inputs[count:]
-        dims = tuple(0 if t is None else t.dim() for t in own)
-        ctx.text = repr(("tuple", ast.literal_eval(text), ("tuple", *dims), ("tuple", *names)))
+        group, *values = _literals(inputs[-1])
+        ctx.settings = group, tuple(values), tuple(0 if t is None else t.dim() for t in own), names
 
     def derivative(backward_op: Callable) -> Callable:
         def backward(ctx: Any, grad: Tensor, *_: None) -> tuple:
-            needs = list(ctx.needs_input_grad[:count])
-            saved_tensors = [None if tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
-            found = iter(backward_op(grad, saved_tensors, needs, ctx.shapes, ctx.group, ctx.text))
-            return *(next(found) if need else None for need in needs), None, None, None
+            group, values, dims, names = ctx.settings
+            needs = tuple(ctx.needs_input_grad[:count])
+            saved_tensors = [None if t is None or tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
+            found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _settings(group, values, needs, dims, names)))
+            return *(next(found) if need else None for need in needs), None, None
 
         return backward
 
-    def single_rank(*args: Any) -> list[Tensor]:
-        return run(list(args[:count]), *args[count:])
+    def single_rank(*args: Any) -> Any:
+        return run(args[:count], *args[count:])
 
-    def multi_rank(*args: Any) -> list[Tensor]:
-        return run([_alias(t) for t in args[:count]], *args[count:])
+    def multi_rank(*args: Any) -> Any:
+        return run(tuple([_alias(t) for t in args[:count]]), *args[count:])
 
-    def single_rank_backward(
-        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], *settings: str
-    ) -> list[Tensor]:
-        return run_backward(grad, tuple(saved_tensors), needs, *settings)
+    def single_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
+        return run_backward(grad, args[:-2], args[-1])
 
-    def multi_rank_backward(
-        grad: Tensor, saved_tensors: list[Tensor | None], needs: list[bool], shapes: Sequence[int], *settings: str
-    ) -> list[Tensor]:
-        return run_backward(grad, tuple([_alias(t) for t in saved_tensors]), needs, *settings)
+    def multi_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
+        return run_backward(grad, tuple([_alias(t) for t in args[:-2]]), args[-1])
 
+    saved_arguments = "".join([f"Tensor? saved_{i}, " for i in range(len(saved))])
     ops = []
     for ending, kernel, kernel_backward in (
         ("", single_rank, single_rank_backward),
         ("_ranks", multi_rank, multi_rank_backward),
     ):
-        schema = "(Tensor grad, Tensor?[] saved, bool[] needs, SymInt[] shapes, str group, str settings) -> Tensor[]"
+        schema = f"(Tensor grad, {saved_arguments}SymInt[] sizes, str settings) -> Tensor[]"
         adjoint = define(f"{name}{ending}_backward", schema, kernel_backward, run_backward_fake, ordered=bool(ending))
-        schema = f"({arguments}, str group, SymInt[] sizes, str settings) -> Tensor[]"
+        schema = f"({arguments}, SymInt[] sizes, str settings) -> Tensor{'[]' if made else ''}"
         op = define(f"{name}{ending}", schema, kernel, run_fake, ordered=bool(ending))
         ops.append(with_derivative(op, schema, derivative(adjoint), setup_context, ordered=bool(ending)))
     single_rank_op, multi_rank_op = ops
@@ -430,6 +488,7 @@ def as_custom_op(
             configs.append(_encode(value, groups))
         group = groups[0] if groups else ""  # without a group, as on one rank
         op = multi_rank_op if group else single_rank_op
-        return op(*args[:count], group, sizes, repr(("tuple", *configs)))[0]
+        results = op(*args[:count], sizes, _settings(group, *configs))
+        return results[0] if made else results
 
     return apply

@@ -94,6 +94,7 @@ gated_activation_of_two = as_custom_op(
     outputs=_output,
     restore=_restore,
     saved=(0, 1),
+    makes_all=True,
 )
 
 
@@ -141,4 +142,5 @@ gated_activation_of_halves = as_custom_op(
     outputs=_halves_output,
     restore=_restore_halves,
     saved=(0,),
+    makes_all=True,
 )

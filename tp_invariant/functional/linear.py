@@ -182,10 +182,33 @@ def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """backward of each kind of layer in a group of one rank, where nothing is sharded."""
     x, weight = _Linear.saved_tensors_of(ctx)
     call: LinearCall = ctx.call
+    need_x, need_w, need_b, *_ = ctx.needs_input_grad
+    key = known = None
+    if call.main_grad is None:
+        bias_dtype = ctx.bias_dtype if need_b else None
+        key, known = repeat_products(call.gemm_fn, ("gradients", need_x, need_w, bias_dtype), dy, x, weight)
+    if known is not None:
+        (of_x, of_weight, of_bias, ones), at = known, dy.data_ptr()
+        return (
+            None if of_x is None else of_x(at, weight.data_ptr()),
+            None if of_weight is None else of_weight(at, x.data_ptr()),
+            None if of_bias is None else of_bias(ones, at),
+            None,
+        )
+    given = dy
     if not dy.is_contiguous():
         dy = flatten_tokens(dy).view(dy.shape)  # one copy for all products
-    dx = _local(call, dy, weight) if ctx.needs_input_grad[0] else None
-    return dx, *_weight_grads(ctx, weight, lambda: dy, lambda: x), None
+    dx = _local(call, dy, weight) if need_x else None
+    dw, db = _weight_grads(ctx, weight, lambda: dy, lambda: x)
+    rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
+    if key is not None and _is_same_memory(rows, given) and _is_same_memory(x_rows, x):
+        ones = None if db is None else ones_that_stay(rows)
+        of_x = None if dx is None else (rows, weight, None, dy.dtype, dx.shape)
+        of_weight = None if dw is None else (rows.t(), x_rows, None, weight.dtype, dw.shape)
+        of_bias = None if db is None or ones is None else (ones, rows, None, db.dtype, db.shape)
+        if (of_x or of_weight) and (of_bias is None) == (db is None):
+            remember_products(key, of_x, of_weight, of_bias, None if ones is None else ones.data_ptr())
+    return dx, dw, db, None
 
 
 def _release_if_exclusive(gathered: Pending | None) -> None:
@@ -362,8 +385,9 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
         ctx.weight, ctx.tokens = _unless_computed(ctx.saved_tensors[1]), None
 
     return as_custom_op(
-        function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore
-    )
+        function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore,
+        makes_all=True,
+    )  # fmt: skip
 
 
 column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1))

@@ -130,6 +130,12 @@ def _gradients(
     if not x.is_contiguous():
         x = flatten_tokens(x).view(x.shape)  # the same
     rms, zero_centered = call.rms, call.zero_centered
+    whole = call.heads_dim == x.dim() - 2 and call.group.size == 1  # all heads are here, those of a token in a row
+    if whole and x.is_cuda and need_x and need_weight and not need_bias:
+        dx, dweight = kernels.norm_backward_of_heads(
+            dy, x, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=rms, zero_centered=zero_centered
+        )
+        return dx, dweight, None
     if need_weight or need_bias:
         whole_sums = call.heads_dim is None and call.sharding.partial_sums_fit(x.shape, ROWS_PER_SUM)
         if need_x and whole_sums:
@@ -243,6 +249,7 @@ invariant_norm = as_custom_op(
     outputs=_norm_outputs,
     restore=_restore,
     saved=(0, 1, None, None),
+    makes_all=True,
 )
 
 

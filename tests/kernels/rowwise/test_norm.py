@@ -275,6 +275,26 @@ def test_one_launch_gives_the_bits_of_two(norms, t, h, dtype, rms):
     check_one_launch(norms, t, h, dtype, rms)
 
 
+@both_norms
+@pytest.mark.parametrize("heads, h, dtype", ((3, 16, torch.bfloat16), (1, 24, torch.float32)))
+def test_backward_of_heads(heads, h, dtype, rms):
+    """The bits of the calls that it is made of, also of a call that repeats an earlier one: on a GPU, all but the
+    first of each layout."""
+    for seed in range(4):
+        t = (70, 5)[seed % 2]
+        x, dy = (rand(t, heads, h, dtype=dtype, seed=10 * seed + i, wide=True) for i in range(2))
+        w = rand(h, seed=seed)
+        _, mean, rstd = norm.norm_forward(x, w, None, eps=EPS, rms=rms, zero_centered=True)
+        given = dict(rms=rms, zero_centered=True)
+        dx, dw = norm.norm_backward_of_heads(dy, x, w, mean, rstd, rows_per_sum=32, **given)
+        rows, by_head = (
+            [None if z is None else z.view(t, -1) for z in zs] for zs in ((dy, x), (None if rms else mean, rstd))
+        )
+        sums = norm.norm_weight_partial_sums(*rows, *by_head, rows_per_sum=32, rms=rms, with_bias=False)
+        folded = norm.fold_partial_sums(norm.fold_partial_sums(sums).view(heads, h), w.dtype)
+        assert_bitwise_equal([dx, dw], [norm.norm_backward_input(dy, x, w, mean, rstd, **given), folded], f"{seed}")
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 def test_fold_rounds_once(norms, dtype):
     leaves = rand(5, 300, wide=True)
