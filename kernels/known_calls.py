@@ -45,7 +45,7 @@ class KnownCall(NamedTuple):
 
 
 _MAX_KNOWN = 4096
-_known: dict[tuple, KnownCall] = {}
+_known: dict[tuple, Any] = {}
 
 
 def key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
@@ -58,17 +58,22 @@ def key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
         return None
 
 
-def find(key: tuple | None) -> KnownCall | None:
-    """The known call, if it was on the current device."""
+def find(key: tuple | None) -> Any:
+    """What is kept under this key, if its call was on the current device."""
     known = _known.get(key) if key is not None else None
     return known if known is not None and known.index == torch._C._cuda_getDevice() else None
 
 
 def remember(key: tuple | None, launch: Launch, results: Sequence[Tensor], numbers: tuple, grid: tuple) -> None:
+    like = results[0]
+    layouts = tuple((tuple(result.shape), result.stride(), result.dtype) for result in results)
+    keep(key, KnownCall(launch, like.get_device(), allocator(like.device), layouts, numbers, (*grid, 1, 1)[:3]))
+
+
+def keep(key: tuple | None, known: Any) -> None:
+    """For what `KnownCall` does not suffice for; `known.index` is its device's."""
     if key is None or interpreting():
         return
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
-    like = results[0]
-    layouts = tuple((tuple(result.shape), result.stride(), result.dtype) for result in results)
-    _known[key] = KnownCall(launch, like.get_device(), allocator(like.device), layouts, numbers, (*grid, 1, 1)[:3])
+    _known[key] = known

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +180,15 @@ class Launch:
                 self._maps.clear()
             maps = self._maps[key] = TensorMaps(self._expand, self._layouts[position], shape, strides)
         return maps
+
+    def describer(
+        self, position: int, block: Sequence[int], shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Callable[[Tensor], tuple]:
+        """`descriptor` of any tensor, as this shape and strides make of its memory."""
+        if self._direct is None:
+            return lambda x: self.descriptor(position, x, block, shape, strides)
+        maps = self.tensor_maps(position, shape, strides)
+        return lambda x: maps[x.data_ptr()]
 
     @property
     def direct(self) -> bool:

@@ -158,6 +158,15 @@ def pytest_exception_interact(call):
             rank_pool.discard_pool(device)
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """Under pytest-xdist, where workers share GPUs, a process keeps no memory of a test that is over."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        if (pool := rank_pool._pools.get("cuda")) is not None:
+            testing.run_ranks(lambda group: torch.cuda.empty_cache(), pool.size, device="cuda")
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random composed models (tests/test_fuzz.py)")
     group.addoption("--fuzz", type=int, default=None, metavar="N", help="as many models, instead of the fixed few")

@@ -10,6 +10,7 @@ If several query heads share a key head, dk and dv are written in fp32 for each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, cdiv, empty, interpreting, launch_on, layout
+from ..known_calls import find, keep, key_of
+from ..launch import Launch, allocator, cdiv, contiguous_strides, empty, launch_on
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
     Problem,
@@ -429,12 +431,19 @@ def backward(
     mask_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
+    key = None
+    if lengths is None and mask is None:
+        key = key_of(("attention backward", spec), q, k, v, dout, out, lse)
+        known = find(key)
+        if known is not None:
+            dq, dk, dv, delta = _repeat(known, dout, q, k, v, out, lse)
+            return dq, dk, dv, None if sinks is None else sink_grads(sinks, delta, lse), None
     head_dim = q.shape[3]
     taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention backward"):
         dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
         given = (pad_heads(x, taken) for x in (dout, q, k, v, out))
-        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask)
+        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask, key if taken == head_dim else None)
     if taken != head_dim:
         grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
     dq, dk, dv = grads
@@ -476,8 +485,81 @@ class _Plan(NamedTuple):
     query_grid: tuple[int, int, int]
 
 
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Plan] = {}  # of calls that copied nothing, by the layouts of their tensors
+class _Known(NamedTuple):
+    """An earlier call, with all that the next one with tensors of the same layouts has in common with it: no packing or
+    mask, and nothing to copy.
+
+    results    the shape, strides and dtype of dq, dk, dv and delta
+    parts      those of dk's and dv's parts, as one tensor, and the bytes of dk's; None if there are none
+    delta, total, by_queries   a launch, its arguments after the tensors, and its grid
+    by_keys    of each launch the same, and before them what describes q, dout, lse and delta, or None for an address
+    query_maps what describes k and v
+    """
+
+    index: int
+    new: Any
+    results: list[tuple]
+    parts: tuple[tuple, int] | None
+    delta: tuple
+    by_keys: list[tuple]
+    total: tuple
+    by_queries: tuple
+    query_maps: tuple[Any, Any]
+
+
+def _as_known(plan: _Plan, results: Sequence[Tensor], lse: Tensor) -> _Known:
+    """results: dq, dk, dv, delta."""
+    by_keys, parts = [], None
+    for run, block, numbers, grid in plan.by_keys:
+        of_q, of_dout = (x.describer(run, place, block) for place, x in enumerate(plan.key_rows))
+        of_rows = [None, None]
+        if plan.aligned_rows:
+            of_rows = [run.describer(place, block[:1], (lse.numel(),), (1,)) for place in (2, 3)]
+        by_keys.append((of_q, of_dout, *of_rows, run, _NOTHING + numbers, grid))
+    if plan.parts is not None:
+        parts = (plan.parts, contiguous_strides(plan.parts), torch.float32), 4 * math.prod(plan.parts[1:])
+    return _Known(
+        index=lse.get_device(),
+        new=allocator(lse.device),
+        results=[(tuple(x.shape), x.stride(), x.dtype) for x in results],
+        parts=parts,
+        delta=(plan.delta, plan.delta_numbers, plan.delta_grid),
+        by_keys=by_keys,
+        total=(plan.total, plan.total_numbers, plan.total_grid),
+        by_queries=(plan.by_queries, (*_NOTHING, None, *plan.query_numbers), plan.query_grid),
+        query_maps=tuple(
+            x.describer(plan.by_queries, place, plan.query_block) for place, x in enumerate(plan.query_rows)
+        ),
+    )
+
+
+_NOTHING = (None, None, *matrix_arguments(None))  # cu_q, cu_k, mask
+
+
+def _repeat(
+    known: _Known, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, delta. Addresses are passed, which saves Triton from asking tensors for theirs."""
+    index, new, results, parts, (run_delta, delta_numbers, delta_grid), by_keys, total, by_queries, (of_k, of_v) = known
+    dq, dk, dv, delta = [new(*of_result) for of_result in results]
+    at_q, at_k, at_v, at_dout, at_lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), lse.data_ptr()
+    at_delta, at_dk, at_dv = delta.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    to_dk, to_dv = at_dk, at_dv
+    if parts is not None:
+        of_parts, size = parts
+        both = new(*of_parts)
+        to_dk = both.data_ptr()
+        to_dv = to_dk + size
+    run_delta(index, out.data_ptr(), at_dout, at_delta, *delta_numbers, grid=delta_grid)
+    for of_q, of_dout, of_lse, of_delta, run, numbers, grid in by_keys:
+        lse_args, delta_args = ((at_lse,), (at_delta,)) if of_lse is None else (of_lse(lse), of_delta(delta))
+        run(index, *of_q(q), *of_dout(dout), *lse_args, *delta_args, at_k, at_v, to_dk, to_dv, *numbers, grid=grid)
+    if parts is not None:
+        run, numbers, grid = total
+        run(index, to_dk, to_dv, at_dk, at_dv, *numbers, grid=grid)
+    run, numbers, grid = by_queries
+    run(index, at_q, at_dout, *of_k(k), *of_v(v), at_lse, at_delta, dq.data_ptr(), *numbers, grid=grid)
+    return dq, dk, dv, delta
 
 
 def _plan(
@@ -571,59 +653,47 @@ def _backward(
     lengths: PackedLengths | None,
     mask: Tensor | None,
     dmask: Tensor | None,
+    key: tuple | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
+    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask. key: to remember the call by."""
     dq, dk, dv = [empty(x.shape, x.dtype, x.device, strides_of_heads(x.shape)) for x in (q, k, v)]
     mask = None if mask is None else mask.resolve_neg()
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
-    given, key = (q, k, v, dout, out, lse), None
-    if mask is None and lengths is None and not interpreting():
-        key = (spec, *map(layout, given))
-    plan = known = _known.get(key) if key is not None else None
-    if plan is None:
-        q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
-        lse = aligned_flat(lse)
-        # only these are read through descriptors; a copy of one is another tensor for the pointers, too
-        (q_matrix, of_q), (k_matrix, of_k), (v_matrix, of_v), (dout_matrix, of_dout) = map(as_rows, (q, k, v, dout))
-        p = problem(q, k, spec, lengths, mask=mask)
-        plan = _plan(q, k, v, dout, out, lse, (of_q, of_k, of_v, of_dout), spec.scale, p, dmask is not None)
-    else:
-        q_matrix, k_matrix, v_matrix, dout_matrix = q, k, v, dout
+    given = q, k, v, dout, out, lse
+    q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
+    lse = aligned_flat(lse)
+    # only these are read through descriptors; a copy of one is another tensor for the pointers, too
+    (q_matrix, of_q), (k_matrix, of_k), (v_matrix, of_v), (dout_matrix, of_dout) = map(as_rows, (q, k, v, dout))
+    p = problem(q, k, spec, lengths, mask=mask)
+    plan = _plan(q, k, v, dout, out, lse, (of_q, of_k, of_v, of_dout), spec.scale, p, dmask is not None)
     delta = empty(lse.shape, lse.dtype, lse.device)  # like lse, which is contiguous here
     parts: tuple[Tensor, ...] = (dk, dv)
     if plan.parts is not None:
         parts = empty(plan.parts, torch.float32, q.device).unbind(0)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
     matrix, index = matrix_arguments(mask, plan.matrix_unit), plan.index
-    (of_q, of_dout), (of_k, of_v) = plan.key_rows, plan.query_rows
     k_args = of_k.descriptor(plan.by_queries, 0, k_matrix, plan.query_block)
     v_args = of_v.descriptor(plan.by_queries, 1, v_matrix, plan.query_block)
-    at: list[Any] = [q, k, v, dout, out, lse, delta, dq, dk, dv, *parts]
-    if known is not None:  # addresses, which saves Triton from asking tensors for theirs
-        at = [x.data_ptr() for x in at]
-    at_q, at_k, at_v, at_dout, at_out, at_lse, at_delta, at_dq, at_dk, at_dv, *at_parts = at
-    plan.delta(index, at_out, at_dout, at_delta, *plan.delta_numbers, grid=plan.delta_grid)
+    plan.delta(index, out, dout, delta, *plan.delta_numbers, grid=plan.delta_grid)
     for run, block, numbers, grid in plan.by_keys:
         q_args, dout_args = of_q.descriptor(run, 0, q_matrix, block), of_dout.descriptor(run, 1, dout_matrix, block)
-        lse_args, delta_args = ((at_lse,), (at_delta,))
+        lse_args, delta_args = ((lse,), (delta,))
         if plan.aligned_rows:
             lse_args, delta_args = (
                 run.descriptor(place, x, block[:1], (lse.numel(),), (1,)) for place, x in ((2, lse), (3, delta))
             )
         run(
-            index, *q_args, *dout_args, *lse_args, *delta_args, at_k, at_v, *at_parts, cu_q, cu_k, *matrix, *numbers,
+            index, *q_args, *dout_args, *lse_args, *delta_args, k, v, *parts, cu_q, cu_k, *matrix, *numbers,
             grid=grid,
         )  # fmt: skip
     if plan.total is not None:
-        plan.total(index, *at_parts, at_dk, at_dv, *plan.total_numbers, grid=plan.total_grid)
+        plan.total(index, *parts, dk, dv, *plan.total_numbers, grid=plan.total_grid)
     plan.by_queries(
-        index, at_q, at_dout, *k_args, *v_args, at_lse, at_delta, at_dq, cu_q, cu_k, *matrix, dmask,
+        index, q, dout, *k_args, *v_args, lse, delta, dq, cu_q, cu_k, *matrix, dmask,
         *plan.query_numbers, grid=plan.query_grid,
     )  # fmt: skip
     used = q_matrix, k_matrix, v_matrix, dout_matrix, out, lse
-    if known is None and key is not None and all(map(is_, used, given)):
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = plan
+    if key is not None and all(map(is_, used, given)):
+        keep(key, _as_known(plan, (dq, dk, dv, delta), lse))
     return dq, dk, dv, delta

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,10 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import DTYPES
-from ..launch import Launch, can_overlap, cdiv, contiguous_strides, empty, interpreting, launch_on, layout
+from ..known_calls import find, keep, key_of
+from ..launch import Launch, allocator, can_overlap, cdiv, launch_on
 from .backward import backward
 from .merge import finish, fold, merge_kernel
-from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side, strides_of_heads
+from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
 from .tiles import (
     LOG2_E,
     Problem,
@@ -362,45 +363,24 @@ def _plan(
 
 class _Known(NamedTuple):
     """An earlier call, with all that the next one with tensors of the same layouts has in common with it: no packing,
-    sinks or mask, nothing to copy, and one launch."""
+    sinks or mask, nothing to copy, and one launch. `of_k` and `of_v` describe k and v."""
 
-    plan: _Plan
-    k_rows: Rows
-    v_rows: Rows
+    run: Launch
     index: int
-    device: torch.device
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    lse_strides: tuple[int, ...]
-
-
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Known] = {}
-
-
-def _key_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple | None:
-    """All that a call depends on, except addresses and values; None for what is no tensor with memory."""
-    try:
-        return spec, CHUNK, layout(q), layout(k), layout(v)
-    except (AttributeError, RuntimeError):
-        return None
+    new: Any
+    out: tuple
+    lse: tuple
+    of_k: Any
+    of_v: Any
+    numbers: tuple
+    grid: tuple[int, int, int]
 
 
 def _repeat(known: _Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    plan, k_rows, v_rows, index, device, shape, strides, lse_strides = known
-    out = empty(shape, q.dtype, device, strides)
-    lse = empty(shape[:3], torch.float32, device, lse_strides)
-    run = plan.run
-    run(
-        index, q.data_ptr(), *k_rows.descriptor(run, 0, k, plan.k_block), *v_rows.descriptor(run, 1, v, plan.v_block),
-        out.data_ptr(), lse.data_ptr(), *(_NOTHING if plan.parts is None else _NO_PARTS), *plan.numbers,
-        grid=plan.grid,
-    )  # fmt: skip
+    run, index, new, of_out, of_lse, of_k, of_v, numbers, grid = known
+    out, lse = new(*of_out), new(*of_lse)
+    run(index, q.data_ptr(), *of_k(k), *of_v(v), out.data_ptr(), lse.data_ptr(), *numbers, grid=grid)
     return out, lse
-
-
-_NOTHING = (*(None,) * 3, *matrix_arguments(None))  # cu_q, cu_k, sinks, mask
-_NO_PARTS = (*_NOTHING, None)
 
 
 def forward(
@@ -417,10 +397,12 @@ def forward(
     Raises:
         ValueError: a device without Triton, an unsupported dtype or head size, or a scale that is not positive.
     """
-    key = _key_of(q, k, v, spec) if lengths is None and sinks is None and mask is None else None
-    known = _known.get(key) if key is not None else None
-    if known is not None and known.index == torch._C._cuda_getDevice():
-        return _repeat(known, q, k, v)
+    key = None
+    if lengths is None and sinks is None and mask is None:
+        key = key_of(("attention", spec, CHUNK), q, k, v)
+        known = find(key)
+        if known is not None:
+            return _repeat(known, q, k, v)
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}: the attention kernel takes {', '.join(map(str, DTYPES))}")
     head_dim = q.shape[3]
@@ -463,13 +445,14 @@ def _forward(
         index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
         cu_q, cu_k, sinks, *matrix_arguments(mask, p.matrix_unit), *(() if own else (part,)), *numbers, grid=grid,
     )  # fmt: skip
-    if key is not None and merge is None and not interpreting() and all(map(is_, (q, k, v), given)):
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        strides = strides_of_heads(shape)
-        _known[key] = _Known(
-            plan, k_rows, v_rows, q.get_device(), q.device, tuple(shape), strides, contiguous_strides(shape[:3])
-        )
+    if key is not None and merge is None and all(map(is_, (q, k, v), given)):
+        known = _Known(
+            run, q.get_device(), allocator(q.device),
+            (tuple(shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype),
+            k_rows.describer(run, 0, k_block), v_rows.describer(run, 1, v_block),
+            (None,) * (8 if own else 9) + numbers, grid,
+        )  # fmt: skip
+        keep(key, known)
     if merge is not None:
         merge(index, part, out, lse, cu_q, cu_k, sinks, *merge_numbers, grid=merge_grid)
     return out, lse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -226,7 +227,13 @@ class Rows(NamedTuple):
     column_head: int
 
     def descriptor(self, run: Launch, position: int, x: Tensor, block: tuple[int, int]) -> tuple:
-        return run.descriptor(position, x, block if len(self.shape) == 2 else (block[0], 1, block[1]), *self[:2])
+        return run.descriptor(position, x, self._block(block), *self[:2])
+
+    def describer(self, run: Launch, position: int, block: tuple[int, int]) -> Callable[[Tensor], tuple]:
+        return run.describer(position, self._block(block), *self[:2])
+
+    def _block(self, block: tuple[int, int]) -> tuple[int, ...]:
+        return block if len(self.shape) == 2 else (block[0], 1, block[1])
 
     @property
     def places(self) -> tuple[int, int, int, int]:

@@ -17,14 +17,13 @@ Launched with enable_fp_fusion=False, so that each operation rounds by itself.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Launches, cdiv, empty, interpreting, is_observed, launch_on, layout, next_power_of_2
+from ..known_calls import find, key_of, remember
+from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .rope_checks import check_rope
 
 PAIRS = 512  # of a program, about
@@ -101,25 +100,6 @@ _rope = Launches(_rope_kernel, enable_fp_fusion=False)
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class _Known(NamedTuple):
-    """An earlier call whose checks passed and which copied nothing, for later calls with arguments of its layouts.
-
-    results   (shape, strides) of each
-    """
-
-    launch: Launch
-    index: int
-    device: torch.device
-    dtype: torch.dtype
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Known] = {}
-
-
 def rope(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backward: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -129,23 +109,12 @@ def rope(
     one dtype, bfloat16, float16 or float32, any strides. The results are dense, their dims in the order of the strides
     of what they are made of. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
     """
-    try:
-        key = interleaved, backward, layout(q), k if k is None else layout(k), layout(cos), layout(sin)
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        key = None
-    known = None if key is None or is_observed() else _known.get(key)
-    if known is not None and known.index == torch._C._cuda_getDevice():
-        launch, index, device, dtype, results, numbers, grid = known
-        (shape, strides) = results[0]
-        made_q = empty(shape, dtype, device, strides)
-        at_q = at_k = q.data_ptr()
-        to_q = to_k = made_q.data_ptr()
-        made_k = None
-        if k is not None:
-            shape, strides = results[1]
-            made_k = empty(shape, dtype, device, strides)
-            at_k, to_k = k.data_ptr(), made_k.data_ptr()
-        launch(index, at_q, at_k, cos.data_ptr(), sin.data_ptr(), to_q, to_k, *numbers, grid=grid)
+    key = key_of(("rope", interleaved, backward), q, k, cos, sin)
+    known = find(key)
+    if known is not None:
+        made_q, *more = known.results()
+        made_k = more[0] if more else None
+        known.run(q, q if k is None else k, cos, sin, made_q, made_q if made_k is None else made_k)
         return made_q, made_k
     check_rope("rope", q, k, cos, sin)
     given = tuple(x for x in (q, k) if x is not None)
@@ -172,11 +141,8 @@ def rope(
                 num_warps=max(1, min(4, at_once * padded // 128)),
             )  # fmt: skip
         as_given = all(x is y for x, y in zip((*read, cos_read, sin_read), (*given, cos, sin), strict=True))
-        if key is not None and as_given and not interpreting():
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
-            results = tuple((tuple(x.shape), x.stride()) for x in made)
-            _known[key] = _Known(launch, q.get_device(), q.device, q.dtype, results, (*numbers, *constants), grid)
+        if as_given:
+            remember(key, launch, made, (*numbers, *constants), grid)
     made = [x.to(q.dtype) for x in made]
     return made[0], made[1] if k is not None else None
 

@@ -20,26 +20,14 @@ the others have torch's in all. rowwise/gated.py, for experts, has formulas of i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ..launch import (
-    Launch,
-    Launches,
-    cdiv,
-    contiguous_strides,
-    empty,
-    interpreting,
-    is_observed,
-    launch_on,
-    layout,
-    next_power_of_2,
-)
+from ..known_calls import find, key_of, remember
+from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .torch_gated_checks import check_torch_gated
 
 COLUMNS = 1024  # of a program, at most
@@ -136,44 +124,17 @@ _torch_gated = Launches(_torch_gated_kernel, enable_fp_fusion=False)
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class _Known(NamedTuple):
-    """An earlier call whose checks passed and which copied nothing, for later calls with arguments of its layouts."""
-
-    launch: Launch
-    index: int
-    device: torch.device
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-_MAX_KNOWN = 4096
-_known: dict[tuple, _Known] = {}
-
-
-def _find(key: tuple) -> _Known | None:
-    known = _known.get(key)
-    return known if known is not None and known.index == torch._C._cuda_getDevice() else None
-
-
 def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up, contiguous [.., H], for gate and up [.., H] of any strides and one of three dtypes.
 
     activation: "silu", "gelu", "gelu_tanh" or "relu". Raises TypeError for a dtype and ValueError for what else does
     not fit.
     """
-    try:
-        key = activation, layout(gate), layout(up)
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        key = None
-    known = None if key is None or is_observed() else _find(key)
+    key = key_of(("torch_gated_forward", activation), gate, up)
+    known = find(key)
     if known is not None:
-        launch, index, device, shape, strides, dtype, numbers, grid = known
-        y = empty(shape, dtype, device, strides)
-        at, to = gate.data_ptr(), y.data_ptr()
-        launch(index, at, up.data_ptr(), at, to, to, *numbers, grid=grid)
+        (y,) = known.results()
+        known.run(gate, up, gate, y, y)
         return y
     check_torch_gated("torch_gated_forward", activation, gate=gate, up=up)
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
@@ -188,20 +149,11 @@ def torch_gated_backward(
 
     out: tensors to write into, of gate's shape and dtype, such as the halves of one.
     """
-    try:
-        key = activation, layout(dy), layout(gate), layout(up), out and (layout(out[0]), layout(out[1]))
-    except (AttributeError, RuntimeError):
-        key = None
-    known = None if key is None or is_observed() else _find(key)
+    key = key_of(("torch_gated_backward", activation, out is None), dy, gate, up, *(out or ()))
+    known = find(key)
     if known is not None:
-        launch, index, device, shape, strides, dtype, numbers, grid = known
-        if out is None:
-            dgate, dup = empty(shape, dtype, device, strides), empty(shape, dtype, device, strides)
-        else:
-            dgate, dup = out
-        launch(
-            index, gate.data_ptr(), up.data_ptr(), dy.data_ptr(), dgate.data_ptr(), dup.data_ptr(), *numbers, grid=grid
-        )  # fmt: skip
+        dgate, dup = known.results() if out is None else out
+        known.run(gate, up, dy, dgate, dup)
         return dgate, dup
     outs = {} if out is None else {"dgate": out[0], "dup": out[1]}
     check_torch_gated("torch_gated_backward", activation, gate=gate, up=up, dy=dy, **outs)
@@ -235,14 +187,8 @@ def _launch(
         if x.data_ptr() != y.data_ptr():
             x.copy_(y.view(x.shape))
     copied_nothing = all(x.data_ptr() == y.data_ptr() for x, y in zip(given, pointers, strict=True))
-    if key is not None and copied_nothing and not interpreting():
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        shape = tuple(gate.shape)
-        _known[key] = _Known(
-            launch, gate.get_device(), gate.device, shape, contiguous_strides(shape), outs[0].dtype,
-            (*numbers, *constants), (rows * blocks, 1, 1),
-        )  # fmt: skip
+    if copied_nothing:
+        remember(key, launch, outs, (*numbers, *constants), (rows * blocks,))
 
 
 def _readable(x: Tensor) -> Tensor:

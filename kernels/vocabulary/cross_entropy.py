@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..known_calls import find, key_of, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
-from .loss_spec import LossSpec, check
+from .loss_spec import LossSpec, as_rows
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only
 TOKENS = 128  # of a program of token_losses; sets the speed only
@@ -288,9 +289,10 @@ _grad = Launches(_grad_kernel, enable_fp_fusion=False)
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
-    """[T, N] with neighbouring columns, copied if it is not so, and its row stride."""
+    """[T, N] with neighbouring columns, copied if it is not so or negated by a flag, and its row stride."""
     if interpreting():
         logits = logits.float()  # the interpreter gets bfloat16 wrong: let it see fp32 only
+    logits = logits.resolve_neg()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     return logits, logits.stride(0)
@@ -304,7 +306,7 @@ def _block(columns: int) -> tuple[int, int]:
 
 def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec: LossSpec) -> Tensor:
     """extremes [E, T] of one part of the vocabulary, see loss_spec."""
-    check("row_extremes", logits, target, columns)
+    logits, target = as_rows("row_extremes", logits, target, columns)
     t = logits.shape[0]
     extremes = torch.empty((spec.extremes, t), device=logits.device, dtype=torch.float32)
     if t:
@@ -324,7 +326,7 @@ def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec:
 
 def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spec: LossSpec) -> Tensor:
     """sums [S, T] of one part of the vocabulary, from the extremes [P, E, T] of all, see loss_spec."""
-    check("row_sums", logits, target, columns)
+    logits, target = as_rows("row_sums", logits, target, columns)
     t, parts = logits.shape[0], extremes.shape[0]
     sums = torch.empty((spec.sums, t), device=logits.device, dtype=torch.int64)
     if t:
@@ -345,7 +347,7 @@ def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spe
 
 def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) from the extremes [P, E, T] and the sums [P, S, T] of all parts, see loss_spec."""
-    t = extremes.shape[2]
+    t, target = extremes.shape[2], target.reshape(-1)
     losses = torch.empty((t,), device=extremes.device, dtype=torch.float32)
     stats = torch.empty((2, t), device=extremes.device, dtype=torch.float32)
     if t:
@@ -364,62 +366,88 @@ def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spe
 
 def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) of a vocabulary in one part, with the bits of the three functions, see loss_spec."""
-    check("whole_losses", logits, target, spec.vocabulary)
-    t = logits.shape[0]
+    key = key_of(("whole_losses", spec), logits, target)
+    known = find(key)
+    if known is not None:
+        losses, stats = known.results()
+        known.run(logits, target, losses, stats)
+        return losses, stats
+    rows, ids = as_rows("whole_losses", logits, target, spec.vocabulary)
+    t = ids.shape[0]
     losses = torch.empty((t,), device=logits.device, dtype=torch.float32)
     stats = torch.empty((2, t), device=logits.device, dtype=torch.float32)
     if t:
-        x, stride = _rows(logits)
+        x, stride = _rows(rows)
         block, warps = _block(spec.vocabulary)
         smoothing, z_loss, bits = spec.label_smoothing, spec.z_loss, spec.exp_bits
+        numbers = (
+            stride, spec.vocabulary, rows.shape[1], ids.stride(0), spec.ignore_index, t,
+            float(smoothing), 1.0 - smoothing, float(z_loss),
+        )  # fmt: skip
+        constants = 2.0**bits, bits, block, smoothing > 0, z_loss > 0
         with launch_on(logits, "whole_losses"):
-            _whole(
-                logits.device.index, (t,),
-                (
-                    x, target, losses, stats, stride, spec.vocabulary, logits.shape[1], target.stride(0),
-                    spec.ignore_index, t, float(smoothing), 1.0 - smoothing, float(z_loss),
-                ),
-                (2.0**bits, bits, block, smoothing > 0, z_loss > 0), num_warps=warps,
+            launch = _whole(
+                logits.device.index, (t,), (x, ids, losses, stats, *numbers), constants, num_warps=warps
             )  # fmt: skip
+        if _same_memory((x, logits), (ids, target)):
+            remember(key, launch, (losses, stats), (*numbers, *constants), (t,))
     return losses, stats
 
 
 def sum_of_tokens(losses: Tensor, target: Tensor, spec: LossSpec, *, mean: bool) -> tuple[Tensor, Tensor | None]:
     """(total, count or None), see loss_spec. One order for each number of tokens."""
-    total = torch.empty((), device=losses.device, dtype=torch.float32)
-    count = torch.empty((), device=losses.device, dtype=torch.int64) if mean else None
+    key = key_of(("sum_of_tokens", spec.ignore_index, mean), losses, target)
+    known = find(key)
+    if known is not None:
+        total, *count = known.results()
+        known.run(losses, target, total, *(count or (total,)))
+        return total, count[0] if mean else None
+    ids = target.reshape(-1)
+    results = [torch.empty((), device=losses.device, dtype=torch.float32)]
+    if mean:
+        results.append(torch.empty((), device=losses.device, dtype=torch.int64))
+    numbers, constants = (ids.stride(0), spec.ignore_index, losses.shape[0]), (LANES, mean)
     with launch_on(losses, "sum_of_tokens"):
-        _total(
-            losses.device.index, (1,),
-            (
-                losses, target, total, total if count is None else count, target.stride(0), spec.ignore_index,
-                losses.shape[0],
-            ),
-            (LANES, mean), num_warps=8,
+        launch = _total(
+            losses.device.index, (1,), (losses, ids, results[0], results[-1], *numbers), constants, num_warps=8
         )  # fmt: skip
-    return total, count
+    if _same_memory((ids, target)):
+        remember(key, launch, results, (*numbers, *constants), (1,))
+    return results[0], results[1] if mean else None
 
 
 def logits_grad(
     grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, count: Tensor | None, columns: int, first: int,
     spec: LossSpec,
 ) -> Tensor:  # fmt: skip
-    """dlogits [T, N] of one part of the vocabulary, by the formula at the top, see loss_spec."""
-    check("logits_grad", logits, target, columns)
-    t, n = logits.shape
-    dx = torch.empty((t, n), device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
+    """dlogits [.., N] of one part of the vocabulary, by the formula at the top, see loss_spec."""
+    key = key_of(("logits_grad", spec, columns, first), grad, logits, target, stats, count)
+    known = find(key)
+    if known is not None:
+        (dx,) = known.results()
+        known.run(grad, logits, target, stats, stats if count is None else count, dx)
+        return dx
+    rows, ids = as_rows("logits_grad", logits, target, columns)
+    t, n = rows.shape
+    dx = torch.empty(logits.shape, device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
     if t and n:
-        x, stride = _rows(logits)
+        (x, stride), grads = _rows(rows), grad.resolve_neg().reshape(-1)
         block, warps = _block(n)
-        grad_stride = grad.stride(0) if grad.shape[0] > 1 else 0
+        numbers = (
+            grads.stride(0) if grads.shape[0] > 1 else 0, stride, n, columns, first, ids.stride(0), spec.ignore_index,
+            t, 1.0 - spec.label_smoothing, spec.label_smoothing / spec.vocabulary, 2.0 * spec.z_loss,
+        )  # fmt: skip
+        constants, grid = (block, count is not None, spec.z_loss > 0), (t, cdiv(n, block))
         with launch_on(logits, "logits_grad"):
-            _grad(
-                logits.device.index, (t, cdiv(n, block)),
-                (
-                    grad, x, target, stats, stats if count is None else count, dx, grad_stride, stride, n, columns,
-                    first, target.stride(0), spec.ignore_index, t, 1.0 - spec.label_smoothing,
-                    spec.label_smoothing / spec.vocabulary, 2.0 * spec.z_loss,
-                ),
-                (block, count is not None, spec.z_loss > 0), num_warps=warps,
+            launch = _grad(
+                logits.device.index, grid, (grads, x, ids, stats, stats if count is None else count, dx, *numbers),
+                constants, num_warps=warps,
             )  # fmt: skip
+        if _same_memory((x, logits), (ids, target), (grads, grad)):
+            remember(key, launch, (dx,), (*numbers, *constants), grid)
     return dx.to(logits.dtype)
+
+
+def _same_memory(*pairs: tuple[Tensor, Tensor]) -> bool:
+    """Whether what a kernel was given is no copy of what the call was given."""
+    return all(taken.data_ptr() == given.data_ptr() for taken, given in pairs)

@@ -10,8 +10,8 @@ columns are ids `first` and following; the rest is padding, which has no effect.
     sum_of_tokens(losses, target, spec, mean=..) -> total, count
     logits_grad(grad, logits, target, stats, count, columns, first, spec) -> dlogits
 
-        logits    [T, width]     bfloat16, float16 or float32, any strides; one part
-        target    [T]            int64 or int32, any stride; ids of the whole vocabulary, or spec.ignore_index
+        logits    [.., width]    bfloat16, float16 or float32, any strides; one part
+        target    [..]           int64 or int32, any strides; ids of the whole vocabulary, or spec.ignore_index
         extremes  [E, T]         fp32: the part's largest logit, its logit at the target's column (of any column where
                                  the target is in another part), and with label smoothing its smallest logit
         sums      [S, T]         int64: sum of exp(x - top) * 2^exp_bits, and with label smoothing of (x - top) * scale
@@ -20,8 +20,8 @@ columns are ids `first` and following; the rest is padding, which has no effect.
                                  They mean nothing where the target is ignored
         total     []             fp32: the sum of losses, added in fp64; divided by count if `mean`
         count     []             int64: the number of targets that are not ignored; None without `mean`
-        grad      [T] or [1]     fp32: of the losses, or of their total
-        dlogits   [T, width]     contiguous, in the logits' dtype; 0 in padding, and where the target is ignored
+        grad      [..] or []     fp32: of the losses, or of their total
+        dlogits   [.., width]    contiguous, in the logits' dtype; 0 in padding, and where the target is ignored
 
 exp(x - top) is at most one, so a multiple of 2^-exp_bits stands for it in an int64, and sums of integers are exact: any
 division of a row over parts, programs, threads or steps of a loop gives the same bits. (Kulisch's exact accumulator,
@@ -62,14 +62,18 @@ class LossSpec:
         return 2 if self.label_smoothing else 1
 
 
-def check(operation: str, logits: Tensor, target: Tensor, columns: int) -> None:
-    """Raises TypeError for a dtype, and ValueError for a shape or a number of columns that does not fit."""
+def as_rows(operation: str, logits: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """logits [T, width] and target [T].
+
+    Raises TypeError for a dtype, and ValueError for a shape or a number of columns that does not fit.
+    """
     if logits.dtype not in DTYPES:
         raise TypeError(f"{operation}: logits has dtype {logits.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+    if logits.dim() == 0 or target.shape != logits.shape[:-1]:
         raise ValueError(
             f"{operation}: logits has shape {tuple(logits.shape)} and target {tuple(target.shape)}; allowed: "
-            "[rows, columns] and [rows]"
+            "[.., columns] and [..]"
         )
-    if not 0 <= columns <= logits.shape[1]:
-        raise ValueError(f"{operation}: columns is {columns}; allowed: 0 to {logits.shape[1]}")
+    if not 0 <= columns <= logits.shape[-1]:
+        raise ValueError(f"{operation}: columns is {columns}; allowed: 0 to {logits.shape[-1]}")
+    return logits.flatten(0, -2) if logits.dim() > 1 else logits.unsqueeze(0), target.reshape(-1)

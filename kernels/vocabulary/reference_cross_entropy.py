@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .loss_spec import LossSpec, check
+from .loss_spec import LossSpec, as_rows
 
 _CHUNK = 1 << 18  # elements at a time, so that the passes of exp stay in a cache; sets the speed only
 _LN2_HIGH = 0.693359375  # 9 bits, so that its products with whole numbers are exact
@@ -44,7 +44,7 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec: LossSpec) -> Tensor:
     """extremes [E, T] of one part of the vocabulary, see loss_spec."""
-    check("row_extremes", logits, target, columns)
+    logits, target = as_rows("row_extremes", logits, target, columns)
     extremes = logits.new_full((spec.extremes, logits.shape[0]), -math.inf, dtype=torch.float32)
     if spec.label_smoothing:
         extremes[2] = math.inf
@@ -70,7 +70,7 @@ def _top(extremes: Tensor) -> Tensor:
 
 def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spec: LossSpec) -> Tensor:
     """sums [S, T] of one part of the vocabulary, from the extremes [P, E, T] of all, see loss_spec."""
-    check("row_sums", logits, target, columns)
+    logits, target = as_rows("row_sums", logits, target, columns)
     sums = torch.zeros((spec.sums, logits.shape[0]), dtype=torch.int64, device=logits.device)
     top = _top(extremes)
     scale = _shift_scale(top, extremes[:, 2].amin(0), spec) if spec.label_smoothing else None
@@ -86,6 +86,7 @@ def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spe
 
 def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) from the extremes [P, E, T] and the sums [P, S, T] of all parts, see loss_spec."""
+    target = target.reshape(-1)
     smoothing, exp_bits, total = spec.label_smoothing, spec.exp_bits, sums.sum(0)
     top = _top(extremes)
     owner = (target.long() // width).clamp(0, extremes.shape[0] - 1)
@@ -108,7 +109,7 @@ def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor
     """(losses [T], stats [2, T]) of a vocabulary in one part, see loss_spec."""
     extremes = row_extremes(logits, target, spec.vocabulary, 0, spec).unsqueeze(0)
     sums = row_sums(logits, target, spec.vocabulary, extremes, spec).unsqueeze(0)
-    return token_losses(extremes, sums, target, logits.shape[1], spec)
+    return token_losses(extremes, sums, target, logits.shape[-1], spec)
 
 
 def sum_of_tokens(losses: Tensor, target: Tensor, spec: LossSpec, *, mean: bool) -> tuple[Tensor, Tensor | None]:
@@ -130,11 +131,12 @@ def logits_grad(
     grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, count: Tensor | None, columns: int, first: int,
     spec: LossSpec,
 ) -> Tensor:  # fmt: skip
-    """dlogits [T, N] of one part of the vocabulary, by the formula in cross_entropy.py, see loss_spec."""
-    check("logits_grad", logits, target, columns)
+    """dlogits [.., N] of one part of the vocabulary, by the formula in cross_entropy.py, see loss_spec."""
+    shape = logits.shape
+    logits, target = as_rows("logits_grad", logits, target, columns)
     out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
     ids, (top, log_sum) = target.long(), stats
-    g = (grad if count is None else grad / count).expand(ids.shape).contiguous()
+    g = (grad if count is None else grad / count).reshape(-1).expand(ids.shape).contiguous()
     of_p = g * (1.0 + 2.0 * spec.z_loss * (top + log_sum)) if spec.z_loss else g
     of_target, everywhere = g * (1.0 - spec.label_smoothing), g * (spec.label_smoothing / spec.vocabulary)
     of_p, of_target, everywhere = (factor.unsqueeze(1) for factor in (of_p, of_target, everywhere))
@@ -149,4 +151,4 @@ def logits_grad(
         dx.masked_fill_((ids[rows] == spec.ignore_index).unsqueeze(1), 0.0)
         out[rows, :columns] = dx.to(logits.dtype)
     # a NaN's bits depend on its neighbours in a SIMD vector
-    return out.masked_fill_(out.isnan(), math.nan)
+    return out.masked_fill_(out.isnan(), math.nan).view(shape)

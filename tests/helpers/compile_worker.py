@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tp_invariant.kernels import peer_flags, peer_gather
+from tp_invariant.kernels import known_calls, peer_flags, peer_gather
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
@@ -79,6 +79,7 @@ def hopper():
         for name, value in (("get_device_properties", HOPPER), ("get_device_capability", (9, 0))):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, value=value: value))
         stack.enter_context(mock.patch.object(norm, "can_overlap", lambda index: True))
+        stack.enter_context(mock.patch.object(known_calls, "interpreting", lambda: True))  # nothing is remembered
         driver.set_active(NoGPU())
         yield stack
 
@@ -229,7 +230,6 @@ def attend(
     sinks = torch.zeros(4) if with_sinks else None
     mask = None if mask_dtype is None else torch.zeros(1, 4, queries, k.shape[2], dtype=mask_dtype)
     attention._plan.cache_clear()  # it does not know of the two that are replaced here
-    attention._known.clear()
     with (
         mock.patch.object(attention, "_has_own_kernel", lambda *args: own_kernel),
         mock.patch.object(attention, "can_overlap", lambda index: own_kernel),

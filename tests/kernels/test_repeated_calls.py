@@ -19,6 +19,8 @@ from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.launch import Launch
 from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, torch_gated
+from tp_invariant.kernels.vocabulary import cross_entropy as loss
+from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
 
 
 @pytest.fixture
@@ -47,14 +49,12 @@ def launches(monkeypatch):
     monkeypatch.setattr(Launch, "descriptor", describe)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(known_calls, "interpreting", lambda: False)
-    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm, routing, gated, grouped):
-        monkeypatch.setattr(module, "interpreting", lambda: False)
+    for module in (norm, attention, attention_backward, torch_gated, rope, add_norm, routing, gated, grouped, loss):
+        monkeypatch.setattr(module, "interpreting", lambda: False, raising=False)
         monkeypatch.setattr(module, "launch_on", lambda *args: contextlib.nullcontext())
-    for module in (known_calls, attention, attention_backward, torch_gated, rope):
-        module._known.clear()
+    known_calls._known.clear()
     yield recorded
-    for module in (known_calls, attention, attention_backward, torch_gated, rope):
-        module._known.clear()
+    known_calls._known.clear()
 
 
 @pytest.fixture
@@ -70,9 +70,10 @@ def strict_allocation(monkeypatch):
         return empty(shape, dtype, torch.device("cuda"), strides)
 
     monkeypatch.setattr(launch, "_empty_strided", allocate)
-    for module in (attention, attention_backward, grouped_tma, rope):
+    for module in (attention_backward, grouped_tma):
         monkeypatch.setattr(module, "empty", on_cuda)
-    monkeypatch.setattr(known_calls, "allocator", lambda device: allocate)
+    for module in (known_calls, attention, attention_backward):
+        monkeypatch.setattr(module, "allocator", lambda device: allocate)
 
 
 def twice(run, recorded, known, **inputs):
@@ -153,12 +154,12 @@ def test_gated_activations(launches, form):
 
     if form == "tokens between heads":
         with pytest.raises(AssertionError, match="nothing was remembered"):
-            twice(forward, launches, torch_gated._known, gate=gate, up=up)
+            twice(forward, launches, known_calls._known, gate=gate, up=up)
         return
-    first, again = twice(forward, launches, torch_gated._known, gate=gate, up=up)
+    first, again = twice(forward, launches, known_calls._known, gate=gate, up=up)
     assert first == again
     for run, more in ((backward, {}), (into_halves, {"dx": torch.zeros(2, 5, 128, dtype=torch.bfloat16)})):
-        first, again = twice(run, launches, torch_gated._known, dy=dy, gate=gate, up=up, **more)
+        first, again = twice(run, launches, known_calls._known, dy=dy, gate=gate, up=up, **more)
         assert first == again
 
 
@@ -226,7 +227,7 @@ def test_rotations(launches, alone, backward):
     def rotate(q, k, cos, sin):
         return rope.rope(q, k, cos, sin, backward=backward)
 
-    first, again = twice(rotate, launches, rope._known, q=q, k=k, cos=cos, sin=sin)
+    first, again = twice(rotate, launches, known_calls._known, q=q, k=k, cos=cos, sin=sin)
     assert first == again
     assert first[1][0][:2] == (q.shape, q.stride())
 
@@ -272,6 +273,37 @@ def test_a_repeated_norm_is_another_one_if_anything_differs(launches):
     assert 1e-6 in launches[-1] and 1e-5 not in launches[-1]
 
 
+@pytest.mark.parametrize("shape", [(40, 96), (2, 20, 96)], ids=["rows", "more dims"])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.usefixtures("strict_allocation")
+def test_cross_entropy(launches, shape, mean):
+    spec = LossSpec(90, -100, 0.1 if mean else 0.0, 0.01)
+    logits, target = torch.randn(shape, dtype=torch.bfloat16), torch.randint(90, shape[:-1])
+    stats, count = torch.zeros(2, 40), torch.tensor(40) if mean else None
+
+    def losses(logits, target):
+        return loss.whole_losses(logits, target, spec)
+
+    def total(losses, target):
+        return loss.sum_of_tokens(losses, target, spec, mean=mean)
+
+    def gradient(grad, logits, target, stats, count):
+        return [loss.logits_grad(grad, logits, target, stats, count, 90, 0, spec)]
+
+    first, again = twice(losses, launches, known_calls._known, logits=logits, target=target)
+    assert first == again
+    first, again = twice(total, launches, known_calls._known, losses=torch.zeros(40), target=target)
+    assert first == again
+    for grad in (torch.ones(()), torch.ones(shape[:-1])):
+        known = len(known_calls._known)
+        tensors = dict(grad=grad, logits=logits, target=target, stats=stats, count=count)
+        first, again = twice(gradient, launches, known_calls._known, **tensors)
+        assert first == again and first[1][0][0] == logits.shape
+        assert len(known_calls._known) == known + 1
+    gradient(**{**tensors, "logits": logits.mT.contiguous().mT})  # must be copied
+    assert len(known_calls._known) == known + 1
+
+
 class Seen(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -285,12 +317,14 @@ class Seen(TorchDispatchMode):
 def test_a_dispatch_mode_sees_the_same_operators_at_every_call(launches):
     """Selective checkpointing counts them: another operator's saved result would be taken for that of one less."""
     x, q, cos, index = torch.randn(2, 20, 64), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), torch.arange(8).view(4, 2)
+    ids = torch.zeros(2, 20, dtype=torch.int64)
     for name, run in {
         "norm": lambda: norm.norm_forward(x, torch.ones(64), None, eps=1e-5, rms=True, zero_centered=False),
         "rope": lambda: rope.rope(q, q, cos, cos),
         "torch_gated": lambda: torch_gated.torch_gated_forward(x, x, "silu"),
         "spread_rows": lambda: routing.spread_rows(x[0, :4], index),
         "gated": lambda: gated.gated_forward(x[0], x[0], "silu"),
+        "cross-entropy": lambda: loss.whole_losses(x, ids, LossSpec(64, -100, 0.0, 0.0)),
     }.items():
         modes = []
         for _ in range(2):
@@ -308,7 +342,7 @@ def test_attention(launches, kv_heads, dtype):
     spec = AttentionSpec(causal=True, scale=0.125)
     q = torch.randn(2, 4, 100, 64, dtype=dtype)
     k, v = torch.randn(2, 2, kv_heads, 100, 64, dtype=dtype).unbind()
-    first, again = twice(lambda q, k, v: attention.forward(q, k, v, spec), launches, attention._known, q=q, k=k, v=v)
+    first, again = twice(lambda q, k, v: attention.forward(q, k, v, spec), launches, known_calls._known, q=q, k=k, v=v)
     assert first == again
     out, dout = torch.randn(2, 2, 100, 4, 64, dtype=dtype).transpose(2, 3).unbind()
     lse = torch.zeros(2, 4, 100)
@@ -317,12 +351,12 @@ def test_attention(launches, kv_heads, dtype):
         return attention_backward.backward(dout, q, k, v, out, lse, spec)[:3]
 
     tensors = dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    first, again = twice(backward, launches, attention_backward._known, **tensors)
+    first, again = twice(backward, launches, known_calls._known, **tensors)
     assert first == again
     assert len(first[0]) == (3 if kv_heads == 4 else 4)
-    known = len(attention_backward._known)
+    known = len(known_calls._known)
     backward(**{**tensors, "q": q.transpose(2, 3).contiguous().transpose(2, 3)})  # must be copied
-    assert len(attention_backward._known) == known
+    assert len(known_calls._known) == known
 
 
 @pytest.fixture

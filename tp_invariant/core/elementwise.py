@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,60 @@ class PositionInvariantActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return in_whole_vectors(self.activation, x) if is_tp_invariant_mode_enabled() else self.activation(x)
+
+
+# --- functions that a model's own code calls ------------------------------------------------------------------------
+
+_OF_ONE_TENSOR = (
+    "sigmoid expit silu gelu tanh tanhshrink softplus elu celu selu mish glu softshrink exp exp2 expm1 log "
+    "log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma "
+    "i0 pow __pow__ __rpow__"
+)
+# {a function of torch: the one that does the same and leaves its argument as it is}
+POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
+    function: getattr(place, name)
+    for name in _OF_ONE_TENSOR.split()
+    for place in (torch, torch.special, F, Tensor)
+    if hasattr(place, name)
+    for function in (getattr(place, name), getattr(place, f"{name}_", None))
+    if function is not None
+} | {Tensor.__ipow__: Tensor.__pow__}
+
+
+def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """function(*args, **kwargs) of POSITION_DEPENDENT_FUNCTIONS; on a CPU by `in_whole_vectors`, with torch's strides.
+
+    Of several tensors, such as torch.pow(2, exponents), torch computes it.
+
+    Raises:
+        ValueError: out= is given.
+    """
+    first, *rest = args or (kwargs.get("input"),)
+    named = kwargs if args else {name: value for name, value in kwargs.items() if name != "input"}
+    others = (*rest, *(value for name, value in named.items() if name != "out"))
+    if (
+        type(first) not in (Tensor, nn.Parameter)
+        or first.device.type != "cpu"
+        or any(isinstance(value, Tensor) for value in others)
+    ):
+        return function(*args, **kwargs)
+    if named.get("out") is not None:
+        raise ValueError(
+            f"{function.__name__}(.., out=) in a module that calls tensor-parallel layers is not supported on a CPU "
+            "with the TP-invariant mode on: leave out= away"
+        )
+    plain = POSITION_DEPENDENT_FUNCTIONS[function]
+    in_place = plain is not function or named.get("inplace", False)
+    named = {name: value for name, value in named.items() if name != "inplace"}
+    if rest and rest[-1] is True:  # `inplace`, the last parameter of those that have it
+        rest, in_place = rest[:-1], True
+    if plain is F.glu:
+        dim = rest[0] if rest else named.get("dim", -1)
+        return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
+    order = sorted(range(first.dim()), key=lambda dim: (-first.stride(dim), dim))
+    result = in_whole_vectors(lambda block: plain(block, *rest, **named), first.permute(order))
+    result = result.permute(sorted(range(first.dim()), key=order.__getitem__))
+    return first.copy_(result) if in_place else result
 
 
 # --- aten's own -----------------------------------------------------------------------------------------------------

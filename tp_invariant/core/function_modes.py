@@ -12,13 +12,16 @@ from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
     _get_current_function_mode_stack,
+    _get_function_stack_at,
     _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
 )
 from torch.utils._device import DeviceContext
 
 
 class AroundLayers(TorchFunctionMode):
-    """A mode that acts on functions which the layers do not call."""
+    """A mode that acts on functions which the layers do not call. It does nothing when it is entered or left."""
 
 
 def innermost() -> AroundLayers | None:
@@ -32,17 +35,20 @@ def innermost() -> AroundLayers | None:
 def leave() -> list[AroundLayers]:
     """Takes the innermost modes off the stack as long as they are such. Give what it returns to `enter_again`."""
     left: list[AroundLayers] = []
-    if torch.compiler.is_compiling() or not _len_torch_function_stack():
+    if torch.compiler.is_compiling():
         return left
-    while (mode := innermost()) is not None:
-        mode.__exit__(None, None, None)
+    while depth := _len_torch_function_stack():
+        mode = _get_function_stack_at(depth - 1)
+        if not isinstance(mode, AroundLayers):
+            break
+        _pop_torch_function_stack()
         left.append(mode)
     return left
 
 
 def enter_again(left: list[AroundLayers]) -> None:
     while left:
-        left.pop().__enter__()
+        _push_on_torch_function_stack(left.pop())
 
 
 def user_is_told() -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
+import torch
+
 MODE_VARIABLE = "TP_INVARIANT_MODE"
 ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
 CHECK_VARIABLE = "TP_INVARIANT_CHECK"
@@ -65,6 +67,16 @@ def is_call_check_enabled() -> bool:
         ValueError: the variable holds anything else.
     """
     return _read(CHECK_VARIABLE) is not None and bool(_parse(CHECK_VARIABLE))  # unset as a rule, which takes less time
+
+
+def mode_if_cacheable() -> bool | None:
+    """Whether the mode is on; None where every call must be checked again, so that results must not be stored."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        return None if is_call_check_enabled() else is_tp_invariant_mode_enabled()
+    except ValueError:  # an invalid environment variable: the checks read it again and raise this error
+        return None
 
 
 class set_tp_invariant_mode:

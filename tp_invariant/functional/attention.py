@@ -129,7 +129,7 @@ def _key_of(
     """None for a call that must be looked at in full, also for numbers of other types: 1 equals True."""
     if type(q) not in _KINDS or type(k) not in _KINDS or type(v) not in _KINDS or torch.compiler.is_compiling():
         return None
-    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+    if torch._C._is_any_autocast_enabled():
         return None
     if not (type(causal) is bool and type(scale) in _FLOAT and type(window) in _INT and type(softcap) in _FLOAT):
         return None
@@ -447,9 +447,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # for create_graph=True a function whose own backward refuses; else it would only cost time
-        run: Any = _AttentionBackward.apply if torch.is_grad_enabled() else _eager_backward
-        return _gradients(ctx, run(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))[:8]
+        arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options
+        if torch.is_grad_enabled():  # create_graph=True: a function whose own backward refuses
+            return _gradients(ctx, _AttentionBackward.apply(*arguments))[:8]
+        return *_eager_backward(*arguments), None, None, None
 
 
 _differentiable = applier(_Attention)

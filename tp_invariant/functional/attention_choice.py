@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.dtensors import as_dtensor, is_dtensor
+from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, call_in_whole_vectors
 from ..core.function_modes import AroundLayers, innermost
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
@@ -113,9 +114,15 @@ class _Reroute(AroundLayers):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention or not is_tp_invariant_mode_enabled():
-            return func(*args, **(kwargs or {}))
-        return _safe_sdpa(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return (_safe_sdpa if is_tp_invariant_mode_enabled() else func)(*args, **kwargs)
+        if torch.compiler.is_compiling() or func not in POSITION_DEPENDENT_FUNCTIONS:
+            return func(*args, **kwargs)
+        return call_in_whole_vectors(func, args, kwargs) if is_tp_invariant_mode_enabled() else func(*args, **kwargs)
+
+
+_REROUTE = _Reroute()
 
 
 def _safe_sdpa(
@@ -169,6 +176,10 @@ def check_no_dropout(p: float, name: str) -> None:
 class SafeSdpa:
     """Hooks that replace F.scaled_dot_product_attention inside a module's forward by _safe_sdpa, while the mode is on.
 
+    On a CPU they also have sigmoid, silu, exp and the like, called as functions, compute an element by one formula
+    wherever it lies (core/elementwise.py), which torch does not: how many of a head's elements fill full vectors
+    depends on how many heads the rank has. Not in compiled code.
+
     The hooks do not act in a function that torch.utils.checkpoint recomputes in backward, outside any module's forward:
     pass a module to torch.utils.checkpoint, as transformers does with its layers.
     """
@@ -182,7 +193,7 @@ class SafeSdpa:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():
-            mode = None if isinstance(innermost(), _Reroute) else _Reroute()
+            mode = None if isinstance(innermost(), _Reroute) else _REROUTE
             self._entered.append(mode)
             if mode is not None:
                 mode.__enter__()

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, resolve_group
-from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
+from ..consistency.agreement import AgreedCalls, agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
-from ..core.differentiation import once_differentiable
+from ..core.differentiation import are_ordinary, once_differentiable
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import fresh_view
-from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import Reduction
 from ..gemm.gemm_fn import BUNDLED_DTYPES
 from ..kernels.select import select
@@ -98,13 +98,31 @@ def vocab_parallel_cross_entropy(
             logits, target, resolve_group(tp_group), vocab_size, label_smoothing, ignore_index, reduction, z_loss
         )
     finally:
-        enter_again(left)
+        if left:
+            enter_again(left)
+
+
+_on_one_rank = AgreedCalls()  # the calls in a group of one rank that passed all checks but that of the ids
+
+
+def _key_of(logits: Tensor, target: Tensor, group: Group, *options: Any) -> tuple | None:
+    """None for a call that must be looked at in full."""
+    if group.size > 1 or not mode_if_cacheable() or not are_ordinary((logits, target)):
+        return None
+    return logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device, *options
 
 
 def _checked_cross_entropy(
     logits: Tensor, target: Tensor, group: Group, vocab_size: int | None, label_smoothing: float, ignore_index: int,
     reduction: Reduction, z_loss: float,
 ) -> Tensor:  # fmt: skip
+    options = vocab_size, label_smoothing, ignore_index, reduction, z_loss
+    key = _key_of(logits, target, group, *options)
+    known = None if key is None else _on_one_rank.lookup(key)
+    if known is not None:
+        if not logits.is_cuda:  # there the kernels assert the range
+            check_ids(target, known.shard.size, name="target", rank=0, ignored=ignore_index)
+        return _cross_entropy(logits, target, known)
     _check_options(label_smoothing, reduction, z_loss)
     agreed = agreed_in(group)
     try:
@@ -132,6 +150,9 @@ def _checked_cross_entropy(
         check_agreement(facts, group, logits.device, agreed, same={"target": target})
     if not invariant:
         stock.log_once(group)
+    elif key is not None and all(type(option) in (int, float, str, type(None)) for option in options):
+        alone = VocabShard(resolve_group(None), shard.size, shard.width)  # a process group is not kept alive
+        _on_one_rank.store(key, CrossEntropyCall(alone, call.spec, reduction))
     loss = (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
     return check_gradient(loss, "vocab_parallel_cross_entropy", group, agreed)
 
@@ -180,13 +201,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, call: CrossEntropyCall) -> Tensor:
-        kernels, ids = select("cross-entropy", logits.device.type), target.reshape(-1)
-        losses, stats = _token_losses(kernels, flatten_tokens(logits), ids, call)
+        kernels = _kernels(logits)
+        losses, stats = _token_losses(kernels, logits, target, call)
         ctx.call = call
         if call.reduction == "none":
             ctx.save_for_backward(logits, target, stats, None)
             return fresh_view(losses, target.shape)
-        total, count = kernels.sum_of_tokens(losses, ids, call.spec, mean=call.reduction == "mean")
+        total, count = kernels.sum_of_tokens(losses, target, call.spec, mean=call.reduction == "mean")
         ctx.save_for_backward(logits, target, stats, count)
         return total
 
@@ -195,15 +216,18 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, target, stats, count = ctx.saved_tensors
         shard: VocabShard = ctx.call.shard
-        dx = select("cross-entropy", logits.device.type).logits_grad(
-            grad.reshape(-1), flatten_tokens(logits), target.reshape(-1), stats, count, shard.real, shard.first,
-            ctx.call.spec,
+        dx = _kernels(logits).logits_grad(
+            grad, logits, target, stats, count, shard.real, shard.first, ctx.call.spec
         )  # fmt: skip
-        return dx.view(logits.shape), None, None
+        return dx, None, None
+
+
+def _kernels(logits: Tensor) -> ModuleType:
+    return select("cross-entropy", "cuda" if logits.is_cuda else logits.device.type)
 
 
 def _token_losses(kernels: ModuleType, x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
-    """(losses [T], stats [2, T]), both fp32, from x [T, n] and ids [T]; loss_spec.py says what stats are."""
+    """(losses [T], stats [2, T]), both fp32, from x [.., n] and ids [..]; loss_spec.py says what stats are."""
     shard, spec = call.shard, call.spec
     if shard.group.size == 1:
         return kernels.whole_losses(x, ids, spec)

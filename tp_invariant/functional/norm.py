@@ -63,7 +63,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
-        kernels = select("norm", x.device.type)
+        kernels = select("norm", "cuda" if x.is_cuda else x.device.type)  # to ask for the type takes longer
         y, mean, rstd = kernels.norm_forward(
             x, weight, bias, eps=call.eps, rms=call.rms, zero_centered=call.zero_centered
         )
@@ -123,9 +123,10 @@ def _gradients(
     """(dx, dweight, dbias) of a norm, those that are needed."""
     x, weight, mean, rstd = ctx.saved_tensors
     call: NormCall = ctx.call
-    kernels = select("norm", x.device.type)
+    kernels = select("norm", "cuda" if x.is_cuda else x.device.type)
     dx = dweight = dbias = finish = None
-    dy = dy.contiguous()  # once, for all kernels that read it
+    if not dy.is_contiguous():
+        dy = dy.contiguous()  # once, for all kernels that read it
     if not x.is_contiguous():
         x = flatten_tokens(x).view(x.shape)  # the same
     rms, zero_centered = call.rms, call.zero_centered

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
-
 
 class CallSignature(NamedTuple):
     """Everything that a layer's checks depend on, except its group and its gemm_fn: the key of the checks' result.
@@ -51,13 +49,3 @@ def facts_to_compare(call: CallSignature, name: str, options: tuple[str, ...] = 
         "whether x needs a gradient": call.grad and call.x_requires_grad,
         "whether the weight needs one": call.grad and call.weight_requires_grad,
     }
-
-
-def mode_if_cacheable() -> bool | None:
-    """Whether the mode is on; None where every call must be checked again, so that results must not be stored."""
-    if torch.compiler.is_compiling():
-        return None
-    try:
-        return None if is_call_check_enabled() else is_tp_invariant_mode_enabled()
-    except ValueError:  # an invalid environment variable: the checks read it again and raise this error
-        return None

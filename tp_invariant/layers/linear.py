@@ -18,7 +18,7 @@ from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import Stride, check_divides
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import OwnerMap, ParallelMode
 from ..functional import linear as functions
 from ..functional import stock
@@ -30,7 +30,7 @@ from ..gemm.cost_model import costs_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, check_norm_dtype, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.scheduler import scheduler
-from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, signature_of
+from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .ties import refuse_ties
 

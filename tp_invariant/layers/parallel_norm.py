@@ -19,11 +19,11 @@ from ..core.compiled import specialize
 from ..core.dtensors import as_local, refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import TokenSharding, check_divides
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import Normalization
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
-from .call_signature import CallSignature, facts_to_compare, mode_if_cacheable, signature_of
+from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec
 from .ties import refuse_ties
 

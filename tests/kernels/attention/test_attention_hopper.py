@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_cases import KINDS, assert_same_bytes, attend, tensors
 
+from tp_invariant.kernels import known_calls
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
 from tp_invariant.kernels.attention.spec import AttentionSpec, PackedLengths
@@ -51,7 +52,7 @@ def by(monkeypatch, own, idle, *args, **options):
     make = kernels._plan.__wrapped__  # the cache knows nothing of what is changed here
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_plan", plan)
-        patch.setattr(kernels, "_known", {})  # nor does that of what earlier calls found out
+        patch.setattr(known_calls, "_known", {})  # nor does that of what earlier calls found out
         patch.setattr(kernels, "_multiprocessors", lambda index: idle)
         patch.setattr(kernels, "_max_scratch", lambda cache: 0 if idle == 1 else 2**28)
         if not own:
@@ -151,7 +152,7 @@ def test_all_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     results = []
     for tiles in (one, other, apart):
         monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *args, tiles=tiles, **options: tiles)
-        monkeypatch.setattr(attention_backward, "_known", {})
+        monkeypatch.setattr(known_calls, "_known", {})
         results.append(attend(*data, **KINDS[kind]))
     for result in results[1:]:
         assert_same_bytes(results[0], result, kind)
