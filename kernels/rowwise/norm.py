@@ -23,12 +23,14 @@ own, so no compiler's choice of where to fuse them can show, and the sums over r
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import KnownCall, find, key_of, remember
+from ..known_calls import KnownCall, find, keep, key_of, remember
 from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
 from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
@@ -365,8 +367,14 @@ def norm_weight_partial_sums(
     return _launch_backward("norm_weight_partial_sums", dy, x, None, mean, rstd, rms, False, rows_per_sum, with_bias)[1]
 
 
-_OF_HEADS_MAX = 4096
-_of_heads: dict[tuple, tuple[KnownCall, KnownCall, KnownCall, KnownCall]] = {}
+class _KnownOfHeads(NamedTuple):
+    """The calls that `norm_backward_of_heads` is made of, all of them known."""
+
+    index: int
+    of_blocks: KnownCall
+    of_heads: KnownCall
+    of_x: KnownCall
+    of_weight: KnownCall
 
 
 def norm_backward_of_heads(
@@ -376,18 +384,17 @@ def norm_backward_of_heads(
     """dx and dweight of a norm over each head of x [.., heads, H], contiguous like dy: `norm_backward_input`, and one
     partial sum for each head over all tokens, in blocks of rows_per_sum; dweight is their sum in head order."""
     key = key_of(("norm_backward_of_heads", rms, zero_centered, rows_per_sum), dy, x, weight, mean, rstd)
-    calls = _of_heads.get(key) if key is not None else None
-    if calls is not None and calls[0].index == torch._C._cuda_getDevice():
-        of_blocks, of_heads, of_x, of_weight = calls
+    known = find(key)
+    if known is not None:
+        _, of_blocks, of_heads, of_x, of_weight = known
         new, at_dy, at_x, at_rstd = of_blocks.new, dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
         at_mean = at_rstd if rms or mean is None else mean.data_ptr()
-        (_, blocks_layout), (heads_layout,), (x_layout, _), (weight_layout,) = [call.layouts for call in calls]
+        (_, blocks_layout), (heads_layout,), (x_layout, _), (weight_layout,) = [call.layouts for call in known[1:]]
         blocks, sums, dx, dweight = new(*blocks_layout), new(*heads_layout), new(*x_layout), new(*weight_layout)
         at_blocks, at_sums, at_dx, at_dweight = blocks.data_ptr(), sums.data_ptr(), dx.data_ptr(), dweight.data_ptr()
-        # where a launch computes nothing of the one kind, it is given another address for it
-        of_blocks.at(at_dy, at_x, at_x, at_mean, at_rstd, at_dx, at_blocks)
+        of_blocks.at(at_dy, at_x, at_x, at_mean, at_rstd, 0, at_blocks)
         of_heads.at(at_blocks, at_sums, at_sums)
-        of_x.at(at_dy, at_x, weight.data_ptr(), at_mean, at_rstd, at_dx, at_blocks)
+        of_x.at(at_dy, at_x, weight.data_ptr(), at_mean, at_rstd, at_dx, 0)
         of_weight.at(at_sums, at_dweight, at_dweight)
         return dx, dweight
     heads, h = x.shape[-2:]
@@ -398,16 +405,14 @@ def norm_backward_of_heads(
     sums = flat.view(heads, h)
     dx = norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
     dweight, _ = fold_weight_gradients(sums, weight.dtype, None)
-    found = (
+    found = [
         find(key_of(("norm_weight_partial_sums", rms, False, rows_per_sum, False), *rows, None, *by_head)),
         find(key_of(("fold_partial_sums", None, None), blocks)),
         find(key_of(("norm_backward_input", rms, zero_centered, None, False), dy, x, weight, mean, rstd)),
         find(key_of(("fold_weight_gradients", weight.dtype, None), sums)),
-    )
-    if key is not None and all(found):
-        if len(_of_heads) >= _OF_HEADS_MAX:
-            _of_heads.clear()
-        _of_heads[key] = found  # type: ignore[assignment]
+    ]
+    if all(found):
+        keep(key, _KnownOfHeads(found[0].index, *found))
     return dx, dweight
 
 

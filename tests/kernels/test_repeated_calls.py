@@ -134,6 +134,19 @@ def test_norms(launches, rms, bias):
     assert first == again
 
 
+@pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
+def test_norms_over_heads(launches, rms):
+    x, dy = torch.randn(2, 2, 5, 3, 64, dtype=torch.bfloat16).unbind()
+    weight, rstd, mean = torch.randn(64), torch.ones(30), None if rms else torch.zeros(30)
+
+    def backward(dy, x, weight, mean, rstd):
+        return norm.norm_backward_of_heads(dy, x, weight, mean, rstd, rows_per_sum=32, rms=rms, zero_centered=False)
+
+    first, again = twice(backward, launches, known_calls._known, dy=dy, x=x, weight=weight, mean=mean, rstd=rstd)
+    assert first == again and len(first[0]) == 4
+    assert any(isinstance(known, norm._KnownOfHeads) for known in known_calls._known.values())
+
+
 @pytest.mark.parametrize("form", ("contiguous", "halves", "tokens between heads"))
 def test_gated_activations(launches, form):
     gate, up, dy = torch.randn(3, 2, 5, 64, dtype=torch.bfloat16).unbind()

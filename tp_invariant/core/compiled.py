@@ -289,7 +289,8 @@ _NONE_SHAPE = (0, 0, 0)  # the shape that represents None among saved tensors; n
 
 
 @lru_cache(maxsize=64)
-def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+@torch.inference_mode(False)
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """What an op returns in place of None, where no graph reads it: the same each time, and without memory."""
     return torch.empty(_NONE_SHAPE, device=device, dtype=dtype)
 
@@ -340,8 +341,12 @@ def _stored_copy(x: Tensor) -> Tensor:
 
 class _StoredCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return _stored_copy(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass  # torch.func asks for it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -394,7 +399,7 @@ def as_custom_op(
         results = [result]
         for i in made:
             t = ctx.saved_tensors[i]
-            results.append(nothing(result.device, result.dtype) if t is None else _with_own_memory(t, others))
+            results.append(_nothing(result.device, result.dtype) if t is None else _with_own_memory(t, others))
         return results
 
     def run_fake(*args: Any) -> Any:
