@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..consistency.same_draws import note_source
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.function_modes import enter_again, leave
@@ -207,6 +208,7 @@ class Linear(ShardedModule, nn.Linear):
             **options,
         )
         layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
+        note_source(layer.weight, weight)
         if bias is not None:
             layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
         return layer.train(linear.training)

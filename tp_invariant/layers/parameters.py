@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
+from ..consistency.same_draws import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTES = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
-    "shared", "ranks_per_micro_batch",
+    "shared", "ranks_per_micro_batch", "cut_from",
 )  # fmt: skip
 
 
@@ -319,7 +320,11 @@ class ShardedModule(KeepsAttributes):
         self._number_weight()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        own = {name: self._parameters.get(name) for name in self.SHARDED_PARAMETERS}
+        sources = {name: source_of(p) for name, p in own.items() if p is not None}
         result = super()._apply(fn, recurse)
+        for name, source in sources.items():
+            note_conversion(self.get_parameter(name), source)
         self._number_weight()
         return result
 
@@ -414,8 +419,10 @@ def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...],
 
     Every rank draws the full tensor: use the same seed on all ranks, as for any replicated parameter.
     """
-    local = local_of(local)
+    parameter, local = local, local_of(local)
     full = local.new_empty(full_shape)
     yield full
     with torch.no_grad():
         local.copy_(spec.local(full))
+    if spec.dim is not None and spec.group.size > 1:
+        note_source(parameter, full)
