@@ -1,9 +1,9 @@
 """Notices that ranks keep their parts of different full weights, as after seeds of their own.
 
-A layer draws or is given the full weight on every rank, of which it keeps this rank's part. The parts then show nothing:
-they must differ. So the parameter says which full weight its part was cut from, by a hash of some elements of that, and
-of the part, by which it is known whether the part still has those values. The ranks compare the former at the layer's
-first call (agreement.py). Parts that have been written to since, by a checkpoint or by code of the user's, say nothing.
+A layer draws or is given the full weight on every rank, and keeps this rank's part of it. The parts must differ, and so
+show nothing. So the parameter says which full weight its part was cut from, by a hash of some elements of that weight,
+and by one of the part, which tells whether it still has those values. The ranks compare the former at the layer's first
+call (agreement.py). Parts that have been written to since, by a checkpoint or by code of the user's, say nothing.
 """
 
 from __future__ import annotations
