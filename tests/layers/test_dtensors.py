@@ -783,6 +783,10 @@ def filled(tp_group, fully, known):
             torch.manual_seed(3)
             layer.weight.data.exponential_(2.0)
             results["exponential_", str(kind)] = tpi.full_state_dict(layer)["weight"]
+            torch.manual_seed(3)
+            with torch.no_grad():
+                layer.weight.add_(torch.randn_like(layer.weight)).sub_(torch.rand_like(layer.weight))
+            results["noise", str(kind)] = tpi.full_state_dict(layer)["weight"]
     return results
 
 

@@ -1,4 +1,4 @@
-"""Random numbers that are written into a DTensor, as torch.nn.init does to parameters: those of the whole tensor.
+"""Random numbers that are written into a DTensor, as torch.nn.init does, or drawn like one: those of the whole tensor.
 
 torch fills each rank's part by a generator of that rank, or with the same numbers on every rank where a device has no
 such generator (a CPU). The values then depend on the degree. For DTensors on the meshes of this library's layers a
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .dtensors import local_of
+from .dtensors import local_of, new_dtensor
 from .pieces import pieces_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
 
 
+_LIKES = ("rand_like", "randn_like")
 _meshes: set[frozenset[int]] = set()  # the ranks of the meshes of this library's layers
 
 
@@ -50,21 +51,24 @@ def mend_fills() -> None:
 
     def fill(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, *others = args
-        if not _is_on_ours(x):  # torch's own way, for this call
+        local: Tensor = local_of(x)
+        if not _is_on_ours(x) or kwargs.get("dtype") not in (None, x.dtype):  # torch's own way, for this call
             del handlers[operator]
             try:
                 return operator(*args, **kwargs)
             finally:
                 handlers[operator] = fill
-        local: Tensor = local_of(x)
-        full = local.new_empty(x.shape)
-        operator(full, *others, **kwargs)
+        full = operator(local.new_empty(x.shape), *others, **kwargs)
+        if operator in likes:
+            local = torch.empty_like(local)
+            x = new_dtensor(DTensor, local, x._spec)
         for offsets, view in pieces_of(x, local):
             view.copy_(full[tuple(slice(i, i + size) for i, size in zip(offsets, view.shape, strict=True))])
         return x
 
-    for name in _FILLS:
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            if overload != "Tensor":  # of bernoulli_: a tensor of probabilities
-                handlers.setdefault(getattr(packet, overload), fill)
+    likes = {getattr(torch.ops.aten, name).default for name in _LIKES}
+    packets = [getattr(torch.ops.aten, name) for name in _FILLS]
+    fills = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    for operator in (*likes, *fills):
+        if operator._overloadname != "Tensor":  # of bernoulli_: a tensor of probabilities
+            handlers.setdefault(operator, fill)
