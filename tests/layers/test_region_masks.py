@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import mesh_or_group
 from torch import nn
 
 import tp_invariant as tpi
@@ -41,11 +42,13 @@ INSIDE = {
 RIGHT = {"padding": _padding, "p=0": lambda x: F.dropout(x, 0.0), "in evaluation": lambda x: F.dropout(x, 0.5, False)}
 
 
-def forward(tp_group, inside="nothing", outside="nothing", sequence_parallel=False, looks=True, allowed=False):
+def forward(
+    tp_group, inside="nothing", outside="nothing", sequence_parallel=False, looks=True, allowed=False, kind="group"
+):
     """Two blocks with a residual; what they give, or the error."""
     between, after = ({"nothing": lambda x: x, **INSIDE, **RIGHT}[name] for name in (inside, outside))
     torch.manual_seed(0)
-    options = dict(tp_group=tp_group, sequence_parallel=sequence_parallel)
+    options = dict(tp_group=mesh_or_group(tp_group, kind), sequence_parallel=sequence_parallel)
     layers = []
     for _ in range(2):
         layers.append(tpi.LayerNormLinear(24, 96, parallel_mode="column", **options))
@@ -96,5 +99,6 @@ def test_what_is_right(name):
 
 def test_dropout_of_what_is_whole_is_right():
     (one,) = run_ranks(forward, 1, "nothing", "function")
-    for other in run_ranks(forward, 2, "nothing", "function"):
-        testing.assert_bitwise_equal(other, one)
+    for kind in ("group", "mesh"):
+        for other in run_ranks(forward, 2, "nothing", "function", False, True, False, kind):
+            testing.assert_bitwise_equal(other, one)

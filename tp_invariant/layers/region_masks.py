@@ -25,7 +25,8 @@ def dropout_before(x: Tensor) -> str | None:
     stack = [] if x.grad_fn is None else [x.grad_fn]
     while stack:
         node: Any = stack.pop()
-        place = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
+        function = getattr(type(node), "_forward_cls", None)
+        place = getattr(getattr(function, "of_plain", function), "__module__", "")  # of_plain: core/dtensors.py
         if place.startswith("tp_invariant.") and place.endswith(_ENDS):
             continue
         if node.metadata.get(_LOOKED_AT):
