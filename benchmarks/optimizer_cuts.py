@@ -171,6 +171,9 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
   cuts what has more than 32768 elements once more, between its threads.
 - `ATEN_CPU_CAPABILITY=default` in the environment of every rank makes torch round each operation by itself everywhere:
   for-loop and foreach then hold at every cut in 16 bits too, more slowly. It is another reference, with other bits.
+- **The first step finds out.** With the mode on, an optimizer of torch's whose shards have other numbers of elements
+  than multiples of {aligned} is tried, with its own options, on a small parameter and on parts of it, in about
+  20 ms: where a part differs, the step is an error. Another package's optimizer is not tried, nor are several threads.
 - **Optimizers that need whole parameters are refused on plain shards**, by name, before they change anything: Muon,
   Adafactor, LBFGS, Shampoo, SOAP, LAMB and LARS. On DTensors torch's Muon and LBFGS have right values, and bits that
   depend on the degree; torch's Adafactor and the fused form of SGD raise.

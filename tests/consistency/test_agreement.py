@@ -421,7 +421,7 @@ def test_sequence_functions_are_compared_when_first_seen(what, message):
 
 
 def count_gathers(tp_group, check):
-    """(gathers of sixteen bytes in two equal steps of a layer, forward and backward; the gradients)."""
+    """(gathers of 24 bytes in two equal steps of a layer, forward and backward; the gradients)."""
     gathers, gather = [], agreement.gather_major
     agreement.compare_environments(resolve_group(tp_group), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -155,3 +156,56 @@ def equal_by_right(tp_group, mesh):
 def test_what_may_be_equal(size, mesh):
     with tpi.set_tp_invariant_mode(True):
         run_ranks(equal_by_right, size, mesh)
+
+
+# --- parts of different full weights ----------------------------------------------------------------------------------
+
+
+def made_of_others(tp_group, kind, way, seeds):
+    """The first call of layers without a parameter that is whole on every rank; what rank 1 was seeded with."""
+    group = mesh_or_group(tp_group, kind)
+    torch.manual_seed(seeds[tp_group.rank()])
+    if way == "embedding":
+        layer = tpi.VocabParallelEmbedding(16, 32, padding_idx=0, tp_group=group)
+    elif way == "from_linear":
+        layer = tpi.Linear.from_linear(nn.Linear(32, 64, bias=False), parallel_mode="row", tp_group=group)
+    elif way == "experts":
+        layer = tpi.Experts(4, 32, 64, tp_group=group, bias=False)
+    else:
+        layer = tpi.Linear(32, 64, bias=False, parallel_mode="column", tp_group=group)
+    layer = copy.deepcopy(layer).to(torch.bfloat16)
+    if way == "written":  # by code that knows of ranks, or loads a checkpoint
+        torch.manual_seed(tp_group.rank())
+        with torch.no_grad():
+            layer.weight.data.normal_()
+    if way == "reset":
+        torch.manual_seed(1)
+        layer.reset_parameters()
+    if way == "embedding":
+        call = functools.partial(layer, torch.arange(8))
+    elif way == "experts":
+        x, index = torch.ones(4, 32, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.long)
+        call = functools.partial(layer, x, index, torch.ones(4, 1))
+    else:
+        features = 32 // tp_group.size() if way == "from_linear" else 32
+        call = functools.partial(layer, torch.ones(2, features, dtype=torch.bfloat16))
+    try:
+        call()
+        return ""
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_ranks_with_seeds_of_their_own(kind):
+    for way in ("drawn", "embedding", "from_linear", "experts"):
+        (one, other) = run_ranks(made_of_others, 2, kind, way, (0, 1))
+        assert one == other
+        assert re.match(
+            r"the ranks of tp_group hold parts of different full weights of (Lin|Voc|Exp)\w+.*: one value on rank 0, "
+            r"another on rank 1\. Seed all ranks alike",
+            one,
+        ), (way, one)
+        assert run_ranks(made_of_others, 2, kind, way, (1, 1)) == ["", ""]
+    for way in ("written", "reset"):
+        assert run_ranks(made_of_others, 2, kind, way, (0, 1)) == ["", ""]

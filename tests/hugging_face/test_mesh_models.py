@@ -157,6 +157,38 @@ def test_save_pretrained_writes_whole_weights(tmp_path, family):
         assert torch.equal(loaded.eval()(**hf_models.batch()).logits, plain.eval()(**hf_models.batch()).logits)
 
 
+def saved_from_outside(tp_group, kind, folder):
+    """From a model of which a part was parallelized, and from one that was given a layer by hand; the control first."""
+    group = mesh_or_group(tp_group, kind)
+    part = hf_models.build("phi3")
+    tpi.parallelize(part.model, group)
+    by_hand = hf_models.build("phi3")
+    mlp = by_hand.model.layers[1].mlp
+    mlp.down_proj = tpi.Linear.from_linear(mlp.down_proj, parallel_mode="row", tp_group=group)
+    if kind == "group":  # of DTensors it is an error of transformers'
+        type(part).save_pretrained.__wrapped__(part, f"{folder}/control{dist.get_rank(tp_group)}")
+    refused(ValueError, lambda: part.save_pretrained(f"{folder}/never", state_dict=part.state_dict()))
+    refused(ValueError, lambda: part.resize_token_embeddings(100))
+    part.save_pretrained(f"{folder}/part")
+    by_hand.save_pretrained(save_directory=f"{folder}/by_hand", max_shard_size="40KB")
+    by_hand.resize_token_embeddings(hf_models.VOCABULARY + 8)  # its embeddings are whole
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_save_pretrained_of_a_model_around_sharded_layers(tmp_path, kind):
+    import transformers
+
+    run_ranks(saved_from_outside, 2, kind, str(tmp_path))
+    plain = hf_models.build("phi3")
+    plain.save_pretrained(tmp_path / "plain")
+    assert files_in(tmp_path / "part") == files_in(tmp_path / "plain")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "by_hand")
+    assert_bitwise_equal(dict(loaded.state_dict()), dict(plain.state_dict()))
+    if kind == "group":
+        assert files_in(tmp_path / "control0") != files_in(tmp_path / "plain")
+    assert not (tmp_path / "never").exists()
+
+
 def saved_after_fully_shard(world_group, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = tpi.parallelize(hf_models.build("qwen3"), mesh["tp"])

@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from unittest import mock
 
 import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import init_device_mesh
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import prune
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.core import random_fills
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.owners import weight_cache
 from tp_invariant.testing import full_grads, full_parameters, run_ranks
@@ -757,3 +761,43 @@ def test_on_gpus(size):
             testing.assert_bitwise_equal(result, expected)
     off = run_ranks(stepped_on_gpus, size, "mesh", False, device="cuda")[0]
     assert testing.digest(off) != testing.digest(expected), "the control"
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------
+
+
+def filled(tp_group, fully, known):
+    """Weights of each kind after functions of torch.nn.init and others; `known`: False for the control."""
+    dp = 2 if fully else 1
+    mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
+    results = {}
+    for kind in (dict(parallel_mode="column", partition_stride=2), dict(parallel_mode="row"), dict(parallel_mode=None)):
+        layer = tpi.Linear(16, 32, bias=False, tp_group=mesh["tp"], **kind)
+        if fully:
+            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
+        with mock.patch.object(random_fills, "_meshes", random_fills._meshes if known else set()):
+            for name in ("normal_", "kaiming_uniform_", "xavier_normal_", "trunc_normal_", "orthogonal_"):
+                torch.manual_seed(3)
+                getattr(torch.nn.init, name)(layer.weight)
+                results[name, str(kind)] = tpi.full_state_dict(layer)["weight"]
+            torch.manual_seed(3)
+            layer.weight.data.exponential_(2.0)
+            results["exponential_", str(kind)] = tpi.full_state_dict(layer)["weight"]
+            torch.manual_seed(3)
+            with torch.no_grad():
+                layer.weight.add_(torch.randn_like(layer.weight)).sub_(torch.rand_like(layer.weight))
+            results["noise", str(kind)] = tpi.full_state_dict(layer)["weight"]
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+def test_random_numbers_are_those_of_the_whole_tensor():
+    (expected,) = run_ranks(filled, 1, False, True)
+    torch.manual_seed(3)
+    plain = torch.nn.init.trunc_normal_(torch.empty(32, 16))
+    assert all(torch.equal(value, plain) for (name, _), value in expected.items() if name == "trunc_normal_")
+    for degree, fully in ((2, False), (4, True)):
+        for got in run_ranks(filled, degree, fully, True):
+            testing.assert_bitwise_equal(got, expected)
+    (control, _) = run_ranks(filled, 2, False, False)
+    assert not any(torch.equal(control[key], expected[key]) for key in expected if "None" not in key[1])

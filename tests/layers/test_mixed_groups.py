@@ -327,7 +327,7 @@ def regions(tp_group, kind):
 
 @pytest.mark.parametrize("kind", ["norm", "batch", "dropout", "gain"])
 def test_whole_gradients_that_differ(kind):
-    """Seen by clipping, and with the check by each optimizer's step, in both modes; nothing is changed."""
+    """Seen by clipping, by an optimizer's first step with the mode on, and with the check by each. Nothing changes."""
 
     def on_rank(tp_group):
         for mode in MODES:
@@ -346,7 +346,12 @@ def test_whole_gradients_that_differ(kind):
                 ):
                     optimizer.step()
                 assert_bitwise_equal(parameters["row"].detach(), before)
-                optimizer.step()  # without the check nobody looks: these parameters say nothing of a group
+                if mode:  # they say nothing of a group, and count as whole over that of the layers
+                    with pytest.raises(RuntimeError, match=r"^SGD\.step: the gradient of parameter .* differs"):
+                        optimizer.step()
+                    for name in ("norm", "gain"):
+                        parameters[name].tp_group = None
+                optimizer.step()
                 assert not torch.equal(parameters["row"], before)
         return [name for name, p in parameters.items() if p.grad is not None]
 

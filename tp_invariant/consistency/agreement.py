@@ -1,6 +1,6 @@
 """Checks that all ranks are about to make the same call; if they are not, collectives would hang or mix up data.
 
-There are two checks, each by a gather of sixteen bytes over the group: once for each group, that its ranks run the same
+There are two checks, each by a gather of 24 bytes over the group: once for each group, that its ranks run the same
 software on the same kind of device with the same settings (environment.py); and at the first call of each kind, that
 all ranks make this call, with the same ids (of an embedding), target (of a loss) and whole parameters. With
 TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. So a first call begins with the same
@@ -43,6 +43,7 @@ from ..core.mode import is_call_check_enabled
 from .differences import differences, format_values, mark
 from .environment import environment_facts
 from .equal_shards import check_shards, shard_hash
+from .same_draws import check_sources, source_of
 
 _MAX_AGREED = 4096  # how many different calls are remembered as agreed on
 _MAX_RESOLVED = 512
@@ -139,7 +140,7 @@ def check_agreement(
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
-    The first call with given facts costs an all-gather of sixteen bytes and a wait for it, a group's very first call
+    The first call with given facts costs an all-gather of 24 bytes and a wait for it, a group's very first call
     two more gathers; later calls cost nothing. This detects ranks that differ in their first call, or that change at
     the same time, but not a single rank that differs later. For that, TP_INVARIANT_CHECK=1 compares at every call
     (core/mode.py states its cost).
@@ -147,7 +148,8 @@ def check_agreement(
     Args:
         device: the device of this call's tensors; its kind is one of the facts.
         sharded_weight: a parameter of which each rank holds another part. At a layer's first call it is checked that
-            these differ (equal_shards.py); not in compiled code.
+            these differ (equal_shards.py), and are parts of one full weight where that is known (same_draws.py); not
+            in compiled code.
         shards_may_be_equal: what the layer says; the parameter may say it, too.
         weight: the layer's, by which compiled code knows the layer's number; `sharded_weight` if not given.
         same: tensors (name -> tensor) whose values must be the same on every rank. A hash of each is compared whenever
@@ -185,14 +187,15 @@ def check_agreement(
         hashed |= {f"{_HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
     # selective checkpointing would give what these operators return to the same operators of the recomputed layer
     with _disable_current_modes():
-        shard = 0
+        shard = source = 0
         if sharded_weight is not None and not agreed:
             allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
             shard = shard_hash(local_of(sharded_weight), allowed)
+            source = source_of(sharded_weight)
         for name, tensor in hashed.items():
             if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
                 facts[name] = int(tensor_hash(tensor))
-        _compare(facts, group, device, agreed, shard)
+        _compare(facts, group, device, agreed, shard, source)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
     agreed.add(known)
@@ -350,15 +353,18 @@ def _compare(
     device: torch.device,
     agreed: Collection[Hashable] = frozenset(),
     shard: int = 0,
+    source: int = 0,
 ) -> None:
-    own = torch.tensor([mark(sorted(facts.items())), shard], dtype=torch.int64, device=group_device(group, device))
+    numbers = mark(sorted(facts.items())), shard, source
+    own = torch.tensor(numbers, dtype=torch.int64, device=group_device(group, device))
     call_context.comparing = partial(_describe_new_call, facts, agreed)
     try:
-        marks, shards = gather_major(own, group).view(-1, 2).t().tolist()
+        marks, shards, sources = gather_major(own, group).view(-1, 3).t().tolist()
     finally:
         call_context.comparing = None
     if len(set(marks)) == 1:
         check_shards(shards, facts.get("the layer", ""))
+        check_sources(sources, facts.get("the layer", ""))
         return
     assert group.process_group is not None
     report = {name: repr(value) for name, value in facts.items()}, _layer_counts.get(group.process_group, 0)

@@ -51,8 +51,10 @@ def _is_of_dtensors(kind: type) -> bool:
         if found:
             from .local_operators import shorten  # these import this module
             from .pieces import mend_torch
+            from .random_fills import mend_fills
 
             mend_torch()
+            mend_fills()
             shorten()
     return found
 

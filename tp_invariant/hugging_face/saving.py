@@ -1,24 +1,30 @@
 """`save_pretrained` of a parallelized model writes whole weights, and what would take a shard for the whole is refused.
 
 transformers' own functions see this rank's shards. So a parallelized model has functions of its own under their names.
+A model around it, of which only a part was parallelized, or that was given sharded layers by hand, has them by its
+class: torch tells who gets a submodule, and with the first sharded layer PreTrainedModel gets functions that look for
+such layers at each call.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..checkpoint.full_state import WHOLE, full_state_dict, model_group, reshard, run_on_all_ranks, tensor_specs
 from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.meeting import wait_for_all, wait_without_limit
 from ..core.dtensors import is_dtensor, local_of
-from ..layers.parameters import ShardSpec
+from ..core.graph_breaks import never_a_frame_of_its_own
+from ..layers.parameters import ShardedModule, ShardSpec
 
 _ADVICE = (
     "A rank has only its part of the weights, so call save_pretrained on every rank, not under `if rank == 0`: rank 0 "
@@ -50,6 +56,49 @@ class _Method:
         if model is None:
             raise ReferenceError(f"the model of this {self._function.__name__.strip('_')} is gone: keep the model")
         return model
+
+
+@never_a_frame_of_its_own
+def _look_for_layers(owner: nn.Module, name: str, child: nn.Module | None) -> None:
+    """A hook of every registration of a submodule, in any module."""
+    if isinstance(child, ShardedModule) and "transformers.modeling_utils" in sys.modules:
+        _install_for_all()
+
+
+@functools.cache
+def _install_for_all() -> None:
+    """PreTrainedModel's functions, and these of a model that holds layers of this library, whoever put them there."""
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    save, resize = kind.save_pretrained, kind.resize_token_embeddings
+
+    @functools.wraps(save)
+    def save_pretrained(
+        model: Any,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        if _has_layers(model) and groups_of(model):
+            if state_dict is None:
+                return _save_pretrained(model, save_directory, is_main_process, None, *args, **options)
+            check_whole(model, state_dict)
+        return save(model, save_directory, is_main_process, state_dict, *args, **options)
+
+    @functools.wraps(resize)
+    def resize_token_embeddings(model: Any, *args: Any, **options: Any) -> Any:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        ours = any(end is not None and _has_layers(end) for end in ends)
+        return _resize_token_embeddings(model, *args, **options) if ours else resize(model, *args, **options)
+
+    kind.save_pretrained, kind.resize_token_embeddings = save_pretrained, resize_token_embeddings
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(isinstance(part, ShardedModule) for part in module.modules())
 
 
 def _save_pretrained(
@@ -196,3 +245,6 @@ def _resize_token_embeddings(
         f"{type(model).__name__} that parallelize has changed, whose vocabulary has size {rows}: transformers would "
         "take this rank's rows for the whole vocabulary. Call it before parallelize"
     )
+
+
+register_module_module_registration_hook(_look_for_layers)

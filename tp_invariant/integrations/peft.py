@@ -288,6 +288,7 @@ class LoraLinear(_OfShards, _LoraLinear):
         self.lora_B[adapter_name] = Linear.from_linear(b, **of_b, **common)
         if config.lora_dropout > 0:
             self.lora_dropout[adapter_name] = Dropout.of_input(config.lora_dropout, base)
+            self.lora_A[adapter_name].masks_are_whole = True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """y = base(x) + scaling * B(A(dropout(x))) for the active adapters, returned as the base layer does."""

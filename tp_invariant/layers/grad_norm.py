@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
+from ..consistency.differences import mark
 from ..consistency.same_gradients import FactsToCompare, Question, compare, maximal_groups
-from ..core.dtensors import check_placements, is_dtensor
+from ..core.bits import tensor_hash
+from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.fsdp import sharded_parameters
 from ..core.graph_breaks import outside_of_graphs
 from ..core.mode import is_tp_invariant_mode_enabled
@@ -96,8 +98,8 @@ def clip_grad_norm_(
     the order of the stages, so a model that is cut into stages has the norm of the whole model, to the bit, where each
     stage has the parameters that follow those of the stage before. With several stages on a rank, give the parameters
     of all of them: the bits are then the same at every tensor-parallel degree, not those of the whole model. A
-    parameter that several stages hold (tied embeddings) counts once for each of them, which nothing here can notice:
-    on all but the first, set the attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a
+    parameter that several stages hold (tied embeddings) would count once for each of them, and is refused: on all but
+    the first, set the attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a
     one is scaled and does not count. Its gradient must be the sum over these stages already.
 
     Args:
@@ -151,8 +153,10 @@ def clip_grad_norm_(
         raise
     if stages.size > 1:
         check_agreement({"the TP-invariant mode": invariant, **options}, stages, messages, set())
-        place = _device_of_stages(call, stages)
+        place, anew = _device_of_stages(call, stages)
         own = own.to(place)
+        if anew:
+            _refuse_counted_twice(counted, stages, messages)
     if norm_type == math.inf:
         total = torch.cat([own.new_zeros(1), _of_all_stages(own, stages)]).max()
     elif invariant:
@@ -178,15 +182,18 @@ def _is_shared(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "shared", False))
 
 
-def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
+def _device_of_stages(call: ClipCall, stages: Group) -> tuple[torch.device, bool]:
     """Where the stages' norms are added: on the device of this stage's parameters, or, if it has none, of the others'.
+
+    And whether some stage has parameters that its calls before did not have.
 
     Raises:
         RuntimeError: on every stage, if some have parameters on CPUs and others on GPUs.
     """
     messages = group_device(stages, call.device)
     kind = 0 if not call.held else 2 if call.device.type == "cuda" else 1
-    kinds = gather_major(torch.tensor([kind], device=messages), stages).flatten().tolist()
+    news = torch.tensor([kind, call._known is None], device=messages)
+    kinds, anew = gather_major(news, stages).view(-1, 2).t().tolist()
     if {1, 2} <= {*kinds}:
         on_cpus = [stage for stage, kind in enumerate(kinds) if kind == 1]
         raise RuntimeError(
@@ -198,17 +205,40 @@ def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
     else:
         place = call.device if 1 in kinds else messages
     compare_environments(stages, place)
-    return place
+    return place, any(anew)
+
+
+def _refuse_counted_twice(counted: list[HeldGradient], stages: Group, messages: torch.device) -> None:
+    """Raises: RuntimeError: on every stage: two hold one parameter, which is known by its values and its gradient."""
+    own = []
+    for held in counted:
+        hashes = torch.stack([tensor_hash(held.local), tensor_hash(local_of(held.parameter))]).tolist()
+        if bool(held.local.any()):
+            own += [held.number, mark((held.local.dtype, held.local.shape, hashes))]
+    found: dict[int, list[str]] = {}
+    for stage, values in enumerate(_of_each_stage(torch.tensor(own, dtype=torch.int64, device=messages), stages)):
+        for index, value in values.view(-1, 2).tolist():
+            found.setdefault(value, []).append(f"parameter {index} of stage {stage}")
+    if twice := [names for names in found.values() if len({name.rpartition(" ")[2] for name in names}) > 1]:
+        raise RuntimeError(
+            f"clip_grad_norm_ with pp_group: {' and '.join(twice[0])} have the same values and the same gradient: what "
+            "several stages hold (tied embeddings) would count once for each. Set shared = True of this parameter on "
+            "all stages but the first"
+        )
 
 
 def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
     """The vectors of all stages, one after another; their lengths may differ."""
+    return torch.cat(_of_each_stage(own, stages))
+
+
+def _of_each_stage(own: Tensor, stages: Group) -> list[Tensor]:
     if stages.size == 1:
-        return own
+        return [own]
     length = torch.tensor([len(own)], dtype=torch.int64, device=group_device(stages, own.device))
     lengths = gather_major(length, stages).flatten().tolist()
     gathered = gather_major(F.pad(own, (0, max(lengths) - len(own))), stages)
-    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
+    return [part[:n] for part, n in zip(gathered, lengths, strict=True)]
 
 
 # --- how each parameter is held -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..consistency.same_draws import note_source
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.function_modes import enter_again, leave
@@ -32,6 +33,7 @@ from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.scheduler import scheduler
 from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec, full_initialisation
+from .region_masks import dropout_before
 from .ties import refuse_ties
 
 _COMPUTED: Any = object()  # in place of a parameter that a parametrization has replaced
@@ -101,6 +103,7 @@ class Linear(ShardedModule, nn.Linear):
         TypeError: dtypes that differ, tp_group or gemm_fn of the wrong kind.
     """
 
+    masks_are_whole = False  # a user's word: dropout of x, a part, is this rank's part of a mask that all ranks draw
     SHARDED_PARAMETERS: tuple[str, ...] = ("weight", "bias")
     _OPTIONS: tuple[str, ...] = (  # their names in error messages, in the order of `_options`
         "bias", "partition_stride", "sequence_parallel", "sequence_dim", "owner_map", "gather_output", "return_bias",
@@ -207,6 +210,7 @@ class Linear(ShardedModule, nn.Linear):
             **options,
         )
         layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
+        note_source(layer.weight, weight)
         if bias is not None:
             layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
         return layer.train(linear.training)
@@ -478,6 +482,8 @@ class Linear(ShardedModule, nn.Linear):
             invariant = is_tp_invariant_mode_enabled()
             if invariant and self._norm_call() is not None:
                 check_norm_dtype(x, f"x on rank {self.group.rank}")
+            if invariant and self._moves_bytes and not self.masks_are_whole:
+                self._check_masks(x)
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
                 self._main_grad().buffer()
             return invariant
@@ -485,6 +491,20 @@ class Linear(ShardedModule, nn.Linear):
             if self._moves_bytes:
                 share_error(error, self.group, x.device, self._agreed)
             raise
+
+    def _check_masks(self, x: Tensor) -> None:
+        """Raises: ValueError: x is this rank's part of the activations, and dropout has acted on it."""
+        row = self.parallel_mode == "row"
+        if torch.compiler.is_compiling() or not (self.input_is_parallel if row else self.sequence_parallel):
+            return
+        if node := dropout_before(x):
+            raise ValueError(
+                f"x of {self._name} on rank {self.group.rank} is this rank's part of the "
+                f"{'features' if row else 'tokens'}, and dropout has acted on it since the layer before ({node}): its "
+                "mask would depend on the degree. Set p to 0 there, or use dropout where activations are whole, as "
+                "before a column-parallel layer and after a row-parallel one without sequence_parallel. If the mask is "
+                "this rank's part of one that all ranks have drawn, set masks_are_whole = True of this layer"
+            )
 
     def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
         features = local_of(self.weight).shape[1] if self.input_is_parallel else self.in_features

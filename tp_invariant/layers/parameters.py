@@ -25,15 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
+from ..consistency.same_draws import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
+from ..core.random_fills import note_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 _ATTRIBUTES = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
-    "shared", "ranks_per_micro_batch",
+    "shared", "ranks_per_micro_batch", "cut_from",
 )  # fmt: skip
 
 
@@ -253,6 +255,7 @@ class ShardSpec:
         if mesh is None:
             return local
         self.check_placed()
+        note_mesh(mesh)
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -319,7 +322,11 @@ class ShardedModule(KeepsAttributes):
         self._number_weight()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        own = {name: self._parameters.get(name) for name in self.SHARDED_PARAMETERS}
+        sources = {name: source_of(p) for name, p in own.items() if p is not None}
         result = super()._apply(fn, recurse)
+        for name, source in sources.items():
+            note_conversion(self.get_parameter(name), source)
         self._number_weight()
         return result
 
@@ -414,8 +421,10 @@ def full_initialisation(local: Tensor, full_shape: torch.Size | tuple[int, ...],
 
     Every rank draws the full tensor: use the same seed on all ranks, as for any replicated parameter.
     """
-    local = local_of(local)
+    parameter, local = local, local_of(local)
     full = local.new_empty(full_shape)
     yield full
     with torch.no_grad():
         local.copy_(spec.local(full))
+    if spec.dim is not None and spec.group.size > 1:
+        note_source(parameter, full)

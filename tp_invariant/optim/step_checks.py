@@ -3,12 +3,15 @@
 A plain shard looks to torch like any other tensor. An optimizer that computes sums over a whole parameter, and a scaler
 that decides on each rank whether to step, give other results on each rank, without an error: they are refused by name.
 
-torch.nn.utils.clip_grad_norm_ on plain shards scales by another norm on each rank. Nothing meets it itself, but the
-gradients of replicated parameters differ between the ranks afterwards. So with the mode on, before the first step of
-each optimizer that has gradients and a learning rate other than 0, the ranks compare these of the parameters that carry
-a `tp_group`, each over this group. What is not seen: clipping that begins to scale later, models all of whose other
-parameters are sharded, and the mode off. With TP_INVARIANT_CHECK=1 every step compares all parameters, in both modes,
-as tp_invariant.clip_grad_norm_ does, but for those whose `tp_group` is None: no other rank has anything of them.
+torch.nn.utils.clip_grad_norm_ on plain shards scales by another norm on each rank, and a module in a sequence-parallel
+region that knows nothing of it gets a part of its gradient. Nothing meets either itself, but the gradients of whole
+parameters differ between the ranks afterwards. So with the mode on, before the first step of each optimizer that has
+gradients and a learning rate other than 0, the ranks compare those of the parameters that carry a `tp_group`, each over
+this group, and of those that say nothing, over the group of the others if that is one. The same steps find whether the
+optimizer depends on where a parameter is cut (cuts.py). What is not seen: clipping that begins to scale later, models
+all of whose other parameters are sharded, and the mode off. With TP_INVARIANT_CHECK=1 every step compares all
+parameters, in both modes, as tp_invariant.clip_grad_norm_ does, but for those whose `tp_group` is None: no other rank
+has anything of them.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, is_capturing
-from ..consistency.same_gradients import compare, in_common_order
+from ..consistency.same_gradients import compare, in_common_order, maximal_groups
+from ..core.dtensors import is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..layers.grad_norm import ClipCall
 from ..layers.parameters import carried_group, is_sharded
+from .cuts import check_cuts
 
 # by the name of the class or of one that it derives from: other libraries have optimizers of these names, too
 _NEED_WHOLE = {
@@ -55,6 +60,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if is_capturing():
         return
     if is_call_check_enabled():
+        if is_tp_invariant_mode_enabled() and not _is_idle(optimizer):
+            check_cuts(optimizer)
         _compare_all(optimizer)
     elif is_tp_invariant_mode_enabled():
         _compare_replicated(optimizer)
@@ -102,7 +109,7 @@ def _compare_all(optimizer: Optimizer) -> None:
 
 
 def _compare_replicated(optimizer: Optimizer) -> None:
-    """Compares the gradients of parameters that say which ranks hold them whole, over these ranks.
+    """Compares the gradients of parameters that ranks hold whole, over these ranks, and looks at the optimizer.
 
     Each parameter is compared over its own group alone: groups may be parts of one another, and get other inputs, as
     experts do. A group counts as compared once there were gradients, which all its ranks know alike: were they not the
@@ -113,11 +120,17 @@ def _compare_replicated(optimizer: Optimizer) -> None:
     settled: list[Tensor] = optimizer.__dict__.get(_SETTLED, [])
     if len(settled) == len(parameters) and all(map(is_, settled, parameters)):
         return
+    if not _is_idle(optimizer):
+        check_cuts(optimizer)
+    over = maximal_groups([group for p in parameters if (group := carried_group(p)) is not None])
+    others = over[0] if len(over) == 1 else None  # of parameters that say nothing
     done: set[Group] = optimizer.__dict__.setdefault(_COMPARED, set())
     held: dict[Group, list[Tensor]] = {}
     left = False
     for p in parameters:
         group = None if is_sharded(p) else carried_group(p)
+        if not hasattr(p, "tp_group") and not is_sharded(p) and not is_dtensor(p):
+            group = others
         if group is not None and group.size > 1 and group not in done:
             left = True
             if p.requires_grad:

@@ -1,0 +1,63 @@
+"""Dropout on this rank's part of the activations is noticed in the autograd graph of what a layer is given.
+
+Every rank draws a mask for its own features or tokens, so that the masks of two degrees differ. Nothing tells a layer
+of it: dropout may be a function in anybody's code. But the graph of a layer's input has it, as a node of its own or, on
+a CPU, as a product with a tensor of zeros and 1 / (1 - p). The walk begins at an input that is a part and ends at the
+layers before, between which all is a part. It is done where a kind of call is new, and looks at each node once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what puts out a whole activation, or a part of its own making
+_ENDS = ("functional.linear", "functional.regions", "functional.stock", "functional.experts", "layers.vocab_embedding")
+_LEAST = 64  # elements of a mask: fewer do not tell
+_LOOKED_AT = "tp_invariant has looked at it"
+
+
+def dropout_before(x: Tensor) -> str | None:
+    """The node of the graph before `x`, a part, that draws a mask for this rank's elements; None if there is none."""
+    stack = [] if x.grad_fn is None else [x.grad_fn]
+    while stack:
+        node: Any = stack.pop()
+        function = getattr(type(node), "_forward_cls", None)
+        place = getattr(getattr(function, "of_plain", function), "__module__", "")  # of_plain: core/dtensors.py
+        if place.startswith("tp_invariant.") and place.endswith(_ENDS):
+            continue
+        if node.metadata.get(_LOOKED_AT):
+            continue
+        if _draws_a_mask(node):
+            return node.name()
+        node.metadata[_LOOKED_AT] = True
+        stack += [before for before, _ in node.next_functions if before is not None]
+    return None
+
+
+def _draws_a_mask(node: Any) -> bool:
+    p = getattr(node, "_saved_dropout_p", 0.0)  # of attention
+    if "Dropout" in node.name():
+        p = getattr(node, "_saved_p", 1.0)
+    if p or not node.name().startswith("MulBackward"):
+        return bool(p)
+    try:
+        factors = node._saved_self, node._saved_other
+    except RuntimeError:  # written to since
+        return False
+    return any(_is_mask(factor) for factor in factors if isinstance(factor, Tensor) and not factor.requires_grad)
+
+
+def _is_mask(factor: Tensor) -> bool:
+    """Whether its elements are 0 and 1 / (1 - p), about as many of each as dropout makes."""
+    if not factor.is_floating_point() or factor.numel() < _LEAST or type(factor) is not Tensor:
+        return False
+    with torch.no_grad():
+        largest, zero = float(factor.amax()), factor == 0
+        if largest <= 1 or math.isinf(largest) or not bool((zero | (factor == largest)).all()):
+            return False
+        p, share = 1 - 1 / largest, float(zero.float().mean())
+    return 0 < share < 1 and abs(share - p) < 0.01 + 6 * math.sqrt(p * (1 - p) / factor.numel())
