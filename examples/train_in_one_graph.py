@@ -104,6 +104,8 @@ def run(tp_group: Any, options: argparse.Namespace) -> tuple[list[float], str]:
 
         graph, losses = None, []
         stream = torch.cuda.Stream() if on_gpu else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())  # which may not have written the parameters yet
         ahead, tpi.owners.weight_cache.ahead_in_graphs = tpi.owners.weight_cache.ahead_in_graphs, options.graph  # 4
         try:
             with torch.cuda.stream(stream):

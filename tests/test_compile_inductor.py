@@ -102,7 +102,10 @@ def train(
     donates = torch.__version__ >= "2.13" or not dynamic
     setattr(importlib.import_module("torch._functorch.config"), "donated_buffer", donates)  # noqa: B010
     if device == "cuda":
-        setattr(importlib.import_module("torch._inductor.config"), "compile_threads", 8)  # noqa: B010
+        settings = importlib.import_module("torch._inductor.config")
+        setattr(settings, "compile_threads", 8)  # noqa: B010
+        # otherwise it measures which of several kernels is fastest, whose sums may have other orders
+        setattr(settings, "deterministic", True)  # noqa: B010
     model = Net(tp_group, sequence_parallel, dtype, device)
     with torch.no_grad():
         for i, (_, p, spec) in enumerate(tpi.parameters.named_shard_specs(model)):
