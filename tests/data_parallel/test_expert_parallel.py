@@ -174,9 +174,9 @@ FOUR = Case(dp=4, ep=4)
         [
             TWO,
             TWO.with_(routed="ties", bias=True),
-            TWO.with_(bias=True, transposed=True, dtype=torch.bfloat16, optimizer="sgd"),
+            TWO.with_(bias=True, transposed=True, dtype=torch.bfloat16),
             TWO.with_(autocast=True, bias=True, micro_batches=6),
-            TWO.with_(own_gemm=True, micro_batches=2),
+            TWO.with_(own_gemm=True, micro_batches=2, optimizer="sgd"),
             TWO.with_(mesh=True),
         ],
         [
