@@ -103,6 +103,41 @@ def test_what_is_left_to_torch():
     assert len(POSITION_DEPENDENT_FUNCTIONS) > 100
 
 
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda x: x[0].expand(2, 4, 6).exp().view(-1),
+        lambda x: x[:, :0].t().exp(),
+        lambda x: x.to_sparse().sin().to_dense(),
+        lambda x: x**True,
+        lambda x: F.glu(x[:, :3]),
+        lambda x: F.glu(x[:, :1]),
+        lambda x: x.long().exp_(),
+        lambda x: x.long().pow_(0.5),
+    ),
+    ids=("expanded", "empty", "sparse", "a power of True", "odd", "one column", "integers", "roots of integers"),
+)
+def test_results_and_errors_are_those_of_torch(function):
+    def outcome(mode):
+        with tpi.set_tp_invariant_mode(mode):
+            try:
+                y = module(x)
+            except RuntimeError as error:
+                return str(error)
+        return y.shape, y.stride(), y.dtype, y.tolist()
+
+    x, module = torch.arange(24.0).view(4, 6) / 64, Calls(function)
+    SafeSdpa(module)
+    assert outcome(True) == outcome(False)
+
+
+@pytest.mark.parametrize("function", (torch.log, torch.rsqrt, lambda x: x**0.3, torch.acosh))
+def test_what_fills_a_vector_has_a_derivative(function):
+    with torch.autograd.detect_anomaly():
+        y, dx = both(function, torch.rand(3, 5) + 1.5)
+    assert y.isfinite().all() and dx.isfinite().all()
+
+
 class Gated(nn.Module):
     """Heads of 20 with a gate, as some models' attention has, called as a function on a part of a projection."""
 

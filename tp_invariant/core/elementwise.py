@@ -63,6 +63,8 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     if (
         type(first) not in (Tensor, nn.Parameter)
         or first.device.type != "cpu"
+        or first.layout != torch.strided
+        or not first.numel()
         or any(isinstance(value, Tensor) for value in others)
     ):
         return function(*args, **kwargs)
@@ -74,13 +76,18 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     plain = POSITION_DEPENDENT_FUNCTIONS[function]
     in_place = plain is not function or named.get("inplace", False)
     named = {name: value for name, value in named.items() if name != "inplace"}
-    if rest and rest[-1] is True:  # `inplace`, the last parameter of those that have it
+    if rest and rest[-1] is True and function.__module__ == F.__name__:  # `inplace`, the last parameter there
         rest, in_place = rest[:-1], True
     if plain is F.glu:
         dim = rest[0] if rest else named.get("dim", -1)
+        if first.shape[dim] % 2:
+            return function(*args, **kwargs)  # torch's error
         return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
-    order = sorted(range(first.dim()), key=lambda dim: (-first.stride(dim), dim))
+    strides = torch.empty_like(first, device="meta").stride()  # of torch's result
+    order = sorted(range(first.dim()), key=lambda dim: (-strides[dim], dim))
     result = in_whole_vectors(lambda block: plain(block, *rest, **named), first.permute(order))
+    if in_place and not torch.can_cast(result.dtype, first.dtype):
+        return function(*args, **kwargs)  # torch's error
     result = result.permute(sorted(range(first.dim()), key=order.__getitem__))
     return first.copy_(result) if in_place else result
 
