@@ -26,6 +26,7 @@ CALLS = {
     "elu": lambda x: F.elu(x, 0.7),
     "exp": lambda x: x.clamp(max=9).exp(),
     "pow": lambda x: (1 + x * x) ** 0.3,
+    "squares and cubes": lambda x: x.pow(2) - x**3 + 1,
     "rpow": lambda x: 1.7 ** x.clamp(-9, 9),
     "ipow": lambda x: (1 + x * x).__ipow__(0.3),
     "mish": F.mish,
@@ -97,6 +98,8 @@ def test_what_is_left_to_torch():
     with tpi.set_tp_invariant_mode(True):
         assert_bitwise_equal(module(x), torch.pow(2, x))
         assert module(torch.randn(3, 5, device="meta")).shape == (3, 5)
+        module.function = lambda x: x.pow(2)
+        assert module(torch.randn(3, 5, requires_grad=True)).grad_fn.name() == "PowBackward0"
         module.function = lambda x: torch.sigmoid(x, out=torch.empty_like(x))
         with pytest.raises(ValueError, match=r"sigmoid\(.., out=\) .* leave out= away"):
             module(x)

@@ -48,11 +48,13 @@ POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     if function is not None
 } | {Tensor.__ipow__: Tensor.__pow__}
 
+_POWERS = frozenset((torch.pow, Tensor.pow, Tensor.pow_, Tensor.__pow__, Tensor.__ipow__))
+
 
 def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """function(*args, **kwargs) of POSITION_DEPENDENT_FUNCTIONS; on a CPU by `in_whole_vectors`, with torch's strides.
 
-    Of several tensors, such as torch.pow(2, exponents), torch computes it.
+    Of several tensors, such as torch.pow(2, exponents), torch computes it; so it does squares and cubes, by products.
 
     Raises:
         ValueError: out= is given.
@@ -66,6 +68,7 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
         or first.layout != torch.strided
         or not first.numel()
         or any(isinstance(value, Tensor) for value in others)
+        or (function in _POWERS and others in ((2,), (3,)))
     ):
         return function(*args, **kwargs)
     if named.get("out") is not None:
