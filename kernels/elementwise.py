@@ -19,12 +19,16 @@ BLOCK = 1 << 14
 def in_whole_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """function(*tensors) for an elementwise function of tensors of one shape; on a CPU in blocks of full vectors.
 
+    The last vector is filled with the first element: at another value the derivative may not exist, and torch's search
+    for anomalies in backward would find that.
+
     On other devices than a CPU, function is applied to all at once.
     """
     first = tensors[0]
     if first.device.type != "cpu" or not first.numel():
         return function(*tensors)
-    flat = [F.pad(x.reshape(-1), (0, -x.numel() % VECTORS)).split(BLOCK) for x in tensors]
+    flat = [x.reshape(-1) for x in tensors]
+    flat = [torch.cat((x, x[:1].detach().expand(-len(x) % VECTORS))).split(BLOCK) for x in flat]
     return torch.cat([function(*blocks) for blocks in zip(*flat, strict=True)])[: first.numel()].view(first.shape)
 
 

@@ -26,6 +26,7 @@ CALLS = {
     "elu": lambda x: F.elu(x, 0.7),
     "exp": lambda x: x.clamp(max=9).exp(),
     "pow": lambda x: (1 + x * x) ** 0.3,
+    "squares and cubes": lambda x: x.pow(2) - x**3 + 1,
     "rpow": lambda x: 1.7 ** x.clamp(-9, 9),
     "ipow": lambda x: (1 + x * x).__ipow__(0.3),
     "mish": F.mish,
@@ -97,10 +98,47 @@ def test_what_is_left_to_torch():
     with tpi.set_tp_invariant_mode(True):
         assert_bitwise_equal(module(x), torch.pow(2, x))
         assert module(torch.randn(3, 5, device="meta")).shape == (3, 5)
+        module.function = lambda x: x.pow(2)
+        assert module(torch.randn(3, 5, requires_grad=True)).grad_fn.name() == "PowBackward0"
         module.function = lambda x: torch.sigmoid(x, out=torch.empty_like(x))
         with pytest.raises(ValueError, match=r"sigmoid\(.., out=\) .* leave out= away"):
             module(x)
     assert len(POSITION_DEPENDENT_FUNCTIONS) > 100
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda x: x[0].expand(2, 4, 6).exp().view(-1),
+        lambda x: x[:, :0].t().exp(),
+        lambda x: x.to_sparse().sin().to_dense(),
+        lambda x: x**True,
+        lambda x: F.glu(x[:, :3]),
+        lambda x: F.glu(x[:, :1]),
+        lambda x: x.long().exp_(),
+        lambda x: x.long().pow_(0.5),
+    ),
+    ids=("expanded", "empty", "sparse", "a power of True", "odd", "one column", "integers", "roots of integers"),
+)
+def test_results_and_errors_are_those_of_torch(function):
+    def outcome(mode):
+        with tpi.set_tp_invariant_mode(mode):
+            try:
+                y = module(x)
+            except RuntimeError as error:
+                return str(error)
+        return y.shape, y.stride(), y.dtype, y.tolist()
+
+    x, module = torch.arange(24.0).view(4, 6) / 64, Calls(function)
+    SafeSdpa(module)
+    assert outcome(True) == outcome(False)
+
+
+@pytest.mark.parametrize("function", (torch.log, torch.rsqrt, lambda x: x**0.3, torch.acosh))
+def test_what_fills_a_vector_has_a_derivative(function):
+    with torch.autograd.detect_anomaly():
+        y, dx = both(function, torch.rand(3, 5) + 1.5)
+    assert y.isfinite().all() and dx.isfinite().all()
 
 
 class Gated(nn.Module):

@@ -658,6 +658,12 @@ def compiled(tp_group, kind):
     y.square().sum().backward()
     assert all(type(p.grad) is type(p) or kind == "group" for p in model.parameters())
     testing.assert_bitwise_equal((y.detach(), full_grads(model)), eager)
+    if kind == "mesh" and tp_group.size() == 1:  # a copy, and a DTensor's gradient
+        x, dy = torch.randn(2, 4, 3).unbind()
+        x = DTensor.from_local(x, tp, [Replicate()]).requires_grad_()
+        y = torch.compile(tpi.regions.gather_sequence, fullgraph=True, backend="aot_eager")(x, tp_group)
+        y.backward(dy)
+        testing.assert_bitwise_equal((y.detach(), x.grad.to_local()), (x.detach().to_local(), dy))
 
 
 @pytest.mark.parametrize("size", [1, 2])

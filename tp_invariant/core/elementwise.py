@@ -48,11 +48,13 @@ POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     if function is not None
 } | {Tensor.__ipow__: Tensor.__pow__}
 
+_POWERS = frozenset((torch.pow, Tensor.pow, Tensor.pow_, Tensor.__pow__, Tensor.__ipow__))
+
 
 def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """function(*args, **kwargs) of POSITION_DEPENDENT_FUNCTIONS; on a CPU by `in_whole_vectors`, with torch's strides.
 
-    Of several tensors, such as torch.pow(2, exponents), torch computes it.
+    Of several tensors, such as torch.pow(2, exponents), torch computes it; so it does squares and cubes, by products.
 
     Raises:
         ValueError: out= is given.
@@ -63,7 +65,10 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     if (
         type(first) not in (Tensor, nn.Parameter)
         or first.device.type != "cpu"
+        or first.layout != torch.strided
+        or not first.numel()
         or any(isinstance(value, Tensor) for value in others)
+        or (function in _POWERS and others in ((2,), (3,)))
     ):
         return function(*args, **kwargs)
     if named.get("out") is not None:
@@ -74,13 +79,18 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     plain = POSITION_DEPENDENT_FUNCTIONS[function]
     in_place = plain is not function or named.get("inplace", False)
     named = {name: value for name, value in named.items() if name != "inplace"}
-    if rest and rest[-1] is True:  # `inplace`, the last parameter of those that have it
+    if rest and rest[-1] is True and function.__module__ == F.__name__:  # `inplace`, the last parameter there
         rest, in_place = rest[:-1], True
     if plain is F.glu:
         dim = rest[0] if rest else named.get("dim", -1)
+        if first.shape[dim] % 2:
+            return function(*args, **kwargs)  # torch's error
         return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
-    order = sorted(range(first.dim()), key=lambda dim: (-first.stride(dim), dim))
+    strides = torch.empty_like(first, device="meta").stride()  # of torch's result
+    order = sorted(range(first.dim()), key=lambda dim: (-strides[dim], dim))
     result = in_whole_vectors(lambda block: plain(block, *rest, **named), first.permute(order))
+    if in_place and not torch.can_cast(result.dtype, first.dtype):
+        return function(*args, **kwargs)  # torch's error
     result = result.permute(sorted(range(first.dim()), key=order.__getitem__))
     return first.copy_(result) if in_place else result
 

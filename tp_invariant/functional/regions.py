@@ -22,6 +22,7 @@ from ..comm.collectives import Group, gather_dim, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, stored_copy
 from ..core.differentiation import once_differentiable
+from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
 
 # --- operators of two moves, the one the other's adjoint ------------------------------------------------------------
@@ -118,7 +119,7 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
         share_error(error, group, x.device, agreed)
         raise
     if group.size == 1:
-        return stored_copy(x) if torch.compiler.is_compiling() else fn(x, dim, group)
+        return stored_copy(as_local(x)) if torch.compiler.is_compiling() else fn(x, dim, group)
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
     check_agreement(facts, group, x.device, agreed)
     return check_gradient(fn(x, dim, group), name, group, agreed)
