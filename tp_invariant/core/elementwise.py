@@ -81,18 +81,26 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     named = {name: value for name, value in named.items() if name != "inplace"}
     if rest and rest[-1] is True and function.__module__ == F.__name__:  # `inplace`, the last parameter there
         rest, in_place = rest[:-1], True
-    if plain is F.glu:
-        dim = rest[0] if rest else named.get("dim", -1)
-        if first.shape[dim] % 2:
+
+    def told(block: Tensor) -> Tensor:
+        """plain(block, ..), of which a user's mode is told, as it is not of the operations that make blocks."""
+        with torch._C._EnableTorchFunction():
+            return plain(block, *rest, **named)
+
+    with torch._C.DisableTorchFunction():
+        if plain is F.glu:
+            dim = rest[0] if rest else named.get("dim", -1)
+            if first.shape[dim] % 2:
+                return function(*args, **kwargs)  # torch's error
+            rest, named = [], {"dim": 0}
+            return in_whole_vectors(lambda a, b: told(torch.stack((a, b)))[0], *first.chunk(2, dim))
+        strides = torch.empty_like(first, device="meta").stride()  # of torch's result
+        order = sorted(range(first.dim()), key=lambda dim: (-strides[dim], dim))
+        result = in_whole_vectors(told, first.permute(order))
+        if in_place and not torch.can_cast(result.dtype, first.dtype):
             return function(*args, **kwargs)  # torch's error
-        return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
-    strides = torch.empty_like(first, device="meta").stride()  # of torch's result
-    order = sorted(range(first.dim()), key=lambda dim: (-strides[dim], dim))
-    result = in_whole_vectors(lambda block: plain(block, *rest, **named), first.permute(order))
-    if in_place and not torch.can_cast(result.dtype, first.dtype):
-        return function(*args, **kwargs)  # torch's error
-    result = result.permute(sorted(range(first.dim()), key=order.__getitem__))
-    return first.copy_(result) if in_place else result
+        result = result.permute(sorted(range(first.dim()), key=order.__getitem__))
+        return first.copy_(result) if in_place else result
 
 
 # --- aten's own -----------------------------------------------------------------------------------------------------
