@@ -73,6 +73,14 @@ def test_the_position_of_an_element(name, dtype):
     assert error <= 2 * own + 1e-6
 
 
+@pytest.mark.parametrize("count", (64, 70, 3 << 14), ids=str)
+def test_in_place(count):
+    """Of one block, of one with a tail, and of several: the values, and the gradient of what is no more."""
+    x = torch.randn(count)
+    y, dx = both(F.silu, x)
+    assert_bitwise_equal(both(lambda x: F.silu(x * 1, inplace=True), x), (y, dx))
+
+
 def test_halves():
     x = wide_randn(33, 2, 20, generator=torch.Generator().manual_seed(0), spread=2)
     for call in (F.glu, lambda x: F.glu(x, dim=-1), lambda x: F.glu(x.transpose(1, 2), 1).transpose(1, 2)):

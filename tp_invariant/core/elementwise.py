@@ -94,12 +94,18 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
                 return function(*args, **kwargs)  # torch's error
             rest, named = [], {"dim": 0}
             return in_whole_vectors(lambda a, b: told(torch.stack((a, b)))[0], *first.chunk(2, dim))
-        strides = torch.empty_like(first, device="meta").stride()  # of torch's result
-        order = sorted(range(first.dim()), key=lambda dim: (-strides[dim], dim))
-        result = in_whole_vectors(told, first.permute(order))
+        x = first.clone() if in_place else first  # which backward may need
+        if not x.is_contiguous():
+            strides = torch.empty_like(x, device="meta").stride()  # of torch's result
+            order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
+            result = in_whole_vectors(told, x.permute(order))
+            result = result.permute(sorted(range(x.dim()), key=order.__getitem__))
+        elif x.numel() % VECTORS == 0 and x.numel() <= BLOCK:
+            result = told(x)  # whole vectors as it is
+        else:
+            result = in_whole_vectors(told, x)
         if in_place and not torch.can_cast(result.dtype, first.dtype):
             return function(*args, **kwargs)  # torch's error
-        result = result.permute(sorted(range(first.dim()), key=order.__getitem__))
         return first.copy_(result) if in_place else result
 
 

@@ -200,8 +200,10 @@ def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy = flatten_tokens(dy).view(dy.shape)  # one copy for all products
     dx = _local(call, dy, weight) if need_x else None
     dw, db = _weight_grads(ctx, weight, lambda: dy, lambda: x)
+    if key is None:
+        return dx, dw, db, None
     rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
-    if key is not None and _is_same_memory(rows, given) and _is_same_memory(x_rows, x):
+    if _is_same_memory(rows, given) and _is_same_memory(x_rows, x):
         ones = None if db is None else ones_that_stay(rows)
         of_x = None if dx is None else (rows, weight, None, dy.dtype, dx.shape)
         of_weight = None if dw is None else (rows.t(), x_rows, None, weight.dtype, dw.shape)
