@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
-
-
 _LIKES = ("rand_like", "randn_like")
 _meshes: set[frozenset[int]] = set()  # the ranks of the meshes of this library's layers
 
