@@ -59,6 +59,7 @@ CANDIDATES = [
         *((256, 128, 64, 8, 3, group, False) for group in (4, 8)),
         *((256, 128, 64, 8, 4, group, True) for group in (4, 8, 16)),
         *((128, 192, 64, 8, 4, group, True) for group in (4, 8, 16)),
+        *((256, 192, 64, 8, 3, group, True) for group in (2, 4, 16)),
         (128, 256, 32, 8, 5, 8, True), (128, 192, 64, 8, 5, 8, True), (128, 192, 64, 4, 4, 8, True),
         (256, 96, 64, 8, 4, 8, True), (256, 64, 64, 4, 4, 8, False), (256, 64, 64, 8, 4, 8, False),
         (128, 128, 32, 4, 6, 8, False), (128, 128, 64, 4, 4, 8, False), (128, 128, 64, 4, 4, 16, False),
@@ -104,7 +105,7 @@ def drawn(seed: int) -> Iterator[tuple[str, int, int, int]]:
     rng = random.Random(seed)
 
     def side(low: int, high: int) -> int:
-        unit = rng.choices((64, 16, 8, 1), (0.4, 0.2, 0.3, 0.1))[0]
+        unit = rng.choices((64, 16, 8, 1), (0.3, 0.15, 0.45, 0.1))[0]
         return max(unit, round(low * (high / low) ** rng.random() / unit) * unit)
 
     while True:

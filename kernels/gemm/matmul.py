@@ -232,7 +232,7 @@ def matmul(
     if config is None:
         operands = tma_operands(a, b, out_dtype, out)
         with launch_on(a, "matmul"):
-            if operands is None or operands.b.stride(0) % 16:
+            if operands is None or operands.a.stride(0) % 16 or operands.b.stride(0) % 16:
                 c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
                 if c is not None:
                     return c
