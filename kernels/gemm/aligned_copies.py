@@ -26,6 +26,7 @@ from .matmul_tma import tma_layout
 from .output import written
 
 _BYTES_AT_ONCE = 256 << 20  # of copies of rows of A and C: what they take of memory besides a copy of B
+_HOST_US = 5.0  # what a copy that is not needed must save at least, since the host needs as long to launch it
 Unaligned = tuple[bool, bool, bool]  # whether A, B and C must be copied
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # what rows are copied in, by bytes
 _UNITS_OF_A_PROGRAM, _UNITS_OF_A_ROW = 2048, 256
@@ -68,7 +69,7 @@ def _which(product: Product, unaligned: Unaligned, dtype: torch.dtype, promoted:
             a_split=product.a_split and not copies[0], b_split=product.b_split and not copies[1]
         )
         us = estimated_us(COPIES, copy_features(*sizes, copies, product.out_itemsize))
-        us += tma_configs(as_copied, promoted)[0][0]
+        us += tma_configs(as_copied, promoted)[0][0] + _HOST_US * (copies.count(True) - unaligned.count(True))
         if us < least:
             least, best = us, copies
     return best

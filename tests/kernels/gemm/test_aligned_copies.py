@@ -65,7 +65,7 @@ def test_a_copy_stands_as_its_operand_does(interpreted):
 
 
 def test_what_is_copied():
-    """By estimate: all that TMA cannot address or nothing, and B where its rows are split and A has many rows.
+    """By estimate: all that TMA cannot address or nothing, and A or B where its rows are split and tiles read it often.
 
     Rows that are multiples of 16 bytes and not of 32 are addressable, but the generic kernel is slow there, so a C that
     is not addressable is copied: 5234 x 6025 x 1112 took 231 us of copies and 2979 us without on an H100.
@@ -83,12 +83,32 @@ def test_what_is_copied():
     assert which(374, 785, 368, (False, False, True)) is None
     assert which(5234, 6025, 1112, (False, False, True), True, True) == (False, True, True)
     for m, n, k in ((823, 1949, 1384), (14495, 361, 376)):
-        assert which(m, n, k, (False, False, True), True, True) == (False, False, True)
+        copies = which(m, n, k, (False, False, True), True, True)
+        assert copies is not None and copies[2]
         assert which(m, n, k + 8, (False, False, True)) is None
     padded = Product(4096, 50257, 768, False, False, False, False, 2, 132)  # 50257 of the 50304 of a row
     assert _which(padded, (False, False, True), torch.bfloat16, False) == (False, False, True)
     assert which(65536, 4096, 6616, b_split=True) == (False, True, False)
-    assert which(16, 4096, 6616, b_split=True) == (False, False, False)
+    assert which(4096, 65536, 6616, b_split=True, a_split=True)[0]
+    for small in (16, 4096, 6616), (4096, 16, 6616), (4096, 4096, 72):
+        assert not any(which(*small, b_split=True, a_split=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_rows_are_copied_by_units_that_divide_them(interpreted, dtype):
+    """Whatever the distance between rows, their length and their first byte are, and nothing beside them is written."""
+    for cols, start, extra in itertools.product((1, 2, 3, 4, 8, 300), (0, 1, 2, 4), (0, 1, 3, 4)):
+        around = torch.randn(9, start + cols + extra).to(dtype)
+        x = around[:, start : start + cols]
+        if cols == 3:
+            x = torch.randn(cols, 9).to(dtype).t()  # no contiguous rows
+        target = torch.randn(9, extra + cols + 5).to(dtype)
+        for to in (target[:, extra : extra + cols], interpreted._with_room(x)):
+            wanted = target.clone()
+            wanted[:, extra : extra + cols] = x
+            assert interpreted._copy_rows(x, to) is to
+            assert_bitwise_equal(to.clone(), x.clone(), f"{cols} columns from {start}, {extra}")
+        assert_bitwise_equal(target, wanted)
 
 
 @on_hopper
