@@ -43,7 +43,7 @@ def mend_fills() -> None:
     """Once in a process that has DTensors. What a release of torch does not have is left as it is."""
     from torch.distributed.tensor import DTensor
 
-    dispatcher = getattr(DTensor, "_op_dispatcher", None)
+    dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if not isinstance(handlers, dict):
         return
