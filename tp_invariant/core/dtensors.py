@@ -44,6 +44,8 @@ def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
 
 def expect_dtensors(mesh: DeviceMesh) -> None:
     """Mends what torch does with DTensors on the mesh of layers (pieces.py, random_fills.py), before there is one."""
+    if torch.compiler.is_compiling():  # layers, whose parameters these are, are made before
+        return
     from torch.distributed.tensor import DTensor
 
     from .random_fills import note_mesh
