@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_steps import checkpointed, clipped, compiled_backward, compiled_steps, in_cuda_graphs
+from compiled_steps import (
+    checkpointed,
+    clipped,
+    compiled_backward,
+    compiled_steps,
+    in_cuda_graphs,
+    loss_over_a_mesh,
+)
 from cpu_compiler import needs_compiler
 from functorch.compile import make_boxed_func
 from layer_cases import Case, assert_cases_invariant
@@ -321,6 +328,11 @@ def test_numbers_that_change_from_call_to_call():
             assert_bitwise_equal(
                 compiled(smoothing, ignored), loss(logits, target, label_smoothing=smoothing, ignore_index=ignored)
             )
+
+
+def test_a_mesh_in_compiled_code():
+    for eager, compiled in run_ranks(loss_over_a_mesh, 2):
+        assert_bitwise_equal(compiled, eager)
 
 
 def test_partition_stride_autocast_and_wrong_input():

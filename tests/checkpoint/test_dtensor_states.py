@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import pickle
 import weakref
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.core import dtensors, pieces, random_fills
 from tp_invariant.optim import step_checks
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -450,3 +452,23 @@ def test_fully_shard(tmp_path, sizes):
     for result in run_ranks(fully_sharded, 8, sizes, str(tmp_path / "dcp")):
         testing.assert_bitwise_equal(result, expected)
     run_ranks(alone, 2, str(tmp_path / "dcp"))
+
+
+def unpickled(tp_group):
+    """What unpickling a layer does in a process that has seen no DTensor; and, as the control, that of a tensor."""
+    mesh = mesh_or_group(tp_group, "mesh")
+    layer, done = tpi.Linear(8, 16, parallel_mode="column", partition_stride=2, tp_group=mesh), []
+    for kept in (layer, layer.weight.detach()):
+        data = pickle.dumps(kept)
+        with (
+            mock.patch.dict(dtensors._is_known, clear=True),
+            mock.patch.object(random_fills, "_meshes", set()) as meshes,
+            mock.patch.object(pieces, "mend_torch") as mend,
+        ):
+            pickle.loads(data)
+            done.append((mend.called, len(meshes)))
+    return done
+
+
+def test_a_layer_that_is_unpickled_mends_torch_before_it_is_saved():
+    assert run_ranks(unpickled, 1) == [[(True, 1), (False, 0)]]

@@ -266,7 +266,7 @@ def test_the_second_of_two_that_differ_does_not_start(two):
         other.begin(ALL_GATHER, X, (3,))
     one.begin(ALL_GATHER, X, (3,))
     with pytest.raises(
-        RuntimeError, match=r"At collective 201 of the group, rank 0 has not come to it; rank 1 starts an"
+        RuntimeError, match=r"At collective 201 of the group, rank 0 makes another call; rank 1 starts an"
     ):
         other.begin(ALL_REDUCE, X, (3,))
     with pytest.raises(RuntimeError, match=r"rank 0 starts an all-gather .*; rank 1 starts an all-reduce of"):

@@ -227,3 +227,37 @@ def test_without_the_rule_bits_differ(keep):
     for got in run_ranks(sharded, 4, "group", keep, True, False, device="cpu"):
         with pytest.raises(AssertionError, match="differ"):
             assert_bitwise_equal(got, unsharded())
+
+
+class Several(torch.nn.Module):
+    """Uses its input three times, beside a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(tpi.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        a, b, c = (part(x) for part in self.parts)
+        return a * b + c
+
+
+def input_gradient(tp_group, shard):
+    torch.manual_seed(0)
+    blocks, x = torch.nn.ModuleList(Several() for _ in range(2)), torch.randn(8, 32, requires_grad=True)
+    mesh = init_device_mesh("cpu", (tp_group.size(),))
+    y = x
+    with tpi.set_tp_invariant_mode(True):
+        for block in blocks:
+            y = y + (fully_shard(block, mesh=mesh) if shard else block)(y)
+        y.square().sum().backward()
+    return x.grad
+
+
+def test_an_input_that_is_used_several_times_has_one_order_at_every_degree_of_fully_shard():
+    plain, one, *two = (
+        *(run_ranks(input_gradient, 1, s)[0] for s in (False, True)),
+        *run_ranks(input_gradient, 2, True),
+    )
+    assert_bitwise_equal(two, [one, one])
+    assert not torch.equal(plain, one)
+    torch.testing.assert_close(plain, one)

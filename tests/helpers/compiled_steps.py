@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable as enable_compiled_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
@@ -128,3 +129,16 @@ def compiled_steps(tp_group: Any, dtype: torch.dtype = torch.float32, compiled: 
         tpi.owners.weight_cache.keep = 0
         tpi.owners.weight_cache.clear()
     return results
+
+
+def loss_over_a_mesh(tp_group: Any) -> list[Tensor]:
+    """Of a function that is given a DeviceMesh, eager and compiled."""
+    mesh = DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",))
+    logits, target = torch.randn(4, 8, generator=torch.Generator().manual_seed(tp_group.rank())), torch.arange(4)
+
+    def loss(x: Tensor) -> Tensor:
+        return tpi.vocab_parallel_cross_entropy(x, target, tp_group=mesh)
+
+    torch.compiler.reset()
+    with tpi.set_tp_invariant_mode(True):
+        return [call(logits) for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager"))]

@@ -191,7 +191,7 @@ def test_decoding_at_every_degree_on_gpus():
         assert not same and digest != digests[0] and error < 0.05, error
 
 
-def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK):
+def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK, hole=slice(0)):
     """Logits of a full forward of padded sequences, and of steps against caches that drop what a window has passed.
 
     With short blocks of keys, because sums within one do not depend on where in it the keys are.
@@ -199,6 +199,7 @@ def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK):
     model = parallelize(hf_models.build(family), tp_group).eval()
     caches = (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=40))
     mask = padding("left")
+    mask[:, hole] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with (
         mock.patch.object(reference, "KEY_BLOCK", 4),
@@ -217,16 +218,17 @@ def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK):
         return [x[mask.bool()] for x in results]
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_a_window_in_a_cache_at_every_degree(family):
-    """Of two sequences, one padded on the left: so their keys begin at other positions."""
-    ((expected, *steps),) = run_ranks(decoded_with_a_window, 1, family, (6, 15))
+@pytest.mark.parametrize("family, hole", [("mistral", slice(0)), ("mistral", slice(4, 5)), ("gemma2", slice(0))])
+def test_a_window_in_a_cache_at_every_degree(family, hole):
+    """Of two sequences, one padded on the left: so their keys begin at other positions. With padding inside of them,
+    too, the mask is a matrix."""
+    ((expected, *steps),) = run_ranks(decoded_with_a_window, 1, family, (6, 15), spec.CHUNK, hole)
     for got in steps:
         assert_bitwise_equal(got, expected)
-    for results in run_ranks(decoded_with_a_window, 2, family, (3,)):
+    for results in run_ranks(decoded_with_a_window, 2, family, (3,) if hole == slice(0) else (7,), spec.CHUNK, hole):
         for got in results:
             assert_bitwise_equal(got, expected)
-    full, *steps = decoded_with_a_window(None, family, (6, 15), chunk=1)  # the control: keys counted from the cache's
+    full, *steps = decoded_with_a_window(None, family, (6, 15), 1, hole)  # the control: keys counted from the cache's
     assert_bitwise_equal(full, expected)
     for got in steps:
         torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ def _attention(x, p):
 def _padding(x):
     """Zeros and ones, and others that are no dropout's."""
     mask = (torch.arange(x.shape[0]) < 5).to(x.dtype)[:, None, None]
-    return (x * mask * (x > 0) * (4 * mask) * (4.0 * (x > 0))).cos()
+    return (x * mask * (x > 0) * (4 * mask) * (4.0 * (x > 0)) * (0.5 * (x < 1))).cos()
 
 
 INSIDE = {
@@ -37,6 +37,8 @@ INSIDE = {
     "whole features": lambda x: F.dropout1d(x.movedim(0, -1), 0.5).movedim(-1, 0),
     "fused": lambda x: torch.native_dropout(x, 0.3, True)[0],  # the operator of GPUs
     "by hand": lambda x: x * (torch.rand_like(x) > 0.5) / 0.5 * torch.bernoulli(torch.full_like(x, 0.8)).div(0.8),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, True),
+    "alpha of features": lambda x: F.feature_alpha_dropout(x.movedim(0, -1), 0.2, True).movedim(-1, 0),
     "attention": lambda x: F.pad(_attention(x, 0.4), (0, 2 * x.shape[-1] // 3)),
 }
 RIGHT = {"padding": _padding, "p=0": lambda x: F.dropout(x, 0.0), "in evaluation": lambda x: F.dropout(x, 0.5, False)}

@@ -9,7 +9,8 @@ no two ranks start collectives that differ, no process aborts, and each rank's e
 to do.
 
 This needs ranks on one machine, which can share memory; groups over several machines have no records. It costs a few
-microseconds of a collective that takes gloo a hundred. On GPUs nothing is recorded.
+microseconds of a collective that takes gloo a hundred. On GPUs no collective is recorded; calls of layers that are CUDA
+graphs are, in records of their own, as each rank decides for itself which graph to replay.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ call_context = CallContext()
 class CallRecords:
     """The records of a group, for one rank. `memory` has BYTES for each rank, initially zeros."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
-        self._memory, self._rank, self._size = memory, rank, size
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, what: str = "collective {} of the group") -> None:
+        self._memory, self._rank, self._size, self._what = memory, rank, size, what
         self._words = memoryview(memory).cast("q")
         self._own = rank * BYTES // 8
         self._others = [other * BYTES // 8 for other in range(size) if other != rank]
         self._count = 0
-        self._calls: list[tuple] = [()] * _RECORDED
+        self._calls: list[tuple | str] = [()] * _RECORDED
         self._error: str | None = None
 
     def begin(self, kind: int, operand: Tensor, sizes: Sequence[int] = ()) -> None:
@@ -84,19 +85,37 @@ class CallRecords:
         Raises:
             RuntimeError: another rank is about to start a different collective; on every rank, with the same text.
         """
-        if self._error is not None:
-            raise RuntimeError(self._error)
-        number = self._count = self._count + 1
+        number = self._next()
         layer, comparing = call_context.layer, call_context.comparing
         backward = torch._C._current_graph_task_id() != -1
-        place = _MARKS + number % _RECORDED
         self._calls[number % _RECORDED] = kind, tuple(operand.shape), operand.dtype, backward, layer, comparing
         if comparing is None:
             of_layer = 0 if layer is None else layer.number
             mark = hash((number, kind, *sizes, _DTYPES[operand.dtype], backward, of_layer))
         else:  # its comparison gives a better error
             mark = hash((number, -2))
-        words, own = self._words, self._own
+        self._write(number, mark)
+
+    def begin_described(self, text: str, *facts: int) -> None:
+        """The same for a call that is no collective, and that nothing waits for. `facts` must be equal on every rank.
+
+        Raises:
+            RuntimeError: another rank makes another call, or has found that ranks do.
+        """
+        number = self._next()
+        self._calls[number % _RECORDED] = text
+        self._write(number, hash((number, *facts)))
+        if any(self._words[other + _TEXT_BYTES] for other in self._others):
+            self.check()
+
+    def _next(self) -> int:
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        self._count += 1
+        return self._count
+
+    def _write(self, number: int, mark: int) -> None:
+        words, own, place = self._words, self._own, _MARKS + number % _RECORDED
         words[own + place] = mark
         words[own] = number
         for other in self._others:
@@ -152,25 +171,29 @@ class CallRecords:
             time.sleep(0.01)
         ranks_with: dict[str, list[int]] = {}
         for rank in range(self._size):
-            ranks_with.setdefault(self._report_of(rank), []).append(rank)
+            ranks_with.setdefault(self._report_of(rank, number), []).append(rank)
         said = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in ranks_with.items())
         self._error = (
-            f"the {self._size} ranks of tp_group make different calls. At collective {number} of the group, {said}. "
+            f"the {self._size} ranks of tp_group make different calls. At {self._what.format(number)}, {said}. "
             "They must make the same calls in the same order, on data of the same sizes and dtypes; "
             "TP_INVARIANT_CHECK=1 on all ranks finds the first call in which they differ. This group cannot be used "
             "any more: restart all ranks"
         )
         raise RuntimeError(self._error)
 
-    def _report_of(self, rank: int) -> str:
-        length = self._words[rank * BYTES // 8 + _TEXT_BYTES]
+    def _report_of(self, rank: int, number: int) -> str:
+        words = rank * BYTES // 8
+        length = self._words[words + _TEXT_BYTES]
         if not length:
-            return "has not come to it"
+            return "has not come to it" if self._words[words] < number else "makes another call"
         start = rank * BYTES + _TEXT
         return bytes(self._memory[start : start + length]).decode(errors="replace")
 
     def _described(self, number: int) -> str:
-        kind, shape, dtype, backward, layer, comparing = self._calls[number % _RECORDED]
+        call = self._calls[number % _RECORDED]
+        if isinstance(call, str):
+            return call
+        kind, shape, dtype, backward, layer, comparing = call
         if comparing is not None:
             return f"asks whether all ranks make this call, which is new to it: {comparing()}"
         inside = "" if layer is None else f" in the forward of {format_layer(layer)}"
@@ -197,8 +220,14 @@ def share_records(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> N
 
     gather: returns every rank's bytes, which have one length, in rank order.
     """
-    process_group = group.process_group
-    assert process_group is not None
+    assert group.process_group is not None
+    memory = shared_memory(group, gather)
+    if memory is not None:
+        _records[group.process_group] = CallRecords(memory, group.rank, group.size)
+
+
+def shared_memory(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> mmap.mmap | None:
+    """Memory for a group's records, if all its ranks can map the same. A collective."""
     size, path, memory = group.size * BYTES, "", None
     if group.rank == 0:
         with suppress(OSError):
@@ -212,8 +241,7 @@ def share_records(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> N
         if group.rank == 0 and path:
             with suppress(OSError):
                 os.unlink(path)
-    if memory is not None and everyone_can:
-        _records[process_group] = CallRecords(memory, group.rank, group.size)
+    return memory if everyone_can else None
 
 
 _PATH_BYTES = 256

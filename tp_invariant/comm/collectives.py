@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.compiled import set_group_type
+from ..core.dtensors import expect_dtensors
 from ..core.layout import fresh_view, split_sizes
 from . import wire
 
@@ -38,6 +39,10 @@ class Group:
     rank: int
     size: int
     mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None:
+            expect_dtensors(self.mesh)
 
     def __eq__(self, other: object) -> bool:  # faster than dataclass's, for every call
         if self is other:

@@ -42,6 +42,19 @@ def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
     return _is_of_dtensors(kind) if known is None else known
 
 
+def expect_dtensors(mesh: DeviceMesh) -> None:
+    """Mends what torch does with DTensors on the mesh of layers (pieces.py, random_fills.py), before there is one."""
+    if torch.compiler.is_compiling():  # layers, whose parameters these are, are made before
+        return
+    from torch.distributed.tensor import DTensor
+
+    from .random_fills import note_mesh
+
+    note_mesh(mesh)
+    if DTensor not in _is_known:
+        _is_of_dtensors(DTensor)
+
+
 def _is_of_dtensors(kind: type) -> bool:
     from torch.distributed.tensor import DTensor  # slow to import, and here already if x is one
 

@@ -35,8 +35,8 @@ class PositionInvariantActivation(nn.Module):
 
 _OF_ONE_TENSOR = (
     "sigmoid expit silu gelu tanh tanhshrink softplus elu celu selu mish glu softshrink exp exp2 expm1 log "
-    "log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma "
-    "i0 pow __pow__ __rpow__"
+    "log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh "
+    "arctanh erf erfc erfinv rsqrt lgamma gammaln digamma psi i0 i0e pow __pow__ __rpow__"
 )
 # {a function of torch: the one that does the same and leaves its argument as it is}
 POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {

@@ -43,19 +43,20 @@ def mend_fills() -> None:
     """Once in a process that has DTensors. What a release of torch does not have is left as it is."""
     from torch.distributed.tensor import DTensor
 
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if not isinstance(handlers, dict):
         return
 
     def fill(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, *others = args
         local: Tensor = local_of(x)
-        if not _is_on_ours(x) or kwargs.get("dtype") not in (None, x.dtype):  # torch's own way, for this call
-            del handlers[operator]
-            try:
-                return operator(*args, **kwargs)
-            finally:
-                handlers[operator] = fill
+        if not _is_on_ours(x) or kwargs.get("dtype") not in (None, x.dtype):
+            # As torch does it without a handler. Were this one taken out meanwhile, another thread would miss it.
+            call = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+            dispatcher.sharding_propagator.propagate(call)
+            result = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+            return dispatcher.wrap(result, call.output_sharding.output_spec) if operator in likes else x
         full = operator(local.new_empty(x.shape), *others, **kwargs)
         if operator in likes:
             local = torch.empty_like(local)

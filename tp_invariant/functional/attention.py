@@ -229,7 +229,7 @@ def _attend(
                 "same shape: an entry for each sequence, also if it has no queries or no keys"
             )
     if first_key:
-        k, v, mask = _from_whole_chunks(k, v, mask, first_key)
+        k, v, mask = from_whole_chunks(k, v, mask, first_key)
     if value_dim < head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
     elif value_dim > head_dim:
@@ -261,16 +261,18 @@ def _attend(
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
-def _from_whole_chunks(
+def from_whole_chunks(
     k: Tensor, v: Tensor, mask: Tensor | None, first_key: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """With zeros before the first key, which no query sees, so that the sums over keys are cut at the same positions of
-    the sequence as with all keys."""
+    the sequence as with all keys. A mask that has each key's own values hides them."""
     from ..kernels.attention.spec import CHUNK
 
     before = first_key % CHUNK
     k, v = (F.pad(x, (0, 0, before, 0)) for x in (k, v))
-    return k, v, F.pad(mask, (before, 0)) if mask is not None and mask.shape[-1] > 1 else mask
+    if mask is not None and mask.shape[-1] > 1:
+        mask = F.pad(mask, (before, 0), value=0.0 if mask.dtype == torch.bool else float("-inf"))
+    return k, v, mask
 
 
 def _is_traced(*tensors: Tensor) -> bool:

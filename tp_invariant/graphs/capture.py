@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..core.dtensors import is_dtensor, local_of, placed_like
 from ..gemm.scheduler import scheduler
 from .arguments import Call, fill, flatten, reached_leaves
-from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks
+from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks, records_of_groups
 from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions, cpu_randomness
 
 if TYPE_CHECKING:
@@ -157,10 +157,14 @@ def graph_layers(
                 ]
             )
     ownership, eager_else = ActivationOwnership(names), other_calls == "eager"
+    records = records_of_groups(groups) if eager_else or len(forwards) > 1 else {}
     graphed = [
-        GraphedForward(layer, names[index], index, ownership, [one[index] for one in captured], eager_else)
+        GraphedForward(
+            layer, names[index], index, ownership, [one[index] for one in captured], eager_else,
+            [records[group] for group in groups_of([layer]) if group in records],
+        )
         for index, layer in enumerate(layers)
-    ]
+    ]  # fmt: skip
     for layer, replacement in zip(layers, graphed, strict=True):
         layer.forward = replacement
     return GraphedLayers(graphed)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from ..functional.attention import attention
+from ..functional.attention import attention, from_whole_chunks
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class VisibleKeys:
 
     first: the position of the first key, of a cache that has dropped those before it.
     places: how many keys the mask is for, with the empty end of a static cache; None: not known.
+    matrix: which keys of such a cache each query sees, [B, 1, queries, keys], where that is none of the above.
 
     This is not a tensor: a model that computes with its mask gets an error that says so.
     """
@@ -63,6 +64,7 @@ class VisibleKeys:
     packing: Packing | None
     first: int = 0
     places: int | None = None
+    matrix: Tensor | None = None
 
     # generate makes the masks of a static cache itself, and asks of them what it asks of a matrix: this, and contiguous
     ndim = 4
@@ -243,6 +245,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, **options: Any
         count = f"{k.shape[2]} keys, and has made its mask for {places}"
         raise NotImplementedError(_no_tensor(f"it hands over {count}, so that it would extend or cut it"))
     k, v = k[:, :, : visible.keys], v[:, :, : visible.keys]
+    if visible.matrix is not None:
+        k, v, matrix = from_whole_chunks(k, v, visible.matrix.to(q.device), visible.first)
+        return attention(q, k, v, mask=matrix, **options)
     if visible.packing is None:
         return attention(q, k, v, causal=visible.causal, window=visible.window, first_key=visible.first, **options)
     packing = visible.packing.to(q.device)

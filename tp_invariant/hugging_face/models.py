@@ -233,7 +233,8 @@ def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, An
 
 
 class _Mask:
-    """A function of transformers' mask interface: VisibleKeys if the mask is recognised, else original's mask."""
+    """A function of transformers' mask interface: VisibleKeys if the mask is recognised, else original's mask, and with
+    it the position of the first key of a cache that has dropped others."""
 
     def __init__(self, original: Callable, only_in_mode: bool) -> None:
         self.original, self.only_in_mode = original, only_in_mode
@@ -243,8 +244,13 @@ class _Mask:
             return asked["attention_mask"]
         if self.only_in_mode and not is_tp_invariant_mode_enabled():
             return self.original(**asked)
-        visible = visible_keys(**asked)
-        return self.original(**asked) if visible is None else visible
+        visible, dropped = visible_keys(**asked), int(asked.get("kv_offset") or 0)
+        if visible is not None:
+            return visible
+        if not dropped:
+            return self.original(**asked)
+        matrix, keys = self.original(**asked | dict(allow_is_causal_skip=False)), asked["kv_length"]
+        return VisibleKeys(False, None, keys, None, dropped, keys, matrix)
 
 
 class _HuggingFace:
@@ -344,7 +350,8 @@ def _with_packing(visible: VisibleKeys, given: dict[str, Any]) -> VisibleKeys:
     cu_q, cu_k, longest_q, longest_k = (given.get(name) for name in _PACKED)
     if cu_q is None and cu_k is None:
         return visible
-    if cu_q is None or cu_k is None or (visible.packing is not None and visible.packing.k_rows is not None):
+    padded = visible.matrix is not None or (visible.packing is not None and visible.packing.k_rows is not None)
+    if cu_q is None or cu_k is None or padded:
         raise ValueError("packed sequences need both cu_seq_lens_q and cu_seq_lens_k, and no padding mask beside them")
     packing = Packing(None, None, cu_q.int(), cu_k.int(), longest_q or 0, longest_k or 0)
     return replace(visible, packing=packing)

@@ -28,7 +28,6 @@ from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_g
 from ..consistency.same_draws import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
-from ..core.random_fills import note_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -255,7 +254,6 @@ class ShardSpec:
         if mesh is None:
             return local
         self.check_placed()
-        note_mesh(mesh)
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor.placement_types import _StridedShard
 

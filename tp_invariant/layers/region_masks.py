@@ -1,9 +1,10 @@
 """Dropout on this rank's part of the activations is noticed in the autograd graph of what a layer is given.
 
 Every rank draws a mask for its own features or tokens, so that the masks of two degrees differ. Nothing tells a layer
-of it: dropout may be a function in anybody's code. But the graph of a layer's input has it, as a node of its own or, on
-a CPU, as a product with a tensor of zeros and 1 / (1 - p). The walk begins at an input that is a part and ends at the
-layers before, between which all is a part. It is done where a kind of call is new, and looks at each node once.
+of it: dropout may be a function in anybody's code. But the graph of a layer's input has it, as a node of its own or as
+a product with a tensor of zeros and one factor: 1 / (1 - p) for dropout on a CPU, another for alpha_dropout anywhere.
+The walk begins at an input that is a part and ends at the layers before, between which all is a part. It is done where
+a kind of call is new, and looks at each node once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 # what puts out a whole activation, or a part of its own making
 _ENDS = ("functional.linear", "functional.regions", "functional.stock", "functional.experts", "layers.vocab_embedding")
 _LEAST = 64  # elements of a mask: fewer do not tell
+_SQUARE = 1.7580993408473766**2  # of the negative limit of SELU, which alpha_dropout puts in place of what it drops
 _LOOKED_AT = "tp_invariant has looked at it"
 
 
@@ -52,12 +54,17 @@ def _draws_a_mask(node: Any) -> bool:
 
 
 def _is_mask(factor: Tensor) -> bool:
-    """Whether its elements are 0 and 1 / (1 - p), about as many of each as dropout makes."""
+    """Whether its elements are 0 and the factor of dropout or alpha_dropout, about as many of each as these make."""
     if not factor.is_floating_point() or factor.numel() < _LEAST or type(factor) is not Tensor:
         return False
     with torch.no_grad():
         largest, zero = float(factor.amax()), factor == 0
-        if largest <= 1 or math.isinf(largest) or not bool((zero | (factor == largest)).all()):
+        if largest <= 0 or largest == 1 or math.isinf(largest) or not bool((zero | (factor == largest)).all()):
             return False
-        p, share = 1 - 1 / largest, float(zero.float().mean())
-    return 0 < share < 1 and abs(share - p) < 0.01 + 6 * math.sqrt(p * (1 - p) / factor.numel())
+        p = float(zero.float().mean())
+    if not 0 < p < 1:
+        return False
+    error = 0.01 + 6 * math.sqrt(p * (1 - p) / factor.numel())
+    # the factors are 1 / (1 - p) and ((_SQUARE p + 1) (1 - p)) ** -0.5
+    of_alpha = abs((_SQUARE * p + 1) * (1 - p) - largest**-2) < 0.01 + abs(_SQUARE - 1 - 2 * _SQUARE * p) * error
+    return of_alpha or abs(1 - 1 / largest - p) < error

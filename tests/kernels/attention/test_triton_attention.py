@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
 
 import tp_invariant as tpi
+from tp_invariant.hugging_face.masks import VisibleKeys
+from tp_invariant.hugging_face.masks import attend as attend_visible
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
 from tp_invariant.kernels.attention import spec
@@ -142,17 +145,32 @@ def test_head_sizes(dim, of_values):
     assert_same_bytes(half, part_of(ours, 1, 1, 2), "half of the heads")
 
 
-def test_a_cache_that_has_dropped_keys(monkeypatch):
-    """A decode step, whose chunks another kernel folds, and several queries; the control tells no position."""
+@pytest.mark.parametrize("kind", ["window", "bool", "bias"])
+def test_a_cache_that_has_dropped_keys(monkeypatch, kind):
+    """A decode step, whose chunks another kernel folds, and several queries; the control tells no position.
+
+    The window is also given as a matrix, as transformers' caches have it where their mask is not recognised.
+    """
     monkeypatch.setattr(spec, "CHUNK", 32)
     q, k, v, _ = data(100, 100)
-    options = dict(causal=True, window=20, sinks=torch.ones(4))
-    whole, differ = tpi.attention(q, k, v, **options), 0
+    options = dict(sinks=torch.ones(4))
+    seen = torch.ones(100, 100, dtype=torch.bool).tril().triu(-19)
+    matrix = seen if kind == "bool" else torch.where(seen, torch.randn(100, 100), -torch.inf)
+    window = dict(causal=True, window=20)
+    whole, differ = tpi.attention(q, k, v, **options, **(window if kind == "window" else dict(mask=matrix))), 0
     for start, stop, first in ((99, 100, 80), (70, 71, 37), (60, 90, 41), (35, 36, 16)):
-        mine = fresh(q[:, :, start:stop]), fresh(k[:, :, first:stop]), fresh(v[:, :, first:stop])
-        got = tpi.attention(*mine, **options, first_key=first)
+        mine, (k_now, v_now) = fresh(q[:, :, start:stop]), (fresh(x[:, :, first:stop]) for x in (k, v))
+        if kind == "window":
+            got = tpi.attention(mine, k_now, v_now, **options, **window, first_key=first)
+            control = tpi.attention(mine, k_now, v_now, **options, **window)
+        else:
+            part = matrix[start:stop, first:stop]
+            visible = VisibleKeys(False, None, stop - first, None, first, stop - first, part)
+            got, control = (
+                attend_visible(mine, k_now, v_now, x, **options) for x in (visible, replace(visible, first=0))
+            )
         assert_same_bytes({"out": got}, {"out": whole[:, :, start:stop]}, f"from {first} to {stop}")
-        differ += not torch.equal(tpi.attention(*mine, **options), got)
+        differ += not torch.equal(control, got)
     assert differ
 
 
