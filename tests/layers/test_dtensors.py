@@ -245,6 +245,11 @@ def written_to(tp_group):
             weight_cache.keep = 0
             weight_cache.clear()
     testing.assert_bitwise_equal([s[1:] for s in seen[:3]], [s[1:] for s in seen[3:]])
+    before = layer(x)
+    layer.weight.data = layer.weight.data * 1.5  # torch replaces what the DTensor shows, not what it holds
+    testing.assert_bitwise_equal(layer(x), before)
+    layer.weight.data.mul_(1.5)
+    assert not torch.equal(layer(x), before)
 
 
 def test_writes_are_seen():
