@@ -21,6 +21,7 @@ import ast
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ from torch.fx.node import has_side_effect
 from .differentiation import applier, are_ordinary, direct_apply
 from .dtensors import as_local, is_dtensor, with_dtensors
 from .graph_breaks import outside_of_graphs
+from .mode import is_call_check_enabled
+from .torch_graphs import torch_graph
 
 _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as long as this does
 
@@ -174,7 +177,22 @@ def _settings(group: str, *values: Any) -> str:
     return repr((group, *values))
 
 
-_literals = lru_cache(maxsize=4096)(ast.literal_eval)
+_IN_GRAPH = "in a CUDA graph of torch's: "  # what the text of an op begins with that runs in one
+
+
+def _with_place(text: str) -> str:
+    """The text of an op of several ranks, which torch puts into its graph now."""
+    return _IN_GRAPH + text if _makes_cuda_graphs() else text
+
+
+def _makes_cuda_graphs() -> bool:
+    inductor = sys.modules.get("torch._inductor.config")
+    return inductor is not None and bool(inductor.triton.cudagraphs)
+
+
+@lru_cache(maxsize=4096)
+def _literals(text: str) -> tuple:
+    return ast.literal_eval(text.removeprefix(_IN_GRAPH))
 
 
 @lru_cache(maxsize=4096)
@@ -238,20 +256,17 @@ def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -
 def _refuse_settings(name: str, group: str) -> None:
     """Raises where torch.compile would make of an op of several ranks what is wrong; group: the name of its group.
 
-    CUDA graphs that inductor makes share a memory pool in which torch must know of every tensor, also while it warms up
-    without a capture: what is gathered ahead of its use would lie there, and torch would give its memory to others.
     Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
-    where it can save tensors alone.
+    where it can save tensors alone. A CUDA graph repeats no comparison of ranks.
     """
     modules = sys.modules
     if not group or "torch._dynamo.config" not in modules:
         return
-    inductor = modules.get("torch._inductor.config")
-    if inductor is not None and inductor.triton.cudagraphs:
+    if is_call_check_enabled() and _makes_cuda_graphs():
         problem = (
-            "in CUDA graphs that torch.compile makes (mode='reduce-overhead' or another setting with "
-            "triton.cudagraphs=True); allowed: mode='default' or 'max-autotune-no-cudagraphs', and for CUDA graphs "
-            "tp_invariant.graphs.graph_layers"
+            "with TP_INVARIANT_CHECK=1, which compares every call, in CUDA graphs that torch.compile makes "
+            "(mode='reduce-overhead' or another setting with triton.cudagraphs=True); allowed: TP_INVARIANT_CHECK "
+            "unset, or mode='default' or 'max-autotune-no-cudagraphs'"
         )
     elif traceback.current_meta.get("recompute") is not None:
         problem = (
@@ -263,6 +278,13 @@ def _refuse_settings(name: str, group: str) -> None:
     else:
         return
     raise ValueError(f"tp_invariant::{name} moves bytes between ranks and cannot be {problem}")
+
+
+_ANYWHERE = nullcontext()
+
+
+def _place_of(text: str) -> Any:
+    return torch_graph() if text.startswith(_IN_GRAPH) else _ANYWHERE
 
 
 class _Context:
@@ -311,9 +333,14 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
 
     schema: of both. backward: (ctx, *gradients) -> those of all arguments. setup_context: as of an autograd.Function.
     ordered: of `op`. While a graph still calls what is decomposed later, that call is kept even if nothing uses it.
+        The last argument is a text, which then says where the op runs.
     """
     in_a_list = [str(result.type) for result in op._schema.returns] == ["List[Tensor]"]
-    forward = (lambda *args: tuple(op(*args))) if in_a_list else (lambda *args: op(*args))
+
+    def forward(*args: Any) -> Any:
+        results = op(*args[:-1], _with_place(args[-1])) if ordered else op(*args)
+        return tuple(results) if in_a_list else results
+
     methods = {"forward": forward, "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
@@ -445,7 +472,8 @@ def as_custom_op(
             group, values, dims, names = ctx.settings
             needs = tuple(ctx.needs_input_grad[:count])
             saved_tensors = [None if t is None or tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
-            found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _settings(group, values, needs, dims, names)))
+            text = _settings(group, values, needs, dims, names)
+            found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _with_place(text) if group else text))
             return *(next(found) if need else None for need in needs), None, None
 
         return backward
@@ -454,13 +482,15 @@ def as_custom_op(
         return run(args[:count], *args[count:])
 
     def multi_rank(*args: Any) -> Any:
-        return run(tuple([_alias(t) for t in args[:count]]), *args[count:])
+        with _place_of(args[-1]):
+            return run(tuple([_alias(t) for t in args[:count]]), *args[count:])
 
     def single_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
         return run_backward(grad, args[:-2], args[-1])
 
     def multi_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
-        return run_backward(grad, tuple([_alias(t) for t in args[:-2]]), args[-1])
+        with _place_of(args[-1]):
+            return run_backward(grad, tuple([_alias(t) for t in args[:-2]]), args[-1])
 
     saved_arguments = "".join([f"Tensor? saved_{i}, " for i in range(len(saved))])
     ops = []
