@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
         head_dim=128, vocab_size=151936, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-FORMS = ("eager", "compiled", "graphs", "reduce-overhead")  # the last: the whole model by torch.compile, at TP=1
+FORMS = ("eager", "compiled", "graphs", "reduce-overhead")  # the last: the whole model by torch.compile
 
 
 class Trainer:

@@ -13,6 +13,9 @@ with torch's ordered effect: each op passes a token to the next one, through for
 every rank runs them in program order. The disadvantage: torch does not recompute such ops in a graph, so
 torch.utils.checkpoint inside a compiled region is an error at compile time (compile the function that is passed to it
 instead), as are other settings of torch.compile (`_refuse_settings`). At TP=1 there is no token.
+
+CUDA graphs. Where torch is about to make them of what it traces (mode="reduce-overhead"), the text of an op of several
+ranks says so, and the op runs as torch_graphs.py describes.
 """
 
 from __future__ import annotations
@@ -257,7 +260,7 @@ def _refuse_settings(name: str, group: str) -> None:
     """Raises where torch.compile would make of an op of several ranks what is wrong; group: the name of its group.
 
     Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
-    where it can save tensors alone. A CUDA graph repeats no comparison of ranks.
+    where it can save tensors alone. A replay of a CUDA graph compares no calls.
     """
     modules = sys.modules
     if not group or "torch._dynamo.config" not in modules:
