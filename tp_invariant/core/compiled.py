@@ -198,7 +198,29 @@ def _literals(text: str) -> tuple:
     return ast.literal_eval(text.removeprefix(_IN_GRAPH))
 
 
-@lru_cache(maxsize=4096)
+def _once_for_each_group(read: Callable[[str, Any], Any]) -> Callable[[str], Any]:
+    """read(text, the group that the text names), which is called again where another group has this name by now."""
+    known: dict[str, tuple[str, Any, Any]] = {}
+
+    def look_up(text: str) -> Any:
+        name, group, result = known.get(text, _UNKNOWN)
+        if group is not None and (not name or group_by_name(name) is group):
+            return result
+        name = _literals(text)[0]
+        group = group_by_name(name)
+        if len(known) >= 4096:
+            known.clear()
+        result = read(text, group)
+        known[text] = name, group, result
+        return result
+
+    return look_up
+
+
+_UNKNOWN = ("", None, None)
+
+
+@_once_for_each_group
 def _read(text: str, group: Any) -> tuple[tuple, bool]:
     """The configs of a text, and whether sizes are among them."""
     configs = tuple([_decode(value, group) for value in _literals(text)[1:]])
@@ -206,7 +228,7 @@ def _read(text: str, group: Any) -> tuple[tuple, bool]:
 
 
 def _configs(text: str, sizes: Sequence[int]) -> tuple:
-    configs, with_sizes = _read(text, group_by_name(_literals(text)[0]))
+    configs, with_sizes = _read(text)
     return tuple([list(sizes) if value == _SIZES else value for value in configs]) if with_sizes else configs
 
 
@@ -221,16 +243,12 @@ class _Adjoint(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...]
 
 
-@lru_cache(maxsize=4096)
-def _read_adjoint_of(text: str, group: Any) -> _Adjoint:
+@_once_for_each_group
+def _read_adjoint(text: str, group: Any) -> _Adjoint:
     _, values, needs, dims, names = _literals(text)
     configs = tuple([_decode(value, group) for value in values])
     dtypes = tuple([getattr(torch, name) if name else None for name in names])
     return _Adjoint(configs, needs, (*needs, *_NO_GRADS[: len(configs)]), dims, dtypes)
-
-
-def _read_adjoint(text: str) -> _Adjoint:
-    return _read_adjoint_of(text, group_by_name(_literals(text)[0]))
 
 
 # --- functions without a result -------------------------------------------------------------------------------------
@@ -306,6 +324,8 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     Compiled code writes new values into the memory, and even the tensor object, of one that it needs no more, and does
     not raise its version: by neither would gemm/scheduler.py see that it is another.
     """
+    if type(tensor) is Tensor:  # for other types isinstance calls Python
+        return tensor.detach()
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
