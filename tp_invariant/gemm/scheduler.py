@@ -416,6 +416,10 @@ class Scheduler:
         if weight.is_inference():  # has no version to go by
             return False
         of = self._of(layout.group)
+        if not of.entries:  # mostly so, and asked for every product
+            early = of.early.get(_capturing(weight))
+            if early is None or early.weight is not weight or early.use.layout != layout:
+                return False
         return self._is_here(of, of.use(weight, layout), weight)
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
