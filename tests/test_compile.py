@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compiled_steps import (
+    checked_in_cuda_graphs,
     checkpointed,
     clipped,
     compiled_backward,
@@ -26,7 +28,9 @@ from torch._dynamo.backends.common import aot_autograd
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
-from tp_invariant.core.compiled import as_runtime_op
+from tp_invariant.consistency import agreement
+from tp_invariant.consistency.agreement import agreed_in
+from tp_invariant.core.compiled import _configs, as_runtime_op
 from tp_invariant.core.layout import TokenSharding
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional.gated_activation import GatedActivation, GatedActivationOfHalves
@@ -427,6 +431,35 @@ def test_checkpoints_in_compiled_code():
             assert_bitwise_equal(eager, other)
 
 
+def comparisons(tp_group: Any) -> list[int]:
+    layer = tpi.Linear(32, 16, parallel_mode="column", tp_group=tp_group)
+    torch.compiler.reset()
+    call, x, counts = torch.compile(layer, backend="aot_eager", fullgraph=True), torch.ones(4, 32), []
+    with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
+        for before in ("", "", "forgotten", "checked"):
+            if before == "forgotten":
+                agreed_in(layer.group, layer.weight.layer_number).clear()
+            if before == "checked":
+                patch.setenv("TP_INVARIANT_CHECK", "1")
+            with mock.patch.object(agreement, "_compare", wraps=agreement._compare) as compare:
+                call(x)
+            counts.append(compare.call_count)
+    return counts
+
+
+def test_compiled_calls_are_compared_once():
+    """Again when what was agreed on is forgotten, and every time with TP_INVARIANT_CHECK=1."""
+    run_ranks(comparisons, 2)  # ranks compare their environments
+    assert run_ranks(comparisons, 2) == [[1, 0, 1, 1]] * 2
+
+
+def test_a_text_is_read_again_where_another_group_has_its_name(monkeypatch):
+    groups = [Group(None, rank, 2) for rank in range(2)]
+    for group in (groups[0], groups[0], groups[1]):
+        monkeypatch.setattr("tp_invariant.core.compiled.group_by_name", lambda name, group=group: group)
+        assert _configs("('a group', ('group',), ('tuple', 'sizes'))", [3]) == (group, [3])
+
+
 def kept(tp_group: Any) -> list[int]:
     counts = []
 
@@ -452,10 +485,19 @@ def test_what_moves_bytes_stays_in_a_graph_that_makes_no_use_of_it():
     assert run_ranks(kept, 1) == [[0]]
 
 
-@pytest.mark.parametrize("mode", ("reduce-overhead", "max-autotune"))
-def test_cuda_graphs_that_torch_makes_of_several_ranks_are_refused(mode):
+def test_cuda_graphs_that_torch_makes_of_several_ranks():
+    """Operators in them leave nothing behind, others do. On a CPU no graph is made of them, but they run as in one."""
+    ((eager, *_),) = run_ranks(in_cuda_graphs, 1)
+    for *results, off in run_ranks(in_cuda_graphs, 2):
+        for (grads, groups), known in zip(results, (1, 1, 0), strict=True):
+            assert_bitwise_equal(grads, eager[0])
+            assert groups == known
+        assert digest(off[0]) != digest(eager[0])
+
+
+def test_every_call_is_compared_in_no_cuda_graph_of_torchs():
     """Also on a CPU, where torch would make none: so a program is refused where it is written."""
-    run_ranks(in_cuda_graphs, 2, mode)
+    run_ranks(checked_in_cuda_graphs, 2)
 
 
 @needs_compiler

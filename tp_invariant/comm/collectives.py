@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.compiled import set_group_type
 from ..core.dtensors import expect_dtensors
-from ..core.layout import fresh_view, split_sizes
+from ..core.layout import split_sizes
 from . import wire
 
 
@@ -292,10 +292,16 @@ def start_gather_major(local: Tensor, group: Group, finish: Callable[[Tensor], T
 
     `finish` makes the result of that.
     """
-    local = local.contiguous()
     if group.size == 1:
-        return Pending(local.unsqueeze(0), None, finish=finish)
-    out = local.new_empty((group.size, *local.shape))
+        return Pending(local.contiguous().unsqueeze(0), None, finish=finish)
+    return _start_gather(local, (group.size, *local.shape), group, finish)
+
+
+def _start_gather(
+    local: Tensor, shape: Sequence[int], group: Group, finish: Callable[[Tensor], Tensor] | None = None
+) -> Pending:
+    local = local.contiguous()
+    out = local.new_empty(shape)
     if local.numel() == 0:
         return Pending(out, None, finish=finish)
     return Pending(out, wire.start_all_gather(out, local, group), local, group, finish)
@@ -310,12 +316,9 @@ def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
     """Starts gathering every rank's `local` (same shape everywhere), concatenated along `dim` in rank order."""
     if group.size == 1:
         return Pending(local, None)
-    shape = [group.size * local.shape[0], *local.shape[1:]]
-
-    def finish(major: Tensor) -> Tensor:
-        return fresh_view(major, shape) if dim % (major.dim() - 1) == 0 else torch.cat(major.unbind(0), dim=dim)
-
-    return start_gather_major(local, group, finish)
+    if dim % local.dim():
+        return start_gather_major(local, group, lambda major: torch.cat(major.unbind(0), dim=dim))
+    return _start_gather(local, [group.size * local.shape[0], *local.shape[1:]], group)
 
 
 def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:
