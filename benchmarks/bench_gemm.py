@@ -1,8 +1,8 @@
 """The bundled GEMM against cuBLAS and a pinned-tile baseline, in one run on one GPU.
 
-    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200
-    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200 --wgrad
-    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h200 --plot
+    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100
+    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100 --wgrad
+    python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100 --plot
     python benchmarks/bench_gemm.py --random 150 --seed 1 [--few-rows] --seconds 150 --json FILE
 
 bf16 forward, dgrad and wgrad of Qwen3-8B's layers and of their shards at TP=4, and decoding, on random data. The
