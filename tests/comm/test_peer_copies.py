@@ -25,6 +25,7 @@ from tp_invariant.comm.collectives import (
 )
 from tp_invariant.comm.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
 from tp_invariant.comm.peer_copies import copies_of, transport
+from tp_invariant.core.torch_graphs import torch_graph
 from tp_invariant.gemm import scheduler as scheduling
 from tp_invariant.gemm.scheduler import Scheduler, WeightLayout, scheduler
 from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
@@ -336,6 +337,8 @@ def test_the_environment_variable(monkeypatch):
     for choice in peer_copies.TRANSPORTS:
         monkeypatch.setenv("TP_INVARIANT_TRANSPORT", choice)
         assert transport() == choice
+        with torch_graph():
+            assert transport() == "nccl"
     monkeypatch.setenv("TP_INVARIANT_TRANSPORT", "ce")
     with pytest.raises(
         ValueError, match=r"^TP_INVARIANT_TRANSPORT='ce' is not understood: set it to one of auto, nccl, copy_engine"

@@ -101,10 +101,29 @@ def checkpointed(tp_group: Any) -> list[Any]:
     return results
 
 
-def in_cuda_graphs(tp_group: Any, mode: str) -> None:
+def in_cuda_graphs(tp_group: Any) -> list[Any]:
+    """Gradients of two steps, and how many groups the scheduler then knows: eager, compiled, as in CUDA graphs, off.
+
+    A setting of inductor's says that torch makes CUDA graphs; mode="reduce-overhead" makes it.
+    """
+    inductor = importlib.import_module("torch._inductor.config")
+    found = []
+    for compiled, graphs, mode in ((False, False, True), (True, False, True), (True, True, True), (True, True, False)):
+        tpi.owners.weight_cache.clear()
+        steps = Steps(tp_group)
+        call = torch.compile(steps.__call__, backend="aot_eager", fullgraph=True) if compiled else steps
+        with tpi.set_tp_invariant_mode(mode), inductor.patch({"triton.cudagraphs": graphs}):
+            grads = [steps.backward(call, seed) for seed in (1, 2)]
+        found.append((grads, len(tpi.owners.weight_cache._groups)))
+    return found
+
+
+def checked_in_cuda_graphs(tp_group: Any) -> None:
     steps = Steps(tp_group)
-    with tpi.set_tp_invariant_mode(True), pytest.raises(Exception, match=r"in CUDA graphs .*graphs\.graph_layers"):
-        steps.backward(torch.compile(steps.__call__, mode=mode))
+    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        with pytest.raises(Exception, match=r"with TP_INVARIANT_CHECK=1.*in CUDA graphs .*allowed: "):
+            steps.backward(torch.compile(steps.__call__, mode="max-autotune"))
 
 
 def compiled_steps(tp_group: Any, dtype: torch.dtype = torch.float32, compiled: bool = True) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.torch_graphs import in_torch_graph
 from .collectives import Group, Pending, is_capturing
 from .copy_protocol import PER_CLASS, CapturedCopies, Lease, PeerCopies
 from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
@@ -35,13 +36,16 @@ def transport() -> str:
     """What `TP_INVARIANT_TRANSPORT` asks for, read now; the same on all ranks. Unset is "auto".
 
         auto          peer copies for large blocks, and kernels that write into peers' memory for a few bytes
-                      (small_gathers.py), where a group's ranks have them; else NCCL
+                      (small_gathers.py), where a group's ranks have them; else NCCL, as in CUDA graphs that
+                      torch.compile makes, whatever the variable says
         nccl          NCCL (or gloo) for everything
         copy_engine   peer copies for blocks of any size; an error where a group has none
 
     Raises:
         ValueError: the variable holds anything else.
     """
+    if in_torch_graph():
+        return "nccl"
     text = os.environ._data.get(_KEY, b"auto")  # type: ignore[attr-defined]  # a third of what os.environ.get takes
     choice = _CHOICES.get(text)
     if choice is None:

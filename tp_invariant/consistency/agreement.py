@@ -55,7 +55,7 @@ _HASH_OF_PARAMETER = "the hash of the whole parameter"
 
 # The kinds of device on which a group's ranks have compared their environments.
 _compared_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, set[Hashable]]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _AgreedOfGroup]] = weakref.WeakKeyDictionary()
 
 
 _layer_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # layers so far
@@ -114,17 +114,34 @@ class AgreedCalls(set[Hashable]):
         return AgreedCalls(self._group)
 
 
+class _AgreedOfGroup(set[Hashable]):
+    """Agreed calls of a group; `compiled`: those of compiled code among them, as it makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: set[tuple] = set()
+
+    def clear(self) -> None:
+        super().clear()
+        self.compiled.clear()
+
+
 def agreed_in(group: Group, layer: int = 0) -> set[Hashable]:
     """The agreed calls of a group, for functions, which unlike layers cannot store them themselves.
 
     layer: the number of a layer, for its compiled calls; 0 for all others. Each number has a set of its own, as in
         eager mode, so that many layers with many lengths do not fill one.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or group.process_group is None:
         return set()  # compiled calls use the group's own set when they run, see _check_named
-    return (
-        set() if group.process_group is None else _agreed.setdefault(group.process_group, {}).setdefault(layer, set())
-    )
+    return _agreed_of(group.process_group, layer)
+
+
+def _agreed_of(process_group: dist.ProcessGroup, layer: int) -> _AgreedOfGroup:
+    of_group = _agreed.get(process_group)
+    if of_group is None:
+        of_group = _agreed[process_group] = {}
+    return of_group.get(layer) or of_group.setdefault(layer, _AgreedOfGroup())
 
 
 def check_agreement(
@@ -168,7 +185,7 @@ def check_agreement(
         dims = [(name, len(facts[name])) for name in shapes]
         weight = local_of(sharded_weight if weight is None else weight)
         place = torch.empty(0, device=device) if weight is None else weight
-        _check_later(place, group_name(group), repr(fixed), repr(dims), sizes)
+        _check_later(place, repr((group_name(group), fixed, dims)), sizes)
         return
     compare_environments(group, device)
     known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
@@ -230,25 +247,30 @@ def _facts_in_common(one: Mapping[str, str], other: Mapping[str, str]) -> int:
     return sum(other.get(name) == value for name, value in one.items())
 
 
-def _check_named(place: Tensor, name: str, fixed: str, dims: str, sizes: Sequence[int]) -> None:
+def _check_named(place: Tensor, text: str, sizes: Sequence[int]) -> None:
     """check_agreement for compiled code; its arguments fit into a graph.
 
     place: the layer's weight, or an empty tensor on the call's device.
+    text: the group's name, the facts, and of each shape among them its name and how many of `sizes` it has.
     """
-    facts, left = dict(_literal(fixed)), tuple(sizes)
-    number = getattr(place, "layer_number", 0)
+    name, fixed, dims = _literal(text)
+    group, number, device = group_by_name(name), getattr(place, "layer_number", 0), place.device
+    if group.process_group is None:
+        return
+    agreed, call = _agreed_of(group.process_group, number), (text, device, *sizes)
+    if call in agreed.compiled and not is_call_check_enabled():
+        return
+    facts, left = dict(fixed), tuple(sizes)
     if number:
         facts[_NUMBER] = number
-    for shape, dim in _literal(dims):
+    for shape, dim in dims:
         facts[shape], left = left[:dim], left[dim:]
-    group = group_by_name(name)
-    check_agreement(facts, group, place.device, agreed_in(group, number))
+    check_agreement(facts, group, device, agreed)
+    agreed.compiled.add(call)
 
 
 _literal = lru_cache(maxsize=4096)(ast.literal_eval)
-_check_later = as_runtime_op(
-    _check_named, name="check_agreement", arguments="Tensor place, str group, str facts, str dims, SymInt[] sizes"
-)
+_check_later = as_runtime_op(_check_named, name="check_agreement", arguments="Tensor place, str text, SymInt[] sizes")
 
 
 def _announce_arrival(group: Group) -> None:

@@ -13,6 +13,9 @@ with torch's ordered effect: each op passes a token to the next one, through for
 every rank runs them in program order. The disadvantage: torch does not recompute such ops in a graph, so
 torch.utils.checkpoint inside a compiled region is an error at compile time (compile the function that is passed to it
 instead), as are other settings of torch.compile (`_refuse_settings`). At TP=1 there is no token.
+
+CUDA graphs. Where torch is about to make them of what it traces (mode="reduce-overhead"), the text of an op of several
+ranks says so, and the op runs as torch_graphs.py describes.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import ast
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,6 +39,8 @@ from torch.fx.node import has_side_effect
 from .differentiation import applier, are_ordinary, direct_apply
 from .dtensors import as_local, is_dtensor, with_dtensors
 from .graph_breaks import outside_of_graphs
+from .mode import is_call_check_enabled
+from .torch_graphs import torch_graph
 
 _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as long as this does
 
@@ -174,10 +180,47 @@ def _settings(group: str, *values: Any) -> str:
     return repr((group, *values))
 
 
-_literals = lru_cache(maxsize=4096)(ast.literal_eval)
+_IN_GRAPH = "in a CUDA graph of torch's: "  # what the text of an op begins with that runs in one
+
+
+def _with_place(text: str) -> str:
+    """The text of an op of several ranks, which torch puts into its graph now."""
+    return _IN_GRAPH + text if _makes_cuda_graphs() else text
+
+
+def _makes_cuda_graphs() -> bool:
+    inductor = sys.modules.get("torch._inductor.config")
+    return inductor is not None and bool(inductor.triton.cudagraphs)
 
 
 @lru_cache(maxsize=4096)
+def _literals(text: str) -> tuple:
+    return ast.literal_eval(text.removeprefix(_IN_GRAPH))
+
+
+def _once_for_each_group(read: Callable[[str, Any], Any]) -> Callable[[str], Any]:
+    """read(text, the group that the text names), which is called again where another group has this name by now."""
+    known: dict[str, tuple[str, Any, Any]] = {}
+
+    def look_up(text: str) -> Any:
+        name, group, result = known.get(text, _UNKNOWN)
+        if group is not None and (not name or group_by_name(name) is group):
+            return result
+        name = _literals(text)[0]
+        group = group_by_name(name)
+        if len(known) >= 4096:
+            known.clear()
+        result = read(text, group)
+        known[text] = name, group, result
+        return result
+
+    return look_up
+
+
+_UNKNOWN = ("", None, None)
+
+
+@_once_for_each_group
 def _read(text: str, group: Any) -> tuple[tuple, bool]:
     """The configs of a text, and whether sizes are among them."""
     configs = tuple([_decode(value, group) for value in _literals(text)[1:]])
@@ -185,7 +228,7 @@ def _read(text: str, group: Any) -> tuple[tuple, bool]:
 
 
 def _configs(text: str, sizes: Sequence[int]) -> tuple:
-    configs, with_sizes = _read(text, group_by_name(_literals(text)[0]))
+    configs, with_sizes = _read(text)
     return tuple([list(sizes) if value == _SIZES else value for value in configs]) if with_sizes else configs
 
 
@@ -200,16 +243,12 @@ class _Adjoint(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...]
 
 
-@lru_cache(maxsize=4096)
-def _read_adjoint_of(text: str, group: Any) -> _Adjoint:
+@_once_for_each_group
+def _read_adjoint(text: str, group: Any) -> _Adjoint:
     _, values, needs, dims, names = _literals(text)
     configs = tuple([_decode(value, group) for value in values])
     dtypes = tuple([getattr(torch, name) if name else None for name in names])
     return _Adjoint(configs, needs, (*needs, *_NO_GRADS[: len(configs)]), dims, dtypes)
-
-
-def _read_adjoint(text: str) -> _Adjoint:
-    return _read_adjoint_of(text, group_by_name(_literals(text)[0]))
 
 
 # --- functions without a result -------------------------------------------------------------------------------------
@@ -238,20 +277,17 @@ def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -
 def _refuse_settings(name: str, group: str) -> None:
     """Raises where torch.compile would make of an op of several ranks what is wrong; group: the name of its group.
 
-    CUDA graphs that inductor makes share a memory pool in which torch must know of every tensor, also while it warms up
-    without a capture: what is gathered ahead of its use would lie there, and torch would give its memory to others.
     Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
-    where it can save tensors alone.
+    where it can save tensors alone. A replay of a CUDA graph compares no calls.
     """
     modules = sys.modules
     if not group or "torch._dynamo.config" not in modules:
         return
-    inductor = modules.get("torch._inductor.config")
-    if inductor is not None and inductor.triton.cudagraphs:
+    if is_call_check_enabled() and _makes_cuda_graphs():
         problem = (
-            "in CUDA graphs that torch.compile makes (mode='reduce-overhead' or another setting with "
-            "triton.cudagraphs=True); allowed: mode='default' or 'max-autotune-no-cudagraphs', and for CUDA graphs "
-            "tp_invariant.graphs.graph_layers"
+            "with TP_INVARIANT_CHECK=1, which compares every call, in CUDA graphs that torch.compile makes "
+            "(mode='reduce-overhead' or another setting with triton.cudagraphs=True); allowed: TP_INVARIANT_CHECK "
+            "unset, or mode='default' or 'max-autotune-no-cudagraphs'"
         )
     elif traceback.current_meta.get("recompute") is not None:
         problem = (
@@ -263,6 +299,13 @@ def _refuse_settings(name: str, group: str) -> None:
     else:
         return
     raise ValueError(f"tp_invariant::{name} moves bytes between ranks and cannot be {problem}")
+
+
+_ANYWHERE = nullcontext()
+
+
+def _place_of(text: str) -> Any:
+    return torch_graph() if text.startswith(_IN_GRAPH) else _ANYWHERE
 
 
 class _Context:
@@ -281,6 +324,8 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     Compiled code writes new values into the memory, and even the tensor object, of one that it needs no more, and does
     not raise its version: by neither would gemm/scheduler.py see that it is another.
     """
+    if type(tensor) is Tensor:  # for other types isinstance calls Python
+        return tensor.detach()
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
@@ -311,9 +356,14 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
 
     schema: of both. backward: (ctx, *gradients) -> those of all arguments. setup_context: as of an autograd.Function.
     ordered: of `op`. While a graph still calls what is decomposed later, that call is kept even if nothing uses it.
+        The last argument is a text, which then says where the op runs.
     """
     in_a_list = [str(result.type) for result in op._schema.returns] == ["List[Tensor]"]
-    forward = (lambda *args: tuple(op(*args))) if in_a_list else (lambda *args: op(*args))
+
+    def forward(*args: Any) -> Any:
+        results = op(*args[:-1], _with_place(args[-1])) if ordered else op(*args)
+        return tuple(results) if in_a_list else results
+
     methods = {"forward": forward, "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
@@ -445,7 +495,8 @@ def as_custom_op(
             group, values, dims, names = ctx.settings
             needs = tuple(ctx.needs_input_grad[:count])
             saved_tensors = [None if t is None or tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
-            found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _settings(group, values, needs, dims, names)))
+            text = _settings(group, values, needs, dims, names)
+            found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _with_place(text) if group else text))
             return *(next(found) if need else None for need in needs), None, None
 
         return backward
@@ -454,13 +505,15 @@ def as_custom_op(
         return run(args[:count], *args[count:])
 
     def multi_rank(*args: Any) -> Any:
-        return run(tuple([_alias(t) for t in args[:count]]), *args[count:])
+        with _place_of(args[-1]):
+            return run(tuple([_alias(t) for t in args[:count]]), *args[count:])
 
     def single_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
         return run_backward(grad, args[:-2], args[-1])
 
     def multi_rank_backward(grad: Tensor, *args: Any) -> list[Tensor]:
-        return run_backward(grad, tuple([_alias(t) for t in args[:-2]]), args[-1])
+        with _place_of(args[-1]):
+            return run_backward(grad, tuple([_alias(t) for t in args[:-2]]), args[-1])
 
     saved_arguments = "".join([f"Tensor? saved_{i}, " for i in range(len(saved))])
     ops = []

@@ -25,6 +25,7 @@ from ..comm.collectives import Group, Pending, exchange_cols_for_rows
 from ..comm.moves import gather_uneven, start_exchange_rows, start_gather_major
 from ..core.layout import Stride, split_sizes
 from ..core.options import OwnerMap
+from ..core.torch_graphs import in_torch_graph
 from .cost_model import Problem, choose, costs_of, explain
 from .gemm_fn import GemmFn, RankMajor, gemm, gemm_rank_major
 from .scheduler import WeightLayout, scheduler
@@ -172,8 +173,8 @@ def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, sc
         a_shard.element_size(),
         weight.is_cached("rows"),
         weight.is_cached("cols"),
-        scheduler.ahead,
-        scheduler.keep > 0 and not weight.grad,
+        scheduler.ahead and not in_torch_graph(),
+        scheduler.keep > 0 and not weight.grad and not in_torch_graph(),
     )
     return _choose(problem, costs_of(a_shard.device))
 

@@ -48,7 +48,8 @@ That is a matter of speed alone, and safe:
               weights and tokens are gathered inside the graph, or weights are kept ones. A kept one stays alive as long
               as the process, for replays read it; when its weight changes, capture again. Inside it a gather starts
               early only with `ahead_in_graphs`, since what starts in a graph must end in it, and whether the next use
-              is captured too only the caller knows.
+              is captured too only the caller knows. In graphs that torch.compile makes nothing starts early, is kept or
+              shared (core/torch_graphs.py).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ from ..comm.collectives import Group, Pending, is_capturing
 from ..comm.moves import start_exchange_rows, start_gather_dim, start_gather_major
 from ..core.fsdp import resharded_whole
 from ..core.layout import split_sizes
+from ..core.torch_graphs import in_torch_graph
 
 # --- the order of uses ----------------------------------------------------------------------------------------------
 
@@ -402,6 +404,8 @@ class Scheduler:
         return "scheduler"
 
     def _of(self, group: Group) -> _OfGroup:
+        if in_torch_graph():
+            return _OfGroup()  # dropped with all that it notes and holds
         of = self._groups.get(group)
         return self._groups.setdefault(group, _OfGroup()) if of is None else of
 
@@ -412,6 +416,10 @@ class Scheduler:
         if weight.is_inference():  # has no version to go by
             return False
         of = self._of(layout.group)
+        if not of.entries:  # mostly so, and asked for every product
+            early = of.early.get(_capturing(weight))
+            if early is None or early.weight is not weight or early.use.layout != layout:
+                return False
         return self._is_here(of, of.use(weight, layout), weight)
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
