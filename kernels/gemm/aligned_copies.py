@@ -181,7 +181,8 @@ def _copy_rows(x: Tensor, to: Tensor) -> Tensor:
     if x.stride(1) != 1 or to.stride(1) != 1:
         return to.copy_(x)
     size = x.element_size()
-    places = [x.data_ptr(), to.data_ptr(), *(size * n for n in (x.shape[1], x.stride(0), to.stride(0)))]
+    lengths = x.shape[1], x.stride(0), to.stride(0), x.storage_offset(), to.storage_offset()  # the last two for view
+    places = [x.data_ptr(), to.data_ptr(), *(size * n for n in lengths)]
     unit = next(unit for unit in _UNITS if all(place % unit == 0 for place in places))
     source, target = x.view(_UNITS[unit]), to.view(_UNITS[unit])
     rows, columns = source.shape
