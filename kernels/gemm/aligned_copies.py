@@ -174,9 +174,10 @@ _copy_launches = Launches(_copy_kernel)
 
 
 def _copy_rows(x: Tensor, to: Tensor) -> Tensor:
-    """to, after x, which has its shape and dtype, is copied there: where rows are contiguous, at twice torch's speed.
+    """to, after x, which has its shape and dtype, is copied there: where rows are contiguous, by a kernel of its own.
 
-    Torch copies such rows element by element. Here it is by the largest unit that divides rows and what is between.
+    Torch copies such rows element by element. Here it is by the largest unit that divides rows and what is between: at
+    1.5 to 1.8 times torch's speed.
     """
     if x.stride(1) != 1 or to.stride(1) != 1:
         return to.copy_(x)
