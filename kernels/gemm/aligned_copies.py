@@ -174,14 +174,16 @@ _copy_launches = Launches(_copy_kernel)
 
 
 def _copy_rows(x: Tensor, to: Tensor) -> Tensor:
-    """to, after x, which has its shape and dtype, is copied there: where rows are contiguous, at twice torch's speed.
+    """to, after x, which has its shape and dtype, is copied there: where rows are contiguous, by a kernel of its own.
 
-    Torch copies such rows element by element. Here it is by the largest unit that divides rows and what is between.
+    Torch copies such rows element by element. Here it is by the largest unit that divides rows and what is between: at
+    1.5 to 1.8 times torch's speed.
     """
     if x.stride(1) != 1 or to.stride(1) != 1:
         return to.copy_(x)
     size = x.element_size()
-    places = [x.data_ptr(), to.data_ptr(), *(size * n for n in (x.shape[1], x.stride(0), to.stride(0)))]
+    lengths = x.shape[1], x.stride(0), to.stride(0), x.storage_offset(), to.storage_offset()  # the last two for view
+    places = [x.data_ptr(), to.data_ptr(), *(size * n for n in lengths)]
     unit = next(unit for unit in _UNITS if all(place % unit == 0 for place in places))
     source, target = x.view(_UNITS[unit]), to.view(_UNITS[unit])
     rows, columns = source.shape

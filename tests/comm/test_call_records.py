@@ -261,12 +261,12 @@ X = torch.ones(3)
 
 def test_the_second_of_two_that_differ_does_not_start(two):
     one, other = two
-    for _ in range(200):  # more than are kept
+    for _ in range(300):  # more than are kept
         one.begin(ALL_GATHER, X, (3,))
         other.begin(ALL_GATHER, X, (3,))
     one.begin(ALL_GATHER, X, (3,))
     with pytest.raises(
-        RuntimeError, match=r"At collective 201 of the group, rank 0 makes another call; rank 1 starts an"
+        RuntimeError, match=r"At collective 301 of the group, rank 0 makes another call; rank 1 starts an"
     ):
         other.begin(ALL_REDUCE, X, (3,))
     with pytest.raises(RuntimeError, match=r"rank 0 starts an all-gather .*; rank 1 starts an all-reduce of"):
@@ -289,15 +289,27 @@ def test_what_differs(two, change):
 
 def test_a_rank_far_ahead_or_behind_gets_no_error(two):
     one, other = two
-    for number in range(100):
+    for number in range(300):
         one.begin(ALL_GATHER, torch.ones(number), (number,))
-    for number in range(100):
+    for number in range(300):
         other.begin(ALL_GATHER, torch.ones(number), (number,))
     one.check()
 
 
+def test_a_rank_that_is_steps_ahead_with_graphs_is_compared(two):
+    """Of layers that are CUDA graphs, which the host does not wait for."""
+    one, other = two
+    for number in range(200):
+        one.begin_described("replays another graph", 0, number == 3)
+    with pytest.raises(RuntimeError, match=r"At collective 4 of .*rank 1 replays a graph"):
+        for _ in range(200):
+            other.begin_described("replays a graph", 0, 0)
+    with pytest.raises(RuntimeError, match="make different calls"):
+        one.begin_described("replays another graph", 0, 0)
+
+
 def test_a_mark_whose_count_is_not_yet_written_gets_no_error(two):
-    """It is in the slot of 64 calls ago, whose count is still the last one written."""
+    """It is in the slot of 256 calls ago, whose count is still the last one written."""
     one, other = two
     for records in (one, other):
         for _ in range(call_records._RECORDED):

@@ -20,7 +20,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.conversion.convert import parallelize
 from tp_invariant.hugging_face import models as hugging_face
-from tp_invariant.hugging_face.masks import visible_keys
+from tp_invariant.hugging_face.masks import VisibleKeys, attend, visible_keys
 from tp_invariant.kernels.attention import reference, spec
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -401,6 +401,13 @@ def test_packed_ids_that_come_again_stay_a_matrix(ids, known):
     packed = masking_utils.packed_sequence_mask_function(torch.tensor([ids, [0] * 6]))
     both = masking_utils.and_masks(masking_utils.causal_mask_function, packed)
     assert (visible_keys(**SIZES, mask_function=both) is not None) == known
+
+
+def test_a_matrix_of_one_key():
+    """What fills its block of keys before it is hidden."""
+    q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
+    for mask in (torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 1, 1)):
+        assert_bitwise_equal(attend(q, k, v, VisibleKeys(False, None, 1, None, 7, 1, mask)), v)
 
 
 def test_a_matrix_of_ones_own(seen):

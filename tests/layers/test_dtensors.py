@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from meshes import init_device_mesh
 from torch import distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -855,3 +856,14 @@ def test_random_numbers_while_another_thread_draws_on_a_foreign_mesh():
         assert all(torch.equal(one, expected) for one in found)
         assert not torch.equal(control, expected)
         testing.assert_bitwise_equal(seen, of_torch)
+
+
+def made_of_fakes(tp_group):
+    mesh = on_mesh(tp_group)
+    with FakeTensorMode():
+        layer = tpi.Linear(8, 16, parallel_mode="column", tp_group=mesh)
+    return layer.weight.placements, layer.weight.shape
+
+
+def test_layers_over_a_mesh_are_made_of_fake_tensors():
+    assert run_ranks(made_of_fakes, 2) == [((Shard(0),), (16, 8))] * 2

@@ -30,6 +30,11 @@ def _padding(x):
     return (x * mask * (x > 0) * (4 * mask) * (4.0 * (x > 0)) * (0.5 * (x < 1))).cos()
 
 
+def _selected(x):
+    """Half of it, and the largest of each feature, by the factors that alpha_dropout has for such shares of zeros."""
+    return x * (0.886 * (x > 0)) + x * (1.47 * (x == x.amax(0, keepdim=True)))
+
+
 INSIDE = {
     "function": lambda x: F.dropout(x, 0.3),
     "module": nn.Dropout(0.25),
@@ -41,7 +46,12 @@ INSIDE = {
     "alpha of features": lambda x: F.feature_alpha_dropout(x.movedim(0, -1), 0.2, True).movedim(-1, 0),
     "attention": lambda x: F.pad(_attention(x, 0.4), (0, 2 * x.shape[-1] // 3)),
 }
-RIGHT = {"padding": _padding, "p=0": lambda x: F.dropout(x, 0.0), "in evaluation": lambda x: F.dropout(x, 0.5, False)}
+RIGHT = {
+    "padding": _padding,
+    "selected": _selected,
+    "p=0": lambda x: F.dropout(x, 0.0),
+    "in evaluation": lambda x: F.dropout(x, 0.5, False),
+}
 
 
 def forward(

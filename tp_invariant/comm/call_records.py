@@ -35,8 +35,9 @@ from .liveness import GroupLike
 
 ALL_GATHER, ALL_TO_ALL, OBJECTS, ALL_REDUCE, REDUCE_SCATTER = range(5)
 _NAMES = ("an all-gather", "an all-to-all", "a gather of Python objects", "an all-reduce", "a reduce-scatter")
-# Calls of a rank that are kept. A rank can be ahead of another by the collectives that it starts before it waits.
-_RECORDED = 64
+# Calls of a rank that are kept. A rank can be ahead of another by the collectives that it starts before it waits, or by
+# the CUDA graphs that it launches before it waits: those of some steps of a model.
+_RECORDED = 256
 # The oldest call is not compared, because it may be overwritten: a rank writes its mark first, then its count.
 _COMPARED = _RECORDED - 1
 _COUNT, _TEXT_BYTES, _MARKS = 0, 1, 2  # the words of a rank

@@ -42,7 +42,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
-            expect_dtensors(self.mesh)
+            expect_dtensors(ranks_of(self))
 
     def __eq__(self, other: object) -> bool:  # faster than dataclass's, for every call
         if self is other:

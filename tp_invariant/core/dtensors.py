@@ -42,15 +42,16 @@ def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
     return _is_of_dtensors(kind) if known is None else known
 
 
-def expect_dtensors(mesh: DeviceMesh) -> None:
-    """Mends what torch does with DTensors on the mesh of layers (pieces.py, random_fills.py), before there is one."""
+def expect_dtensors(ranks: Sequence[int]) -> None:
+    """Mends what torch does with DTensors on the mesh of layers, which has these ranks (pieces.py, random_fills.py),
+    before there is one."""
     if torch.compiler.is_compiling():  # layers, whose parameters these are, are made before
         return
     from torch.distributed.tensor import DTensor
 
     from .random_fills import note_mesh
 
-    note_mesh(mesh)
+    note_mesh(ranks)
     if DTensor not in _is_known:
         _is_of_dtensors(DTensor)
 

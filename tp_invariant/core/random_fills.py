@@ -18,7 +18,6 @@ from .dtensors import local_of, new_dtensor
 from .pieces import pieces_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
@@ -26,8 +25,8 @@ _LIKES = ("rand_like", "randn_like")
 _meshes: set[frozenset[int]] = set()  # the ranks of the meshes of this library's layers
 
 
-def note_mesh(mesh: DeviceMesh) -> None:
-    _meshes.add(frozenset(mesh.mesh.flatten().tolist()))
+def note_mesh(ranks: Sequence[int]) -> None:
+    _meshes.add(frozenset(ranks))
 
 
 def _is_on_ours(x: DTensor) -> bool:

@@ -268,9 +268,9 @@ def from_whole_chunks(
     the sequence as with all keys. A mask that has each key's own values hides them."""
     from ..kernels.attention.spec import CHUNK
 
-    before = first_key % CHUNK
+    before, keys = first_key % CHUNK, k.shape[2]
     k, v = (F.pad(x, (0, 0, before, 0)) for x in (k, v))
-    if mask is not None and mask.shape[-1] > 1:
+    if mask is not None and mask.shape[-1] == keys:
         mask = F.pad(mask, (before, 0), value=0.0 if mask.dtype == torch.bool else float("-inf"))
     return k, v, mask
 

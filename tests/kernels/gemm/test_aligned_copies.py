@@ -111,6 +111,14 @@ def test_rows_are_copied_by_units_that_divide_them(interpreted, dtype):
         assert_bitwise_equal(target, wanted)
 
 
+def test_rows_in_memory_that_begins_anywhere(interpreted):
+    """That of another library, whose tensor begins where elements begin, and views of it."""
+    memory = bytearray(torch.randn(100).bfloat16().view(torch.uint8).numpy())
+    for begin, first in itertools.product(range(0, 8, 2), range(4)):
+        x = torch.frombuffer(memory, dtype=torch.bfloat16, offset=begin)[first : first + 80].view(8, 10)
+        assert_bitwise_equal(interpreted._copy(x).clone(), x.clone(), f"{begin}, {first}")
+
+
 @on_hopper
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
