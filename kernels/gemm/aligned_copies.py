@@ -122,7 +122,14 @@ def copied_matmul(
         c = _with_room(here) if copies_c else here
         if accumulate and copies_c:
             _copy_rows(here, c)
-        operands = matmul_tma.tma_operands(_copy(a[rows]) if copies_a else a[rows], b, out_dtype, c)
+        part = a[rows]
+        if copies_a:
+            try:
+                part = _copy(part)
+            except torch.OutOfMemoryError:
+                if addressable[0] is None:
+                    raise
+        operands = matmul_tma.tma_operands(part, b, out_dtype, c)
         assert operands is not None
         matmul_tma.tma_matmul(operands, bias, out_dtype, out=c, accumulate=accumulate, promote_every=promote_every)
         if copies_c:

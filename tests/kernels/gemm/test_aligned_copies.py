@@ -119,6 +119,26 @@ def test_rows_in_memory_that_begins_anywhere(interpreted):
         assert_bitwise_equal(interpreted._copy(x).clone(), x.clone(), f"{begin}, {first}")
 
 
+def test_no_memory_for_a_copy(interpreted, monkeypatch):
+    """What TMA can address is read as it is, and B that it cannot is left to the generic kernel."""
+
+    def full(x):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(interpreted, "_copy", full)
+    for k, addressable in ((8, True), (9, False)):
+        a, b = integers(5, k, dtype=torch.float32), integers(k, 16, dtype=torch.float32)
+        for copies in ((True, False, False), (False, True, False)):
+            monkeypatch.setattr(interpreted, "_which", lambda *args, copies=copies: copies)
+            if copies[1]:
+                assert interpreted.copied_matmul(a, b, None, torch.float32) is None
+            elif addressable:
+                assert_bitwise_equal(interpreted.copied_matmul(a, b, None, torch.float32), a @ b)
+            else:
+                with pytest.raises(torch.OutOfMemoryError, match="full"):
+                    interpreted.copied_matmul(a, b, None, torch.float32)
+
+
 @on_hopper
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
