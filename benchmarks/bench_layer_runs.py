@@ -100,11 +100,11 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
         total += out.nbytes - local.nbytes
         return gather(out, local, group)
 
-    def counted_exchange(out: Tensor, x: Tensor, received: Any, sent: Any, group: Any) -> Any:
+    def counted_exchange(out: Tensor, x: Tensor, received: Any, sent: Any, group: Any, **options: Any) -> Any:
         nonlocal total
         sizes = received or [1] * group.size
         total += out.nbytes * (sum(sizes) - sizes[group.rank]) // max(sum(sizes), 1)
-        return exchange(out, x, received, sent, group)
+        return exchange(out, x, received, sent, group, **options)
 
     def counted_copy(copies: Any, source: Any, sent: Any, early: bool) -> Any:
         nonlocal copied

@@ -339,4 +339,4 @@ def test_a_captured_step_has_the_same_bits(ranks):
     for choice in ("nccl", "auto"):
         for got, started in run_ranks(captured_steps, ranks, choice, device="cuda"):
             assert got == want
-            assert (started > 15) == (choice == "auto"), started
+            assert started > 6 if choice == "auto" else started == 0, started  # more than one for each layer

@@ -41,6 +41,7 @@ from ..gemm.gemm_fn import (
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.scheduler import scheduler
 from .main_grad import MainGrad, is_asked_for
+from .regions import among_unread_parts, dim_of_part_read, gather_of
 
 
 @op_config
@@ -69,16 +70,20 @@ class LinearCall:
             return start_gather_dim(x, self.sequence_dim, self.group)
         return scheduler.take_tokens(x, self.sequence_dim, self.group, user)
 
-    def start_product(self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None) -> Callable[[], Tensor]:
+    def start_product(
+        self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None, *, scatter_dim: int | None = None
+    ) -> Callable[[], Tensor]:
         """a [.., K/P], all tokens -> [.., N], all tokens or this rank's; weight sharded along its `k_dim`.
 
-        The first communication starts now; the returned function does the rest and returns the result.
+        This rank's are those of its part of sequence_dim under SP, else of `scatter_dim`, all if that is None. The
+        first communication starts now; the returned function does the rest and returns the result.
         """
-        scatter = self.sequence_parallel and self.group.size > 1
+        dim = self.sequence_dim if self.sequence_parallel else scatter_dim
+        scatter = dim is not None and self.group.size > 1
         lead = list(a.shape[:-1])
-        if scatter:
-            a = a.movedim(self.sequence_dim, 0) if self.sequence_dim else a
-            sequence = lead.pop(self.sequence_dim) // self.group.size
+        if scatter and dim is not None:
+            a = a.movedim(dim, 0) if dim else a
+            sequence = lead.pop(dim) // self.group.size
             lead = [sequence, *lead]
         product = start_product(
             flatten_tokens(a),
@@ -91,9 +96,9 @@ class LinearCall:
 
         def finish() -> Tensor:
             c = _shaped(self, product(), (*lead, weight.shape[1 - k_dim]))
-            if not scatter or not self.sequence_dim:
+            if not scatter or not dim:
                 return c
-            c = c.movedim(0, self.sequence_dim).contiguous()
+            c = c.movedim(0, dim).contiguous()
             return fresh_view(c, c.shape) if c._is_view() else c  # where it was contiguous: one sequence
 
         return finish
@@ -232,7 +237,7 @@ class _Linear(torch.autograd.Function):
     def save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        ctx.weight, ctx.tokens = _unless_computed(weight), None
+        ctx.weight, ctx.tokens, ctx.gather = _unless_computed(weight), None, None
 
     @staticmethod
     def saved_tensors_of(ctx: Any) -> tuple[Tensor, Tensor]:
@@ -250,7 +255,8 @@ class ColumnLinear(_Linear):
     """Column-parallel: y_shard_n = x_full w_shard_nᵀ + b_shard_n.
 
     x   [.., K] whole, or x_seq_shard under SP     w [N/P, K]     b [N/P] or None     y [.., N/P], all tokens
-    dx = dy W, summed over N, which is sharded: by an owner map; shaped as x
+    dx = dy W, summed over N, which is sharded: by an owner map; shaped as x. Where x is what gather_sequence returned,
+    and nobody else reads its gradient, dx is this rank's tokens (regions.py)
     dw = dy_shard_nᵀ x_full        db = column sums of dy_shard_n
     """
 
@@ -264,6 +270,7 @@ class ColumnLinear(_Linear):
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             x_held, gathers = None if hooked else x, ctx.needs_input_grad[1]
             ctx.tokens = scheduler.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
+        ctx.gather = None if call.sequence_parallel or not call.grad else gather_of(x, call.group)
         gathered = call.start_gather_tokens(x, weight)
         try:
             return _local(call, gathered.wait(), weight, bias, transposed=True)
@@ -280,13 +287,15 @@ class ColumnLinear(_Linear):
         if ctx.tokens is not None:
             ctx.tokens.x = None
         x_full = call.start_gather_tokens(x, weight) if _needs_weight_grad(ctx) else None
-        dgrad = call.start_product(dy, weight, 0) if ctx.needs_input_grad[0] else None
+        of_part = None if ctx.gather is None else dim_of_part_read(x, ctx.gather)
+        dgrad = call.start_product(dy, weight, 0, scatter_dim=of_part) if ctx.needs_input_grad[0] else None
         try:
             dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
         finally:
             _release_if_exclusive(x_full)
             del x_full  # frees its memory before dgrad
-        return None if dgrad is None else dgrad(), dw, db, None
+        dx = None if dgrad is None else dgrad()
+        return dx if dx is None or of_part is None else among_unread_parts(dx, of_part, call.group), dw, db, None
 
 
 class RowLinear(_Linear):
@@ -384,7 +393,7 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
 
     def restore(ctx: Any, dtypes: Sequence[torch.dtype | None], call: LinearCall) -> None:
         ctx.call, ctx.bias_dtype = call, dtypes[2]
-        ctx.weight, ctx.tokens = _unless_computed(ctx.saved_tensors[1]), None
+        ctx.weight, ctx.tokens, ctx.gather = _unless_computed(ctx.saved_tensors[1]), None, None
 
     return as_custom_op(
         function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore,

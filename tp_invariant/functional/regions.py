@@ -10,18 +10,21 @@ operations on them, such as a sum over tokens or an addition in place, run in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_dim, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, stored_copy
-from ..core.differentiation import once_differentiable
+from ..core.differentiation import are_ordinary, is_executed, once_differentiable
 from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
 
@@ -96,9 +99,22 @@ def _part(x: Tensor, dim: int, group: Group) -> Tensor:
     return x.chunk(group.size, dim)[group.rank]
 
 
-_GatherSequence = region_function(
-    "_GatherSequence", _new_whole, lambda grad, dim, group: _part(grad, dim, group).contiguous()
-)
+class _GatherSequence(torch.autograd.Function):
+    """With a leaf as its last argument a backward can tell whether torch.autograd.grad runs it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, *anchor: Tensor) -> Tensor:
+        _set_context(ctx, None, dim, group)
+        ctx.anchors, ctx.leaves_alone = len(anchor), _of_thread.leaves_alone
+        return _new_whole(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dim, group = ctx.configs
+        return _part(grad, dim, group).contiguous(), None, None, *[None] * getattr(ctx, "anchors", 0)
+
+
 _ScatterSequence = region_function(
     "_ScatterSequence",
     lambda x, dim, group: _part(x, dim, group).clone(memory_format=torch.contiguous_format),
@@ -122,7 +138,7 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
         return stored_copy(as_local(x)) if torch.compiler.is_compiling() else fn(x, dim, group)
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
     check_agreement(facts, group, x.device, agreed)
-    return check_gradient(fn(x, dim, group), name, group, agreed)
+    return check_gradient(fn(x, dim, group, *_anchors(fn, x)), name, group, agreed)
 
 
 def gather_sequence(
@@ -153,6 +169,75 @@ def scatter_sequence(
         ValueError: the degree does not divide S.
     """
     return _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, resolve_group(tp_group))
+
+
+# --- gradients of which one part is read ----------------------------------------------------------------------------
+#
+# Of the gradient of what gather_sequence returns, its adjoint reads this rank's part, and nobody else reads any of it
+# unless somebody asks: a hook, retain_grad, or torch.autograd.grad. So a layer that is given such a tensor need not
+# gather its gradient. The parts of other ranks are NaN then, so that a reader who was not found cannot mistake them.
+
+with torch.inference_mode(False):
+    _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # gets no gradient
+
+
+def _anchors(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
+    """What `fn` gets besides, by which its backward can tell whether torch.autograd.grad runs it."""
+    if fn is not _gather_sequence or not x.requires_grad or _of_thread.leaves_alone:
+        return ()
+    return (_ANCHOR,) if are_ordinary((x,)) and not torch.compiler.is_compiling() else ()
+
+
+class _OfThread(threading.local):
+    leaves_alone = False
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def leaves_alone_are_asked_for() -> Iterator[None]:
+    """Around a forward: who calls torch.autograd.grad on its graph asks for gradients of leaves alone."""
+    before, _of_thread.leaves_alone = _of_thread.leaves_alone, True
+    try:
+        yield
+    finally:
+        _of_thread.leaves_alone = before
+
+
+def gather_of(x: Tensor, group: Group) -> Any:
+    """The node of the gather_sequence over `group` that returned x; None if x is something else."""
+    node = x.grad_fn
+    # hooks on saved tensors (checkpointing) give backward another tensor, which does not know who has hooks on x
+    if type(node) is not _GATHER_NODE or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    return node if node.group == group and (node.anchors or node.leaves_alone) else None
+
+
+_GATHER_NODE = _GatherSequence._backward_cls  # type: ignore[attr-defined]
+
+
+def dim_of_part_read(x: Tensor, node: Any) -> int | None:
+    """In a backward: the dim along which only this rank's part of x's gradient is read; None if all of it may be.
+
+    node: what `gather_of` has found for x.
+    """
+    if x.grad_fn is not node or x._backward_hooks or x.retains_grad or torch.is_anomaly_enabled():
+        return None
+    if not node.leaves_alone:
+        try:
+            if is_executed(node.next_functions[-1][0]) is not True:
+                return None  # torch.autograd.grad, which may have been asked for the gradient of x
+        except RuntimeError:  # no backward of torch's engine: compiled autograd
+            return None
+    return int(node.configs[0])
+
+
+def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:
+    """A gradient of all tokens of which this rank's part is known; the others are NaN."""
+    size = part.shape[dim]
+    around = size * group.rank, size * (group.size - 1 - group.rank)
+    return F.pad(part, (*(0, 0) * (part.dim() - 1 - dim), *around), value=float("nan"))
 
 
 # --- along the features ---------------------------------------------------------------------------------------------

@@ -1,0 +1,280 @@
+"""Column-parallel layers that are given what gather_sequence returned: nobody gathers a gradient that nobody reads."""
+
+import functools
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.comm.collectives import gather_dim, resolve_group
+from tp_invariant.functional import linear, regions
+from tp_invariant.testing import assert_bitwise_equal
+from tp_invariant.testing.rank_pool import discard_pool
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+TOKENS, BATCH, K, N = 16, 3, 256, 128
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    run_ranks(lambda tp_group: None, 8)
+
+
+def tensors(dtype, dim, layers=3):
+    """x with the tokens in `dim`, the layers' weights [N, K], and the gradients of what they return."""
+    generator = torch.Generator().manual_seed(dim)
+    shape = [BATCH, BATCH, K]
+    shape[dim] = TOKENS
+
+    def drawn(*size):
+        scale = torch.exp2(torch.randint(-12, 12, size, generator=generator).float())
+        return (torch.randn(size, generator=generator) * scale).to(dtype)
+
+    weights = [drawn(N, K) for _ in range(layers)]
+    return drawn(*shape), weights, [drawn(*shape[:-1], N) for _ in range(layers)]
+
+
+class Run:
+    """One step of layers that share the gathered x. `middle`: x gathered -> what the layers are given."""
+
+    def __init__(self, tp_group, dtype=torch.bfloat16, dim=1, owner_map="auto", mode=True, read=lambda x: x):
+        group = resolve_group(tp_group)
+        x, weights, dys = tensors(dtype, dim)
+        with tpi.set_tp_invariant_mode(mode), mock.patch.object(linear, "among_unread_parts", self._count):
+            self.unread = 0
+            layers = []
+            for weight in weights:
+                options = dict(tp_group=tp_group, owner_map=owner_map, bias=False, dtype=dtype)
+                layers.append(tpi.Linear(K, N, parallel_mode="column", **options))
+                with torch.no_grad():
+                    layers[-1].weight.copy_(weight.chunk(group.size)[group.rank])
+            self.local = x.chunk(group.size, dim)[group.rank].clone().requires_grad_()
+            self.whole = regions.gather_sequence(self.local, tp_group, dim)
+            self.given = read(self.whole)
+            self.layers = layers
+            self.ys = [layer(self.given) for layer in layers]
+            self.dys = [dy.chunk(group.size, -1)[group.rank].contiguous() for dy in dys]
+            self.group, self.dim = group, dim
+
+    def _count(self, part, dim, group):
+        self.unread += 1
+        return regions.among_unread_parts(part, dim, group)
+
+    def backward(self, other=None, around=nullcontext):
+        ys, dys = self.ys, self.dys
+        if other is not None:
+            ys, dys = [*ys, other], [*dys, torch.ones_like(other)]
+        with mock.patch.object(linear, "among_unread_parts", self._count), around():
+            torch.autograd.backward(ys, dys)
+        return self
+
+    def gradients(self):
+        """Of x, all tokens, and of the weights, all rows; the same on every rank."""
+        assert self.local.grad is not None
+        dx = gather_dim(self.local.grad, self.dim, self.group) if self.group.size > 1 else self.local.grad
+        dws = [gather_dim(layer.weight.grad, 0, self.group) for layer in self.layers]
+        return [dx, *dws]
+
+
+def of_one_step(tp_group, dtype, dim, owner_map):
+    run = Run(tp_group, dtype, dim, owner_map).backward()
+    return run.gradients(), run.unread
+
+
+@pytest.mark.parametrize("owner_map", ("rows", "cols", "replicate", "auto"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("dim", (0, 1))
+def test_gradients(dim, dtype, owner_map):
+    ((want, unread),) = run_ranks(of_one_step, 1, dtype, dim, owner_map)
+    assert unread == 0
+    for world in (2, 4, 8):
+        for got, unread in run_ranks(of_one_step, world, dtype, dim, owner_map):
+            assert_bitwise_equal(got, want)
+            assert unread == 3
+    _, weights, dys = tensors(dtype, dim)
+    weights, dys = [weight.double() for weight in weights], [dy.double() for dy in dys]
+    exact = sum(dy @ weight for dy, weight in zip(dys, weights, strict=True))
+    terms = sum(dy.abs() @ weight.abs() for dy, weight in zip(dys, weights, strict=True))
+    assert ((want[0].double() - exact).abs() <= (4 if dtype == torch.bfloat16 else 16) * torch.finfo(dtype).eps * terms).all()
+
+
+def with_the_mode_off(tp_group):
+    run = Run(tp_group, mode=False)
+    with tpi.set_tp_invariant_mode(False):
+        run.backward()
+    return run.gradients()
+
+
+def test_with_the_mode_off_the_bytes_differ():
+    (want,) = run_ranks(with_the_mode_off, 1)
+    for got in run_ranks(with_the_mode_off, 4):
+        assert not torch.equal(got[0], want[0])
+
+
+# --- who reads the gradient of what was gathered --------------------------------------------------------------------
+
+
+def by_a_hook(run):
+    seen = []
+    run.whole.register_hook(seen.append)
+    run.backward()
+    return seen
+
+
+def by_retain_grad(run):
+    run.whole.retain_grad()
+    run.backward()
+    return [run.whole.grad]
+
+
+def by_autograd_grad(run):
+    leaves = [run.whole, run.local, *(layer.weight for layer in run.layers)]
+    with mock.patch.object(linear, "among_unread_parts", run._count):
+        whole, run.local.grad, *dws = torch.autograd.grad(run.ys, leaves, run.dys)
+    for layer, dw in zip(run.layers, dws, strict=True):
+        layer.weight.grad = dw
+    return [whole]
+
+
+def by_inputs_of_backward(run):
+    with mock.patch.object(linear, "among_unread_parts", run._count):
+        inputs = [run.whole, run.local, *(layer.weight for layer in run.layers)]
+        torch.autograd.backward(run.ys, run.dys, inputs=inputs)
+    return [run.whole.grad]
+
+
+def by_a_hook_for_several(run):
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook([run.whole], lambda grads: seen.extend(grads))
+    run.backward()
+    return seen
+
+
+READERS = (by_a_hook, by_retain_grad, by_autograd_grad, by_inputs_of_backward, by_a_hook_for_several)
+
+
+def of_reader(tp_group, reader):
+    run = Run(tp_group)
+    (seen,) = reader(run)
+    return [seen, *run.gradients()], run.unread
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_who_reads_the_gradient_gets_all_of_it(reader):
+    ((want, _),) = run_ranks(of_reader, 1, reader)
+    for world in (2, 4):
+        for got, unread in run_ranks(of_reader, world, reader):
+            assert_bitwise_equal(got, want)
+            assert unread == 0
+
+
+def of_other_uses(tp_group, kind):
+    """The gathered x is used by more than the layers, or the layers get something that was made of it."""
+    if kind == "between":
+        run = Run(tp_group, read=lambda x: x * 3)
+        run.backward()
+    elif kind == "beside":
+        run = Run(tp_group)
+        run.backward(other=run.whole.float().square() * 1e-3)
+    elif kind == "anomaly":
+        run = Run(tp_group)
+        run.backward(around=torch.autograd.detect_anomaly)
+    else:  # backward twice
+        run = Run(tp_group)
+        with mock.patch.object(linear, "among_unread_parts", run._count):
+            torch.autograd.backward(run.ys, run.dys, retain_graph=True)
+        run.backward()
+    return run.gradients(), run.unread
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("kind, unread_parts", [("between", 0), ("beside", 3), ("anomaly", 0), ("twice", 6)])
+def test_other_uses(kind, unread_parts):
+    ((want, _),) = run_ranks(of_other_uses, 1, kind)
+    for world in (2, 4):
+        for got, unread in run_ranks(of_other_uses, world, kind):
+            assert_bitwise_equal(got, want)
+            assert unread == unread_parts
+
+
+def of_a_checkpoint(tp_group, reentrant):
+    group = resolve_group(tp_group)
+    x, weights, dys = tensors(torch.bfloat16, 1)
+    with tpi.set_tp_invariant_mode(True):
+        layers = []
+        for weight in weights:
+            options = dict(tp_group=tp_group, bias=False, dtype=torch.bfloat16)
+            layers.append(tpi.Linear(K, N, parallel_mode="column", **options))
+            with torch.no_grad():
+                layers[-1].weight.copy_(weight.chunk(group.size)[group.rank])
+        local = x.chunk(group.size, 1)[group.rank].clone().requires_grad_()
+
+        def block(local):
+            whole = regions.gather_sequence(local, tp_group, 1)
+            seen.append(whole)
+            if whole.requires_grad:
+                whole.register_hook(seen_by_hook.append)
+            return tuple(layer(whole) for layer in layers)
+
+        seen, seen_by_hook = [], []
+        ys = checkpoint(block, local, use_reentrant=reentrant)
+        seen.clear()  # nobody holds what the hook was registered for
+        torch.autograd.backward(ys, [dy.chunk(group.size, -1)[group.rank].contiguous() for dy in dys])
+    dx = gather_dim(local.grad, 1, group) if group.size > 1 else local.grad
+    return [dx, seen_by_hook[0], *(gather_dim(layer.weight.grad, 0, group) for layer in layers)]
+
+
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_a_hook_in_a_checkpoint(reentrant):
+    (want,) = run_ranks(of_a_checkpoint, 1, reentrant)
+    for got in run_ranks(of_a_checkpoint, 2, reentrant):
+        assert_bitwise_equal(got, want)
+
+
+def read_on_one_rank(tp_group):
+    run = Run(tp_group)
+    if run.group.rank == 0:
+        run.whole.register_hook(lambda grad: None)
+    try:
+        run.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_on_one_rank_is_an_error():
+    texts = run_ranks(read_on_one_rank, 2)
+    discard_pool("cpu")  # the group cannot be used any more
+    assert any("make different calls" in text for text in texts), texts
+
+
+def unread_parts(tp_group):
+    run, seen = Run(tp_group), []
+    run.whole.grad_fn.register_prehook(lambda grads: seen.append(grads[0].clone()))
+    run.backward()
+    (grad,) = seen
+    mine = torch.zeros(TOKENS, dtype=torch.bool).chunk(run.group.size)
+    mine[run.group.rank].fill_(True)
+    mine = torch.cat(mine)
+    return bool(grad[:, ~mine].isnan().all()), bool(grad[:, mine].isfinite().all())
+
+
+def test_a_reader_that_is_not_found_sees_nan():
+    assert run_ranks(unread_parts, 4) == [(True, True)] * 4
+
+
+def without_gradient_of_x(tp_group):
+    """A frozen x: what is gathered wants no gradient, and gets no node."""
+    with tpi.set_tp_invariant_mode(True):
+        local = torch.randn(2, 2, K)
+        whole = regions.gather_sequence(local, tp_group, 1)
+        return whole.requires_grad
+
+
+def test_a_frozen_x_stays_frozen():
+    assert run_ranks(without_gradient_of_x, 2) == [False, False]
