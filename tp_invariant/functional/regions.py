@@ -183,9 +183,9 @@ with torch.inference_mode(False):
 
 def _anchors(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
     """What `fn` gets besides, by which its backward can tell whether torch.autograd.grad runs it."""
-    if fn is not _gather_sequence or not x.requires_grad or _of_thread.leaves_alone:
+    if torch.compiler.is_compiling() or fn is not _gather_sequence or not x.requires_grad or _of_thread.leaves_alone:
         return ()
-    return (_ANCHOR,) if are_ordinary((x,)) and not torch.compiler.is_compiling() else ()
+    return (_ANCHOR,) if are_ordinary((x,)) else ()
 
 
 class _OfThread(threading.local):
