@@ -132,6 +132,7 @@ def _gradients(
     rms, zero_centered = call.rms, call.zero_centered
     whole = call.heads_dim == x.dim() - 2 and call.group.size == 1  # all heads are here, those of a token in a row
     if whole and x.is_cuda and need_x and need_weight and not need_bias:
+        x = x.contiguous()  # rows may lie evenly where a token's heads do not: a slice of each head
         dx, dweight = kernels.norm_backward_of_heads(
             dy, x, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=rms, zero_centered=zero_centered
         )

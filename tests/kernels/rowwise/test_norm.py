@@ -20,6 +20,9 @@ from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
+from tp_invariant.comm.collectives import Group
+from tp_invariant.core.layout import TokenSharding
+from tp_invariant.functional import norm as functional_norm
 from tp_invariant.kernels import launch
 from tp_invariant.kernels.rowwise import norm, reference_norm
 from tp_invariant.testing import assert_bitwise_equal
@@ -293,6 +296,26 @@ def test_backward_of_heads(heads, h, dtype, rms):
         sums = norm.norm_weight_partial_sums(*rows, *by_head, rows_per_sum=32, rms=rms, with_bias=False)
         folded = norm.fold_partial_sums(norm.fold_partial_sums(sums).view(heads, h), w.dtype)
         assert_bitwise_equal([dx, dw], [norm.norm_backward_input(dy, x, w, mean, rstd, **given), folded], f"{seed}")
+
+
+@both_norms
+def test_backward_of_slices_of_heads(monkeypatch, rms):
+    """The norm of q where a projection has q and a gate side by side in each head: rows lie evenly, tokens do not."""
+    monkeypatch.setattr(functional_norm, "select", lambda *_: norm)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    one_rank = Group(None, 0, 1)
+    call = functional_norm.NormCall(one_rank, TokenSharding(1, 0), EPS, rms, False, heads_dim=2)
+    of_all = []
+    for _ in range(2):  # the second repeats the first without its checks
+        both, dy, w = rand(1, 40, 3, 32, seed=1), rand(1, 40, 3, 16, seed=2, wide=True), rand(16, seed=3)
+        given = []
+        for x in (both[..., :16], both[..., :16].contiguous()):
+            x, w = (t.detach().requires_grad_() for t in (x, w))
+            functional_norm.Norm.apply(x, w, None, call).backward(dy)
+            given.append([x.grad, w.grad])
+        assert_bitwise_equal(*given)
+        of_all.append(given[0])
+    assert_bitwise_equal(*of_all)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
