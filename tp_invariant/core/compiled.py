@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._library.effects import EffectType
 from torch._library.simple_registry import singleton as _registry
 from torch.fx import traceback
@@ -241,14 +242,15 @@ class _Adjoint(NamedTuple):
     needs_of_all: tuple[bool, ...]  # of the configs too
     dims: tuple[int, ...]
     dtypes: tuple[torch.dtype | None, ...]
+    noted: Any
 
 
 @_once_for_each_group
 def _read_adjoint(text: str, group: Any) -> _Adjoint:
-    _, values, needs, dims, names = _literals(text)
+    _, values, needs, dims, names, noted = _literals(text)
     configs = tuple([_decode(value, group) for value in values])
     dtypes = tuple([getattr(torch, name) if name else None for name in names])
-    return _Adjoint(configs, needs, (*needs, *_NO_GRADS[: len(configs)]), dims, dtypes)
+    return _Adjoint(configs, needs, (*needs, *_NO_GRADS[: len(configs)]), dims, dtypes, noted)
 
 
 # --- functions without a result -------------------------------------------------------------------------------------
@@ -313,6 +315,7 @@ class _Context:
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     needs_input_grad: tuple[bool, ...] = (False,) * 32  # for more arguments than any function has
+    noted: Any = None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -348,6 +351,19 @@ def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+_derivatives: dict[type, str] = {}  # the classes of nodes, and the name of the op that each is the derivative of
+
+
+def traced_op(x: Tensor) -> tuple[str, tuple]:
+    """While torch traces gradients: the name and the settings of the op of `as_custom_op` that returned x, or "", ().
+
+    Also "", () where torch runs what it has traced op by op (backend="eager"): then x has a node of this run.
+    """
+    node = x.grad_fn if TracingContext.try_get() is not None else None
+    name = _derivatives.get(type(node), "")
+    return (name, node.settings) if node is not None and name else ("", ())  # type: ignore[attr-defined]
+
+
 def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Callable, *, ordered: bool = False) -> Any:
     """An op that calls `op`, and has a derivative.
 
@@ -367,6 +383,7 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
     methods = {"forward": forward, "backward": backward, "setup_context": setup_context}
     name = f"{op._opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
+    _derivatives[function._backward_cls] = op._opname
 
     def call(*args: Any) -> Any:
         results = function.apply(*args)
@@ -420,6 +437,7 @@ def as_custom_op(
     restore: Callable[..., None],
     saved: Sequence[int | None] = (),
     makes_all: bool = False,
+    note: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """function.apply, and while torch.compile traces a custom op that runs function's forward and backward.
 
@@ -433,6 +451,8 @@ def as_custom_op(
         restore: (ctx, dtypes, *settings), sets what else forward sets on its context; dtypes are those of the tensors.
         makes_all: nothing that forward or backward returns or makes is a view of a tensor that it was given. Otherwise
             each is compared with each at every call.
+        note: (*arguments) -> a number or None, called where torch traces the op, whose first tensor has a node in the
+            graph of gradients then; backward finds the result as ctx.noted.
     """
     count = len(tensors)
     arguments = ", ".join(f"Tensor{'?' if t.endswith('?') else ''} {t.rstrip('?')}" for t in tensors)
@@ -460,9 +480,9 @@ def as_custom_op(
         return results if made else results[0]
 
     def run_backward(grad: Tensor, saved_tensors: tuple[Tensor | None, ...], text: str) -> list[Tensor]:
-        configs, needs, needs_of_all, _, dtypes = _read_adjoint(text)
+        configs, needs, needs_of_all, _, dtypes, noted = _read_adjoint(text)
         ctx = _Context()
-        ctx.saved_tensors, ctx.needs_input_grad = saved_tensors, needs_of_all
+        ctx.saved_tensors, ctx.needs_input_grad, ctx.noted = saved_tensors, needs_of_all, noted
         restore(ctx, dtypes, *configs)
         grads = function.backward(ctx, grad)
         others = () if makes_all else (grad, *saved_tensors)
@@ -470,7 +490,7 @@ def as_custom_op(
 
     def run_backward_fake(grad: Tensor, *args: Any) -> list[Tensor]:
         *saved_tensors, sizes, text = args
-        _, needs, _, dims, dtypes = _read_adjoint(text)
+        _, needs, _, dims, dtypes, _ = _read_adjoint(text)
         left, shapes = list(sizes), {}
         for i in not_saved:
             shapes[i], left = left[: dims[i]], left[dims[i] :]
@@ -489,13 +509,14 @@ def as_custom_op(
         names = tuple("" if t is None else str(t.dtype).removeprefix("torch.") for t in own)
         group, *values = _literals(inputs[-1])
         ctx.settings = group, tuple(values), tuple(0 if t is None else t.dim() for t in own), names
+        ctx.noted = None if note is None else note(*own, *_configs(inputs[-1], inputs[-2]))
 
     def derivative(backward_op: Callable) -> Callable:
         def backward(ctx: Any, grad: Tensor, *_: None) -> tuple:
             group, values, dims, names = ctx.settings
             needs = tuple(ctx.needs_input_grad[:count])
             saved_tensors = [None if t is None or tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
-            text = _settings(group, values, needs, dims, names)
+            text = _settings(group, values, needs, dims, names, ctx.noted)
             found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _with_place(text) if group else text))
             return *(next(found) if need else None for need in needs), None, None
 

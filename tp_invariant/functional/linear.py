@@ -41,7 +41,7 @@ from ..gemm.gemm_fn import (
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.scheduler import scheduler
 from .main_grad import MainGrad, is_asked_for
-from .regions import among_unread_parts, dim_of_part_read, gather_of
+from .regions import among_unread_parts, dim_gathered, dim_of_part_read, gather_of
 
 
 @op_config
@@ -237,7 +237,7 @@ class _Linear(torch.autograd.Function):
     def save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
         ctx.save_for_backward(x, weight)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        ctx.weight, ctx.tokens, ctx.gather = _unless_computed(weight), None, None
+        ctx.weight, ctx.tokens, ctx.gather, ctx.noted = _unless_computed(weight), None, None, None
 
     @staticmethod
     def saved_tensors_of(ctx: Any) -> tuple[Tensor, Tensor]:
@@ -287,7 +287,7 @@ class ColumnLinear(_Linear):
         if ctx.tokens is not None:
             ctx.tokens.x = None
         x_full = call.start_gather_tokens(x, weight) if _needs_weight_grad(ctx) else None
-        of_part = None if ctx.gather is None else dim_of_part_read(x, ctx.gather)
+        of_part = ctx.noted if ctx.gather is None else dim_of_part_read(x, ctx.gather)
         dgrad = call.start_product(dy, weight, 0, scatter_dim=of_part) if ctx.needs_input_grad[0] else None
         try:
             dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
@@ -381,7 +381,9 @@ class ExpandBias(torch.autograd.Function):
 # --- as ops ---------------------------------------------------------------------------------------------------------
 
 
-def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall], tuple[int, int]]) -> Callable:
+def _linear_op(
+    function: type[_Linear], name: str, scale: Callable[[LinearCall], tuple[int, int]], note: Callable | None = None
+) -> Callable:
     """scale: call -> (m, d): under SP, y has m / d times as many tokens as x."""
 
     def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> list[Tensor]:
@@ -397,11 +399,15 @@ def _linear_op(function: type[_Linear], name: str, scale: Callable[[LinearCall],
 
     return as_custom_op(
         function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore,
-        makes_all=True,
+        makes_all=True, note=note,
     )  # fmt: skip
 
 
-column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1))
+def _dim_of_part_read(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> int | None:
+    return None if call.sequence_parallel else dim_gathered(x, call.group)
+
+
+column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1), _dim_of_part_read)
 row_linear = _linear_op(RowLinear, "row_linear", lambda call: (1, call.group.size))
 replicated_linear = _linear_op(ReplicatedLinear, "replicated_linear", lambda call: (1, 1))
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_dim, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
-from ..core.compiled import as_custom_op, stored_copy
+from ..core.compiled import as_custom_op, group_name, stored_copy, traced_op
 from ..core.differentiation import are_ordinary, is_executed, once_differentiable
 from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
@@ -207,14 +207,14 @@ def leaves_alone_are_asked_for() -> Iterator[None]:
 
 def gather_of(x: Tensor, group: Group) -> Any:
     """The node of the gather_sequence over `group` that returned x; None if x is something else."""
-    node = x.grad_fn
+    node: Any = x.grad_fn
     # hooks on saved tensors (checkpointing) give backward another tensor, which does not know who has hooks on x
     if type(node) is not _GATHER_NODE or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     return node if node.group == group and (node.anchors or node.leaves_alone) else None
 
 
-_GATHER_NODE = _GatherSequence._backward_cls  # type: ignore[attr-defined]
+_GATHER_NODE: Any = _GatherSequence._backward_cls
 
 
 def dim_of_part_read(x: Tensor, node: Any) -> int | None:
@@ -222,7 +222,8 @@ def dim_of_part_read(x: Tensor, node: Any) -> int | None:
 
     node: what `gather_of` has found for x.
     """
-    if x.grad_fn is not node or x._backward_hooks or x.retains_grad or torch.is_anomaly_enabled():
+    of_x: Any = x.grad_fn
+    if of_x is not node or x._backward_hooks or x.retains_grad or torch.is_anomaly_enabled():
         return None
     if not node.leaves_alone:
         try:
@@ -231,6 +232,17 @@ def dim_of_part_read(x: Tensor, node: Any) -> int | None:
         except RuntimeError:  # no backward of torch's engine: compiled autograd
             return None
     return int(node.configs[0])
+
+
+def dim_gathered(x: Tensor, group: Group) -> int | None:
+    """While torch.compile traces: the dim along which gather_sequence over `group` has made x; None if it has not.
+
+    A graph's gradients are asked for by the compiler alone, and of what the graph is given.
+    """
+    name, settings = traced_op(x)
+    if name != "gather_sequence_ranks" or settings[0] != group_name(group):
+        return None
+    return int(settings[1][0])
 
 
 def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:
