@@ -303,10 +303,11 @@ def compiled(tp_group, backend, reader):
             with torch.no_grad():
                 layers[-1].weight.copy_(weight.chunk(group.size)[group.rank])
         local = x.chunk(group.size, 1)[group.rank].clone().requires_grad_()
+        gather_sequence = regions.gather_sequence  # torch 2.11 would import this file for a global of it
 
         @torch.compile(backend=backend)
         def run(local):
-            whole = regions.gather_sequence(local, tp_group, 1)
+            whole = gather_sequence(local, tp_group, 1)
             if reader == "inside":
                 whole.register_hook(seen.append)
             return whole, *[layer(whole) for layer in layers]
