@@ -40,7 +40,7 @@ FLUSHES = "whether the CPU flushes subnormal numbers"
 
 
 def flushes_subnormals() -> bool:
-    return not (torch.full((1,), 1e-40, dtype=torch.float32) * 1.0).item()
+    return not (torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 1.0).item()
 
 
 @cache
