@@ -834,3 +834,22 @@ def test_a_gradient_that_differs_in_a_later_call_is_noticed():
                 tpi.clip_grad_norm_(made.values(), 1.0, tp_group=tp_group)
 
     run_ranks(on_rank, 2)
+
+
+def flushed_late(tp_group):
+    """One rank flushes subnormal numbers after the group has compared its environment."""
+    with tpi.set_tp_invariant_mode(True):
+        layer = tpi.Linear(32, 32, parallel_mode="column", tp_group=tp_group)
+        layer(torch.ones(4, 32)).sum().backward()
+        tpi.clip_grad_norm_(layer.parameters(), 1.0)
+        torch.set_flush_denormal(tp_group.rank() == 1)
+        try:
+            with pytest.raises(RuntimeError, match="whether the CPU flushes subnormal numbers"):
+                tpi.clip_grad_norm_(layer.parameters(), 1.0)
+        finally:
+            torch.set_flush_denormal(False)
+        tpi.clip_grad_norm_(layer.parameters(), 1.0)
+
+
+def test_a_rank_that_flushes_subnormal_numbers_later_is_noticed():
+    run_ranks(flushed_late, 2)

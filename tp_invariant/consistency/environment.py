@@ -36,8 +36,11 @@ def architecture(device: torch.device) -> str:
     return device.type
 
 
-def _flushes_subnormals() -> bool:
-    return not (torch.full((1,), 1e-40, dtype=torch.float32) * 1.0).item()
+FLUSHES = "whether the CPU flushes subnormal numbers"
+
+
+def flushes_subnormals() -> bool:
+    return not (torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 1.0).item()
 
 
 @cache
@@ -67,7 +70,7 @@ def environment_facts(device: torch.device) -> dict[str, Any]:
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         "the device": architecture(device),
         "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0"),
-        "whether the CPU flushes subnormal numbers": _flushes_subnormals(),
+        FLUSHES: flushes_subnormals(),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "the TP-invariant mode": _switch(is_tp_invariant_mode_enabled),
         "TP_INVARIANT_CHECK": _switch(is_call_check_enabled),

@@ -31,6 +31,7 @@ from ..core.mode import is_call_check_enabled
 from ..kernels.select import select
 from .agreement import check_agreement, compare_environments, group_device
 from .differences import format_ranks, mark, ranks_by_value
+from .environment import FLUSHES, flushes_subnormals
 
 
 class _PendingComparison(NamedTuple):
@@ -136,7 +137,8 @@ def compare(questions: Sequence[Question], device: torch.device, caller: str, *,
 
 
 def _ask(question: Question, device: torch.device, caller: str, at_once: bool) -> str | None:
-    group, mark = question.group, _mark(question.facts)
+    group, flushes = question.group, device.type == "cpu" and flushes_subnormals()
+    mark = _mark((question.facts, flushes))
     assert group.process_group is not None
     known = _known.setdefault(group.process_group, set())
     place = group_device(group, device)
@@ -154,7 +156,7 @@ def _ask(question: Question, device: torch.device, caller: str, at_once: bool) -
         return None
     answers = everyone.tolist()
     if any(marked != mark for marked, _ in answers):
-        check_agreement(question.named_facts(), group, device, set())
+        check_agreement({**question.named_facts(), FLUSHES: flushes}, group, device, set())
         raise RuntimeError(f"the {group.size} ranks of tp_group disagree about what {caller} is given")
     if len(known) >= _MAX_KNOWN:
         known.clear()

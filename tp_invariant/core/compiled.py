@@ -190,8 +190,16 @@ def _with_place(text: str) -> str:
 
 
 def _makes_cuda_graphs() -> bool:
+    """Whether torch makes CUDA graphs of what it compiles now: by a setting of inductor's, or in its own backend
+    "cudagraphs", which may be called by a backend of the user's and which no setting shows."""
     inductor = sys.modules.get("torch._inductor.config")
-    return inductor is not None and bool(inductor.triton.cudagraphs)
+    if inductor is not None and inductor.triton.cudagraphs:
+        return True
+    backend = sys.modules.get("torch._dynamo.backends.cudagraphs")
+    frame = sys._getframe() if backend is not None else None
+    while frame is not None and frame.f_globals is not vars(backend):
+        frame = frame.f_back
+    return frame is not None
 
 
 @lru_cache(maxsize=4096)
