@@ -149,6 +149,10 @@ def gather_sequence(
     The result is a new contiguous tensor, at TP=1 too. Its adjoint takes this rank's slice of the gradient: a gradient
     of a full tensor is complete on every rank, as everywhere in this library, so nothing is summed over ranks.
 
+    Column-parallel layers that take the result gather no gradient of which only that slice is read. Hooks on the result,
+    `retain_grad` and torch.autograd.grad get all of it, if all ranks ask; a hook on its node (`grad_fn`) sees NaN in
+    the other ranks' slices.
+
     Raises:
         IndexError: x has no such dim.
         RuntimeError: the ranks' shapes, dtypes or dims differ; the same error on every rank. Ranks compare them at the
