@@ -281,6 +281,52 @@ def test_a_frozen_x_stays_frozen():
     assert run_ranks(without_gradient_of_x, 2) == [False, False]
 
 
+def of_dim(tp_group, dim):
+    """x [B, S, K] gathered along any dim, counted from the front or the back."""
+    group = resolve_group(tp_group)
+    with tpi.set_tp_invariant_mode(True):
+        layer = tpi.Linear(K, N, parallel_mode="column", tp_group=tp_group, bias=False)
+        _, (weight, *_), _ = tensors(torch.float32, 1)
+        with torch.no_grad():
+            layer.weight.copy_(weight.chunk(group.size)[group.rank])
+        x = torch.randn(4, 8, K, generator=torch.Generator().manual_seed(1))
+        local = x.chunk(group.size, dim)[group.rank].clone().requires_grad_()
+        layer(regions.gather_sequence(local, tp_group, dim)).square().sum().backward()
+    return gather_dim(local.grad, dim % 3, group) if group.size > 1 else local.grad
+
+
+@pytest.mark.parametrize("dim", (-3, -2, -1, 2))
+def test_dims_from_the_back_and_features(dim):
+    (want,) = run_ranks(of_dim, 1, dim)
+    for world in (2, 4):
+        for got in run_ranks(of_dim, world, dim):
+            assert_bitwise_equal(got, want)
+
+
+def in_a_captured_forward(tp_group, inside):
+    """As graph_layers runs a layer: gradients are asked for after the forward, here also inside of it."""
+    with regions.gradients_of_leaves_alone():
+        run = Run(tp_group)
+        if inside:
+            with mock.patch.object(linear, "among_unread_parts", run._count):
+                (seen,) = torch.autograd.grad(run.ys, run.whole, run.dys, retain_graph=True)
+            assert run.unread == 0
+    leaves = [run.local, *(layer.weight for layer in run.layers)]
+    with mock.patch.object(linear, "among_unread_parts", run._count):
+        run.local.grad, *dws = torch.autograd.grad(run.ys, leaves, run.dys)
+    for layer, dw in zip(run.layers, dws, strict=True):
+        layer.weight.grad = dw
+    return [*run.gradients(), *([seen] if inside else [])], run.unread
+
+
+@pytest.mark.parametrize("inside", (False, True))
+def test_in_a_captured_forward(inside):
+    ((want, _),) = run_ranks(in_a_captured_forward, 1, inside)
+    for got, unread in run_ranks(in_a_captured_forward, 2, inside):
+        assert_bitwise_equal(got, want)
+        assert unread == 3
+
+
 # --- torch.compile --------------------------------------------------------------------------------------------------
 
 

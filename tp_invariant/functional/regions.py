@@ -105,7 +105,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group, *anchor: Tensor) -> Tensor:
         _set_context(ctx, None, dim, group)
-        ctx.anchors, ctx.leaves_alone = len(anchor), _of_thread.leaves_alone
+        ctx.anchors, ctx.forward = len(anchor), _of_thread.forward
         return _new_whole(x, dim, group)
 
     @staticmethod
@@ -134,6 +134,7 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
     except (IndexError, ValueError) as error:
         share_error(error, group, x.device, agreed)
         raise
+    dim %= x.dim()
     if group.size == 1:
         return stored_copy(as_local(x)) if torch.compiler.is_compiling() else fn(x, dim, group)
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
@@ -149,9 +150,10 @@ def gather_sequence(
     The result is a new contiguous tensor, at TP=1 too. Its adjoint takes this rank's slice of the gradient: a gradient
     of a full tensor is complete on every rank, as everywhere in this library, so nothing is summed over ranks.
 
-    Column-parallel layers that take the result gather no gradient of which only that slice is read. Hooks on the result,
-    `retain_grad` and torch.autograd.grad get all of it, if all ranks ask; a hook on its node (`grad_fn`) sees NaN in
-    the other ranks' slices.
+    Column-parallel layers that take the result gather no gradient of which only that slice is read. Hooks on the
+    result, `retain_grad`, full backward hooks of modules and torch.autograd.grad get all of it, if all ranks ask: that
+    one rank asks alone is an error. A hook on a node (of `grad_fn`, or by the deprecated `register_backward_hook`) sees
+    NaN in the other ranks' slices.
 
     Raises:
         IndexError: x has no such dim.
@@ -187,26 +189,33 @@ with torch.inference_mode(False):
 
 def _anchors(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
     """What `fn` gets besides, by which its backward can tell whether torch.autograd.grad runs it."""
-    if torch.compiler.is_compiling() or fn is not _gather_sequence or not x.requires_grad or _of_thread.leaves_alone:
+    if torch.compiler.is_compiling() or fn is not _gather_sequence or not x.requires_grad or _of_thread.forward:
         return ()
     return (_ANCHOR,) if are_ordinary((x,)) else ()
 
 
+class _Forward:
+    """A forward whose gradients are asked for once it has ended, and of leaves alone."""
+
+    ended = False
+
+
 class _OfThread(threading.local):
-    leaves_alone = False
+    forward: _Forward | None = None
 
 
 _of_thread = _OfThread()
 
 
 @contextmanager
-def leaves_alone_are_asked_for() -> Iterator[None]:
-    """Around a forward: who calls torch.autograd.grad on its graph asks for gradients of leaves alone."""
-    before, _of_thread.leaves_alone = _of_thread.leaves_alone, True
+def gradients_of_leaves_alone() -> Iterator[None]:
+    """Around a forward: who calls torch.autograd.grad on its graph afterwards asks for gradients of leaves alone."""
+    before, _of_thread.forward = _of_thread.forward, _Forward()
     try:
         yield
     finally:
-        _of_thread.leaves_alone = before
+        _of_thread.forward.ended = True
+        _of_thread.forward = before
 
 
 def gather_of(x: Tensor, group: Group) -> Any:
@@ -215,7 +224,9 @@ def gather_of(x: Tensor, group: Group) -> Any:
     # hooks on saved tensors (checkpointing) give backward another tensor, which does not know who has hooks on x
     if type(node) is not _GATHER_NODE or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    return node if node.group == group and (node.anchors or node.leaves_alone) else None
+    if node.group != group or node.configs[0] == x.dim() - 1:  # a part of the features is no part of the tokens
+        return None
+    return node if node.anchors or node.forward is not None else None
 
 
 _GATHER_NODE: Any = _GatherSequence._backward_cls
@@ -229,13 +240,12 @@ def dim_of_part_read(x: Tensor, node: Any) -> int | None:
     of_x: Any = x.grad_fn
     if of_x is not node or x._backward_hooks or x.retains_grad or torch.is_anomaly_enabled():
         return None
-    if not node.leaves_alone:
-        try:
-            if is_executed(node.next_functions[-1][0]) is not True:
-                return None  # torch.autograd.grad, which may have been asked for the gradient of x
-        except RuntimeError:  # no backward of torch's engine: compiled autograd
-            return None
-    return int(node.configs[0])
+    if node.forward is None:
+        # torch.autograd.grad, which runs what leads to its inputs alone, may have been asked for the gradient of x
+        of_leaves = is_executed(node.next_functions[-1][0]) is True
+    else:
+        of_leaves = node.forward.ended
+    return int(node.configs[0]) if of_leaves else None
 
 
 def dim_gathered(x: Tensor, group: Group) -> int | None:
@@ -244,7 +254,7 @@ def dim_gathered(x: Tensor, group: Group) -> int | None:
     A graph's gradients are asked for by the compiler alone, and of what the graph is given.
     """
     name, settings = traced_op(x)
-    if name != "gather_sequence_ranks" or settings[0] != group_name(group):
+    if name != "gather_sequence_ranks" or settings[0] != group_name(group) or settings[1][0] == x.dim() - 1:
         return None
     return int(settings[1][0])
 
