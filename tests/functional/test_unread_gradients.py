@@ -254,6 +254,24 @@ def test_a_hook_on_one_rank_is_an_error():
     assert any("make different calls" in text for text in texts), texts
 
 
+def hooked_on_one_rank(tp_group):
+    """A full backward hook of a layer, before its first call: the ranks compare, and can go on."""
+    group = resolve_group(tp_group)
+    with tpi.set_tp_invariant_mode(True):
+        layer = tpi.Linear(K, N, parallel_mode="column", tp_group=tp_group)
+        handle = layer.register_full_backward_hook(lambda *_: None) if group.rank == 0 else None
+        x = torch.ones(2, 2, K, requires_grad=True)
+        with pytest.raises(RuntimeError, match="all of x's gradient: register them on every rank"):
+            layer(regions.gather_sequence(x, tp_group, 1))
+        if handle is not None:
+            handle.remove()
+        layer(regions.gather_sequence(x, tp_group, 1)).sum().backward()
+
+
+def test_a_module_hook_on_one_rank_is_the_same_error_on_every_rank():
+    run_ranks(hooked_on_one_rank, 2)
+
+
 def unread_parts(tp_group):
     run, seen = Run(tp_group), []
     run.whole.grad_fn.register_prehook(lambda grads: seen.append(grads[0].clone()))

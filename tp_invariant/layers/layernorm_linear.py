@@ -113,14 +113,14 @@ class LayerNormLinear(Linear):
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
-    def _options(self, device: torch.device, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
+    def _options(self, x: Tensor, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
         own = self._parameters
         gamma, beta = own.get("layer_norm_weight"), own.get("layer_norm_bias")
         # of each: the partial sums that backward gathers are gamma's, and beta's beside them if both are trained
         trained = gamma is None or gamma.requires_grad, beta is None or beta.requires_grad
         norm = self.normalization, self.eps, self.zero_centered_gamma
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
-        return *super()._options(device, bias, stride), norm, trained, returned
+        return *super()._options(x, bias, stride), norm, trained, returned
 
     def forward(self, x: Tensor) -> Any:
         """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
