@@ -254,22 +254,26 @@ def test_a_hook_on_one_rank_is_an_error():
     assert any("make different calls" in text for text in texts), texts
 
 
-def hooked_on_one_rank(tp_group):
-    """A full backward hook of a layer, before its first call: the ranks compare, and can go on."""
+def hooked_on_one_rank(tp_group, of_the_layer):
+    """A full backward hook of a layer, or one on its input, before the first call: the ranks compare, and can go on."""
     group = resolve_group(tp_group)
     with tpi.set_tp_invariant_mode(True):
         layer = tpi.Linear(K, N, parallel_mode="column", tp_group=tp_group)
-        handle = layer.register_full_backward_hook(lambda *_: None) if group.rank == 0 else None
         x = torch.ones(2, 2, K, requires_grad=True)
+        whole = regions.gather_sequence(x, tp_group, 1)
+        if group.rank == 0:
+            hook = layer.register_full_backward_hook if of_the_layer else whole.register_hook
+            handle = hook(lambda *_: None)
         with pytest.raises(RuntimeError, match="all of x's gradient: register them on every rank"):
-            layer(regions.gather_sequence(x, tp_group, 1))
-        if handle is not None:
+            layer(whole)
+        if group.rank == 0:
             handle.remove()
         layer(regions.gather_sequence(x, tp_group, 1)).sum().backward()
 
 
-def test_a_module_hook_on_one_rank_is_the_same_error_on_every_rank():
-    run_ranks(hooked_on_one_rank, 2)
+@pytest.mark.parametrize("of_the_layer", (True, False))
+def test_a_hook_on_one_rank_before_the_call_is_the_same_error_on_every_rank(of_the_layer):
+    run_ranks(hooked_on_one_rank, 2, of_the_layer)
 
 
 def unread_parts(tp_group):

@@ -219,12 +219,14 @@ def gradients_of_leaves_alone() -> Iterator[None]:
 
 
 def gather_of(x: Tensor, group: Group) -> Any:
-    """The node of the gather_sequence over `group` that returned x; None if x is something else."""
+    """The node of the gather_sequence over `group` that returned x; None if x is something else, or has hooks."""
     node: Any = x.grad_fn
     # hooks on saved tensors (checkpointing) give backward another tensor, which does not know who has hooks on x
     if type(node) is not _GATHER_NODE or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     if node.group != group or node.configs[0] == x.dim() - 1:  # a part of the features is no part of the tokens
+        return None
+    if x._backward_hooks or x.retains_grad:  # known already, so that the ranks compare it
         return None
     return node if node.anchors or node.forward is not None else None
 
