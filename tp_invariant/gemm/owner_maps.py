@@ -82,7 +82,7 @@ class ShardedWeight(NamedTuple):
         if buffer.is_cuda:  # its gather may have been started on another stream
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         scheduler.start_next_weight(self.group)
-        return RankMajor(buffer, 1 if owner_map == "cols" else self.k_dim, self.stride)
+        return RankMajor(buffer, self.layout(owner_map).k_dim_that_arrives(self.cols), self.stride)
 
 
 # --- the maps -------------------------------------------------------------------------------------------------------
