@@ -193,7 +193,7 @@ def gathered_inputs(tp_group):
     """Which micro-batch's input is gathered each time: two forwards, then their backwards, the first one first."""
     seen, gather = [], scheduling.start_gather_dim
 
-    def start_gather_dim(x, dim, group):
+    def start_gather_dim(x, dim, group, **options):
         seen.append(x.flatten()[0].item())
         return gather(x, dim, group)
 
@@ -455,7 +455,7 @@ def frozen_block_last(tp_group):
     """A backward of two blocks: where row-parallel layers may start a gather, and the features of what is gathered."""
     seen, gather, start = [], scheduling.start_gather_dim, scheduler.start_tokens
 
-    def start_gather_dim(x, dim, group):
+    def start_gather_dim(x, dim, group, **options):
         seen.append(x.shape[-1])
         return gather(x, dim, group)
 
@@ -506,7 +506,7 @@ class Counted(Pending):
 def test_what_was_started_in_a_capture_is_taken_or_ends_there(monkeypatch):
     started = []
 
-    def start(x, dim, group):
+    def start(x, dim, group, **options):
         started.append(Counted(torch.cat([x, x]), None))
         return started[-1]
 
@@ -591,7 +591,7 @@ def test_an_input_whose_memory_was_away_is_gathered_again(starts):
 @pytest.mark.parametrize("taken", [False, True])
 def test_an_input_that_dies_in_a_capture_waits_for_nothing_there(monkeypatch, leased, taken):
     """Nor does a leased buffer go back there: both come when the group asks next, outside of the graph."""
-    monkeypatch.setattr(scheduling, "start_gather_dim", lambda x, dim, group: Counted(torch.cat([x, x]), None))
+    monkeypatch.setattr(scheduling, "start_gather_dim", lambda x, dim, group, **options: Counted(torch.cat([x, x]), None))
     monkeypatch.setattr(Counted, "leased", leased)
     gathers, (user,) = Scheduler(), users(1)
     x = torch.randn(2, 3)

@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tp_invariant.kernels import known_calls, peer_flags, peer_gather
+from tp_invariant.kernels import known_calls, peer_flags, peer_gather, peer_read
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
@@ -74,7 +74,7 @@ def hopper():
         norm, rope, routing, softmax, torch_gated,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for module in (*modules, peer_flags, peer_gather):
+        for module in (*modules, peer_flags, peer_gather, peer_read):
             stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
         for name, value in (("get_device_properties", HOPPER), ("get_device_capability", (9, 0))):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, value=value: value))
@@ -258,6 +258,8 @@ def peers() -> None:
     table, states = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
     for dim in (0, 1):
         peer_gather.peer_gather(torch.zeros(4, 8), torch.zeros(16, 8), dim, table, states, 0, 64, 1, 3)
+    for blocks in (1, 4):
+        peer_read.peer_read(torch.zeros(4, 8), torch.zeros(16, 8), blocks, 32, False, table, states, 0, 8, 1, 3)
     for operation in ("claim", "arrived", "wait", "free"):
         peer_flags.peer_flags(operation, 0, 1, torch.zeros(2, 2, 4, dtype=torch.int32), table, states, states, 0, 3)
 

@@ -1,25 +1,46 @@
-"""Which way bytes travel: peer copies, small gathers, or the group's collectives, whichever is fastest where it works.
+"""Which way bytes travel: a kernel between peers, a copy engine, or the group's collectives; the fastest that works.
 
 All of them move the same bytes, so the choice is one of speed alone. It depends on sizes, on the device and on what a
 group's ranks can do, which are the same on every rank.
 
     early        for something that is not needed yet: by the side, so that what is needed sooner goes past it
+    overlapped   whether something else is computed meanwhile, before the result is waited for. In a CUDA graph this
+                 goes by a copy engine, which leaves the SMs alone; from Python its dozen calls of the driver cost more
+                 than they save, unless the block is large
     lend         whether the result may lie in a buffer that the group's gathers share: then release it once it is read
     for_graphs   whether CUDA graphs will hold moves like this one: what they need is made now, as a capture cannot
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from ..core.layout import fresh_view
-from . import collectives, peer_copies, small_gathers
+from . import collectives, peer_copies, peer_reads, small_gathers
 from .collectives import Group, Pending, prefetch_group
+
+_Start = Callable[[], Pending | None]
+
+
+def _first(kernel: _Start, copy: _Start, overlapped: bool) -> Pending | None:
+    """By a kernel or a copy engine, whichever comes first and can."""
+    pending = copy() if overlapped else kernel()
+    if pending is None:
+        pending = kernel() if overlapped else copy()
+    return pending
 
 
 def start_gather_major(
-    x: Tensor, group: Group, *, early: bool = False, lend: bool = True, for_graphs: bool = False
+    x: Tensor,
+    group: Group,
+    *,
+    early: bool = False,
+    overlapped: bool = False,
+    lend: bool = True,
+    for_graphs: bool = False,
 ) -> Pending:
     """Every rank's x, rank-major: [P, ...x]."""
     pending = None if early else small_gathers.start_gather(x, group)
@@ -27,29 +48,62 @@ def start_gather_major(
         return pending
     if for_graphs:
         _prepare(group, x.device, early)
-    if lend:
-        pending = peer_copies.start_gather(x, group, early=early)
+
+    def copy() -> Pending | None:
+        return peer_copies.start_gather(x, group, early=early) if lend else None
+
+    pending = copy() if early else _first(lambda: peer_reads.start_gather_major(x, group), copy, overlapped)
     if pending is not None:
         return pending
     return collectives.start_gather_major(x, prefetch_group(group, x.device) if early else group)
 
 
 def start_exchange_rows(
-    x: Tensor, send_sizes: list[int], group: Group, *, early: bool = False, lend: bool = True, for_graphs: bool = False
+    x: Tensor,
+    send_sizes: list[int],
+    group: Group,
+    *,
+    early: bool = False,
+    overlapped: bool = False,
+    lend: bool = True,
+    for_graphs: bool = False,
 ) -> Pending:
     """Every rank's block of the rows of x that are this rank's: [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
     if for_graphs:
         _prepare(group, x.device, early)
-    pending = peer_copies.start_exchange_rows(x, send_sizes, group, early=early) if lend else None
+
+    def copy() -> Pending | None:
+        return peer_copies.start_exchange_rows(x, send_sizes, group, early=early) if lend else None
+
+    def kernel() -> Pending | None:
+        return peer_reads.start_exchange_rows(x, send_sizes, group)
+
+    pending = copy() if early else _first(kernel, copy, overlapped)
     if pending is not None:
         return pending
     return collectives.start_exchange_rows(x, send_sizes, prefetch_group(group, x.device) if early else group)
 
 
-def start_gather_dim(x: Tensor, dim: int, group: Group) -> Pending:
+def exchange_cols_for_rows(x: Tensor, row_sizes: list[int], col_sizes: list[int], group: Group) -> Tensor:
+    """From columns split over ranks to rows split over ranks: x [T, col_sizes[rank]] -> [row_sizes[rank], N]."""
+    pending = peer_reads.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group)
+    if pending is not None:
+        return pending.wait()
+    return collectives.exchange_cols_for_rows(x, row_sizes, col_sizes, group)
+
+
+def start_gather_dim(x: Tensor, dim: int, group: Group, *, overlapped: bool = False) -> Pending:
     """Every rank's x, concatenated along `dim` in rank order."""
-    pending = peer_copies.start_gather_rows(x, group) if dim % x.dim() == 0 else None
-    return small_gathers.start_gather_dim(x, dim, group) if pending is None else pending
+    if dim % x.dim():
+        return collectives.start_gather_dim(x, dim, group)
+    pending = small_gathers.start_gather_rows(x, group)
+    if pending is None:
+        pending = _first(
+            lambda: peer_reads.start_gather_rows(x, group),
+            lambda: peer_copies.start_gather_rows(x, group),
+            overlapped,
+        )
+    return collectives.start_gather_dim(x, dim, group) if pending is None else pending
 
 
 def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -58,6 +112,10 @@ def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
         pending = small_gathers.start_gather(x, group, dim)
         if pending is not None:
             return fresh_view(pending.wait(), (size, x.shape[1]) if dim == 0 else (x.shape[0], size))
+        by_rows = dim == 0
+        pending = peer_reads.start_gather_rows(x, group) if by_rows else peer_reads.start_gather_cols(x, group)
+        if pending is not None:
+            return pending.wait()
     return collectives.gather_uneven(x, dim, size, group)
 
 

@@ -41,13 +41,12 @@ def _capacity(size: int) -> int:
 class Channel:
     """A buffer at every rank, and the order of the gathers that go through it. `gathers` counts them."""
 
-    def __init__(self, shared: Shared, device: torch.device) -> None:
-        from ..kernels.peer_gather import blocks_of
-
+    def __init__(self, shared: Shared, device: torch.device, blocks: int) -> None:
+        """blocks: of the kernel's, which count their uses by themselves."""
         shared.own.zero_()
         self._shared = shared
         self.table = torch.tensor(shared.addresses, dtype=torch.int64, device=device)
-        self.states = torch.zeros(blocks_of(_capacity(len(shared.addresses))), dtype=torch.int32, device=device)
+        self.states = torch.zeros(blocks, dtype=torch.int32, device=device)
         self.gathers = 0
         self._last: tuple[Any, int | None] | None = None
 
@@ -80,10 +79,10 @@ class SmallGathers:
         out = x.new_empty((x.shape[0], size * x.shape[1]) if dim else (size, *x.shape))
         capacity = _capacity(size)
         peer_gather(x, out, dim, channel.table, channel.states, rank, capacity, number % TAGS, self._looks)
-        return _OnStream(out, self._machine, stream, finish)
+        return OnStream(out, self._machine, stream, finish)
 
 
-class _OnStream(Pending):
+class OnStream(Pending):
     """What a kernel on `stream` makes."""
 
     def __init__(
@@ -102,14 +101,15 @@ class _OnStream(Pending):
 
 def _connect(group: Group, machine: CudaMachine, device: torch.device) -> SmallGathers | None:
     """Collective."""
-    from ..kernels.peer_gather import buffer_bytes
+    from ..kernels.peer_gather import blocks_of, buffer_bytes
 
+    blocks = blocks_of(_capacity(group.size))
     nbytes = buffer_bytes(_capacity(group.size), group.size)
     shared = [machine.share(nbytes) for _ in range(2)]
     if shared[0] is None or shared[1] is None:
         logger.info("NCCL makes small gathers too: a rank has no %.0f MiB left for their buffers", 2 * nbytes / 2**20)
         return None
-    eager, captured = (Channel(buffer, device) for buffer in shared if buffer is not None)
+    eager, captured = (Channel(buffer, device, blocks) for buffer in shared if buffer is not None)
     torch.cuda.current_stream(device).synchronize()
     gather_objects(None, group)  # nobody writes before all buffers are zero
     return SmallGathers(machine, eager, captured, looks_of(group))
@@ -158,10 +158,7 @@ def start_gather_major(local: Tensor, group: Group) -> Pending:
     return collectives.start_gather_major(local, group) if pending is None else pending
 
 
-def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
-    """collectives.start_gather_dim, or this way where `dim` is the first."""
-    pending = None
-    if dim % local.dim() == 0:
-        shape = group.size * local.shape[0], *local.shape[1:]
-        pending = start_gather(local, group, finish=lambda major: fresh_view(major, shape))
-    return collectives.start_gather_dim(local, dim, group) if pending is None else pending
+def start_gather_rows(local: Tensor, group: Group) -> Pending | None:
+    """As start_gather, the ranks' [S, ..] concatenated to [P S, ..]."""
+    shape = group.size * local.shape[0], *local.shape[1:]
+    return start_gather(local, group, finish=lambda major: fresh_view(major, shape))

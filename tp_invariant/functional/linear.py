@@ -71,12 +71,14 @@ class LinearCall:
         return scheduler.take_tokens(x, self.sequence_dim, self.group, user)
 
     def start_product(
-        self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None, *, scatter_dim: int | None = None
-    ) -> Callable[[], Tensor]:
+        self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None, *, scatter_dim: int | None = None,
+        overlapped: bool = False,
+    ) -> Callable[[], Tensor]:  # fmt: skip
         """a [.., K/P], all tokens -> [.., N], all tokens or this rank's; weight sharded along its `k_dim`.
 
         This rank's are those of its part of sequence_dim under SP, else of `scatter_dim`, all if that is None. The
-        first communication starts now; the returned function does the rest and returns the result.
+        first communication starts now; the returned function does the rest and returns the result. `overlapped`: what
+        the caller computes meanwhile takes about as long.
         """
         dim = self.sequence_dim if self.sequence_parallel else scatter_dim
         scatter = dim is not None and self.group.size > 1
@@ -92,6 +94,7 @@ class LinearCall:
             scatter_rows=scatter,
             owner_map=self.owner_map,
             gemm_fn=self.gemm_fn,
+            overlapped=overlapped,
         )
 
         def finish() -> Tensor:
@@ -286,9 +289,12 @@ class ColumnLinear(_Linear):
         x, weight = _Linear.saved_tensors_of(ctx)
         if ctx.tokens is not None:
             ctx.tokens.x = None
-        x_full = call.start_gather_tokens(x, weight) if _needs_weight_grad(ctx) else None
+        need_w = _needs_weight_grad(ctx)
+        x_full = call.start_gather_tokens(x, weight) if need_w else None
         of_part = ctx.noted if ctx.gather is None else dim_of_part_read(x, ctx.gather)
-        dgrad = call.start_product(dy, weight, 0, scatter_dim=of_part) if ctx.needs_input_grad[0] else None
+        dgrad = None
+        if ctx.needs_input_grad[0]:
+            dgrad = call.start_product(dy, weight, 0, scatter_dim=of_part, overlapped=need_w)
         try:
             dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
         finally:

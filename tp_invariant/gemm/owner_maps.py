@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Group, Pending, exchange_cols_for_rows
-from ..comm.moves import gather_uneven, start_exchange_rows, start_gather_major
+from ..comm.collectives import Group, Pending
+from ..comm.moves import exchange_cols_for_rows, gather_uneven, start_exchange_rows, start_gather_major
 from ..core.layout import Stride, split_sizes
 from ..core.options import OwnerMap
 from ..core.torch_graphs import in_torch_graph
@@ -89,13 +89,17 @@ class ShardedWeight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """C = A B + bias, T rows, N columns. a_shard [T, K/P]; C is whole, or this rank's rows of it if scatter_rows."""
+    """C = A B + bias, T rows, N columns. a_shard [T, K/P]; C is whole, or this rank's rows of it if scatter_rows.
+
+    overlapped: whether the caller computes something else before it asks for C.
+    """
 
     a_shard: Tensor
     weight: ShardedWeight
     bias: Tensor | None
     scatter_rows: bool
     gemm_fn: GemmFn | None
+    overlapped: bool
 
     @property
     def group(self) -> Group:
@@ -107,11 +111,16 @@ class Product(NamedTuple):
 
     def start_whole_a(self) -> Pending:
         """All of A, rank-major: [P, T, K/P]."""
-        return start_gather_major(self.a_shard, self.group, for_graphs=scheduler.ahead_in_graphs)
+        return start_gather_major(
+            self.a_shard, self.group, overlapped=self.overlapped, for_graphs=scheduler.ahead_in_graphs
+        )
 
     def start_rows_of_a(self) -> Pending:
         """This rank's rows of A, rank-major: [P, T/P, K/P]."""
-        return start_exchange_rows(self.a_shard, self.row_sizes, self.group, for_graphs=scheduler.ahead_in_graphs)
+        return start_exchange_rows(
+            self.a_shard, self.row_sizes, self.group,
+            overlapped=self.overlapped, for_graphs=scheduler.ahead_in_graphs,
+        )  # fmt: skip
 
     def gemm(self, a: Pending, weight: Pending, owner_map: str, bias: Tensor | None) -> Tensor:
         """The product of what this rank holds of A and B by now."""
@@ -211,11 +220,15 @@ def start_product(
     scatter_rows: bool,
     owner_map: str,
     gemm_fn: GemmFn | None,
+    overlapped: bool = False,
 ) -> Callable[[], Tensor]:
-    """`sharded_product` in two steps: the first communication starts now, and the returned function does the rest."""
+    """`sharded_product` in two steps: the first communication starts now, and the returned function does the rest.
+
+    overlapped: whether something else is computed between the two.
+    """
     if weight.group.size == 1:
         return lambda: gemm(gemm_fn, a_shard, weight.local if weight.k_dim == 0 else weight.local.t(), bias=bias)
-    product = Product(a_shard, weight, bias, scatter_rows, gemm_fn)
+    product = Product(a_shard, weight, bias, scatter_rows, gemm_fn, overlapped)
     return _MAPS[resolve_owner_map(owner_map, a_shard, weight, scatter_rows)](product)
 
 

@@ -609,12 +609,12 @@ class Scheduler:
         if is_capturing():
             if self.ahead_in_graphs and self.share_tokens:
                 of.drop_captured_tokens()
-                of.captured_tokens = (use.x, dim, version), start_gather_dim(x, dim, group)
+                of.captured_tokens = (use.x, dim, version), start_gather_dim(x, dim, group, overlapped=True)
             return
         key = use.x, dim, _stream(x), version
         if self.share_tokens and (of.shared is None or of.shared.key[:-1] != key[:-1]):
             of.drop_tokens()
-            of.shared = _SharedTokens(key, start_gather_dim(x, dim, group))
+            of.shared = _SharedTokens(key, start_gather_dim(x, dim, group, overlapped=True))
 
     def forget_tokens(self) -> None:
         """Drops what is shared, and forgets which layers asked for it."""
