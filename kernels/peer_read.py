@@ -100,9 +100,7 @@ def _read_kernel(
         for start in range(0, piece, BLOCK):
             vector = first + start + lanes
             inside = vector < last
-            words = tl.load(
-                there + (source + start + lanes) * 4 + word, mask=inside, other=0, cache_modifier=".cg"
-            )
+            words = tl.load(there + (source + start + lanes) * 4 + word, mask=inside, other=0, cache_modifier=".cg")
             tl.store(out_ptr + _place_in_result(vector, row, out_row, out_rank, peer) + word, words, mask=inside)
     tl.debug_barrier()
     tl.atomic_xchg(state, (epoch + 1) % _EPOCHS, sem="release", scope="gpu")
@@ -131,7 +129,7 @@ def peer_read(
 
     Args:
         x: contiguous, at an address that is a multiple of 16. The same shape on all ranks.
-        out: contiguous: what P ranks send, one after another, or with `side_by_side` the rows of all ranks side by side.
+        out: contiguous: what P ranks send, one after another, or with `side_by_side` the rows of all side by side.
         blocks: 1, all of x for everybody; or P, blocks of equal size, one for each rank.
         row: bytes of a row of x, of which a block has a whole number. A multiple of 16.
         table: [P], int64: where each rank's buffer of `buffer_bytes(slot, P)` bytes is, zeros at first, as this process

@@ -214,7 +214,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
             gathers[rank].release()
             rows[rank].release()
         assert driver.check() == size * (size - 1) * 2
-        flat = [peer_copies.start_gather_rows(x.view(torch.int8), g) for x, g in zip(xs, groups, strict=True)]
+        flat = [peer_copies.start_gather_dim(x.view(torch.int8), 0, g) for x, g in zip(xs, groups, strict=True)]
         assert driver.check() == size * (size - 1)
         for pending in flat:
             assert_bitwise_equal(pending.wait(), torch.cat(xs).view(torch.int8))
@@ -245,7 +245,7 @@ class Lent(Pending):
 
 LENDING = {
     "start_gather": lambda x, group, *, early=False: Lent(start_gather_major(x, group)),
-    "start_gather_rows": lambda x, group: Lent(start_gather_dim(x, 0, group)),
+    "start_gather_dim": lambda x, dim, group: Lent(start_gather_dim(x, dim, group)),
     "start_exchange_rows": lambda x, sizes, group, *, early=False: Lent(start_exchange_rows(x, sizes, group)),
 }
 

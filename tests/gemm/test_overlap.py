@@ -591,7 +591,9 @@ def test_an_input_whose_memory_was_away_is_gathered_again(starts):
 @pytest.mark.parametrize("taken", [False, True])
 def test_an_input_that_dies_in_a_capture_waits_for_nothing_there(monkeypatch, leased, taken):
     """Nor does a leased buffer go back there: both come when the group asks next, outside of the graph."""
-    monkeypatch.setattr(scheduling, "start_gather_dim", lambda x, dim, group, **options: Counted(torch.cat([x, x]), None))
+    monkeypatch.setattr(
+        scheduling, "start_gather_dim", lambda x, dim, group, **options: Counted(torch.cat([x, x]), None)
+    )
     monkeypatch.setattr(Counted, "leased", leased)
     gathers, (user,) = Scheduler(), users(1)
     x = torch.randn(2, 3)

@@ -312,13 +312,25 @@ def gather_major(local: Tensor, group: Group) -> Tensor:
     return start_gather_major(local, group).wait()
 
 
+def is_first(x: Tensor, dim: int) -> bool:
+    """Whether all dims before `dim` are of size 1, so that what is concatenated along it stands rank by rank."""
+    return x.shape[: dim % x.dim()].numel() == 1
+
+
+def whole_shape(x: Tensor, dim: int, group: Group) -> tuple[int, ...]:
+    """Of every rank's x, concatenated along `dim`."""
+    shape = list(x.shape)
+    shape[dim] *= group.size
+    return tuple(shape)
+
+
 def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending:
     """Starts gathering every rank's `local` (same shape everywhere), concatenated along `dim` in rank order."""
     if group.size == 1:
         return Pending(local, None)
-    if dim % local.dim():
+    if not is_first(local, dim):
         return start_gather_major(local, group, lambda major: torch.cat(major.unbind(0), dim=dim))
-    return _start_gather(local, [group.size * local.shape[0], *local.shape[1:]], group)
+    return _start_gather(local, whole_shape(local, dim, group), group)
 
 
 def gather_dim(local: Tensor, dim: int, group: Group) -> Tensor:

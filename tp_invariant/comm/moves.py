@@ -13,7 +13,7 @@ group's ranks can do, which are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -94,16 +94,32 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: list[int], col_sizes: list[int]
 
 def start_gather_dim(x: Tensor, dim: int, group: Group, *, overlapped: bool = False) -> Pending:
     """Every rank's x, concatenated along `dim` in rank order."""
-    if dim % x.dim():
-        return collectives.start_gather_dim(x, dim, group)
-    pending = small_gathers.start_gather_rows(x, group)
+
+    def copy() -> Pending | None:
+        return peer_copies.start_gather_dim(x, dim, group)
+
+    pending = small_gathers.start_gather_dim(x, dim, group)
     if pending is None:
-        pending = _first(
-            lambda: peer_reads.start_gather_rows(x, group),
-            lambda: peer_copies.start_gather_rows(x, group),
-            overlapped,
-        )
+        pending = _first(lambda: peer_reads.start_gather_dim(x, dim, group), copy, overlapped)
     return collectives.start_gather_dim(x, dim, group) if pending is None else pending
+
+
+def gather_dim(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The same in a tensor that no buffer is lent for."""
+    for kernel in (small_gathers.start_gather_dim, peer_reads.start_gather_dim):
+        pending = kernel(x, dim, group)
+        if pending is not None:
+            return pending.wait()
+    return collectives.gather_dim(x, dim, group)
+
+
+def gather_major(x: Tensor, group: Group) -> Tensor:
+    """Every rank's x, rank-major, in a tensor that no buffer is lent for."""
+    for kernel in (small_gathers.start_gather, peer_reads.start_gather_major):
+        pending = kernel(x, group)
+        if pending is not None:
+            return pending.wait()
+    return collectives.gather_major(x, group)
 
 
 def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -112,8 +128,7 @@ def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
         pending = small_gathers.start_gather(x, group, dim)
         if pending is not None:
             return fresh_view(pending.wait(), (size, x.shape[1]) if dim == 0 else (x.shape[0], size))
-        by_rows = dim == 0
-        pending = peer_reads.start_gather_rows(x, group) if by_rows else peer_reads.start_gather_cols(x, group)
+        pending = peer_reads.start_gather_dim(x, dim, group)
         if pending is not None:
             return pending.wait()
     return collectives.gather_uneven(x, dim, size, group)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.torch_graphs import in_torch_graph
-from .collectives import Group, Pending, is_capturing
+from .collectives import Group, Pending, is_capturing, is_first, whole_shape
 from .copy_protocol import PER_CLASS, CapturedCopies, Lease, PeerCopies
 from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
 
@@ -176,11 +176,12 @@ def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending
     return _start(local, [(0, local.nbytes)] * group.size, shape, group, early)
 
 
-def start_gather_rows(local: Tensor, group: Group) -> Pending | None:
-    """As start_gather, the ranks' [S, ..] concatenated to [P S, ..]."""
+def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
+    """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
+    if not is_first(local, dim):
+        return None
     local = local.contiguous()
-    shape = group.size * local.shape[0], *local.shape[1:]
-    return _start(local, [(0, local.nbytes)] * group.size, shape, group, False)
+    return _start(local, [(0, local.nbytes)] * group.size, whole_shape(local, dim, group), group, False)
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, Pending, is_capturing
+from .collectives import Group, Pending, is_capturing, whole_shape
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, driver, looks_of
 from .small_gathers import Channel, OnStream
@@ -108,15 +108,10 @@ def start_gather_major(x: Tensor, group: Group) -> Pending | None:
     return _start(x, group, (group.size, *x.shape), 1, x.nbytes)
 
 
-def start_gather_rows(x: Tensor, group: Group) -> Pending | None:
-    """Every rank's x [S, ..], concatenated to [P S, ..]."""
-    return _start(x, group, (group.size * x.shape[0], *x.shape[1:]), 1, x.nbytes)
-
-
-def start_gather_cols(x: Tensor, group: Group) -> Pending | None:
-    """Every rank's x [R, C], side by side: [R, P C]."""
-    row = x.shape[1] * x.element_size()
-    return _start(x, group, (x.shape[0], group.size * x.shape[1]), 1, row, side_by_side=True)
+def start_gather_dim(x: Tensor, dim: int, group: Group) -> Pending | None:
+    """Every rank's x, concatenated along `dim`."""
+    before = x.shape[: dim % x.dim()].numel()
+    return _start(x, group, whole_shape(x, dim, group), 1, x.nbytes // max(before, 1), side_by_side=before > 1)
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Pending | None:

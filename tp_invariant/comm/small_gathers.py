@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.layout import fresh_view
-from . import collectives
-from .collectives import Group, Pending, is_capturing
+from .collectives import Group, Pending, is_capturing, is_first, whole_shape
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, Shared, driver, looks_of
 from .wire import gather_objects
@@ -152,13 +151,9 @@ def start_gather(
     return gathers.gather(x if x.data_ptr() % 4 == 0 else x.clone(), dim, finish)
 
 
-def start_gather_major(local: Tensor, group: Group) -> Pending:
-    """collectives.start_gather_major, or this way."""
-    pending = start_gather(local, group)
-    return collectives.start_gather_major(local, group) if pending is None else pending
-
-
-def start_gather_rows(local: Tensor, group: Group) -> Pending | None:
-    """As start_gather, the ranks' [S, ..] concatenated to [P S, ..]."""
-    shape = group.size * local.shape[0], *local.shape[1:]
+def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
+    """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
+    if not is_first(local, dim):
+        return None
+    shape = whole_shape(local, dim, group)
     return start_gather(local, group, finish=lambda major: fresh_view(major, shape))

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, gather_major, resolve_group
+from ..comm.collectives import Group, resolve_group
+from ..comm.moves import gather_major
 from ..consistency.agreement import AgreedCalls, agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import are_ordinary, once_differentiable

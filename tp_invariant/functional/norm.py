@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.collectives import Group, gather_dim
-from ..comm.small_gathers import start_gather_major
+from ..comm.moves import start_gather_major
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import applier, once_differentiable
 from ..core.dtensors import is_dtensor, with_dtensors
@@ -187,7 +187,7 @@ def _start_gather(call: NormCall, sums: Tensor, shape: torch.Size) -> Callable[[
     """One collective for the partial sums of gamma and beta; what it returns waits for it."""
     if call.sharding.world == 1:
         return lambda: sums
-    pending = start_gather_major(sums, call.group)
+    pending = start_gather_major(sums, call.group, lend=False)
     return lambda: call.sharding.order_partial_sums(pending.wait(), shape)
 
 
@@ -225,7 +225,7 @@ def _start_head_sums(
         with_bias=with_bias,
     )
     of_heads = kernels.fold_partial_sums(blocks).view(-1, heads, shape[-1])  # of gamma, and of beta if with_bias
-    pending = [start_gather_major(sums, call.group) for sums in of_heads]
+    pending = [start_gather_major(sums, call.group, lend=False) for sums in of_heads]
 
     def finish() -> Tensor:
         gathered = [p.wait().flatten(0, 1) for p in pending]

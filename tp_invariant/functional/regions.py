@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, gather_dim, resolve_group
+from ..comm.collectives import Group, resolve_group
+from ..comm.moves import gather_dim
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, group_name, stored_copy, traced_op
 from ..core.differentiation import are_ordinary, is_executed, once_differentiable
