@@ -27,7 +27,7 @@ VECTOR = 16  # bytes that a thread moves at a time
 CHUNKS = 256
 _BLOCK = 1024  # vectors of a program at a time
 _WARPS = 8
-_TAGS, _EPOCHS, _CHUNKS = tl.constexpr(TAGS), tl.constexpr(EPOCHS), tl.constexpr(CHUNKS)
+_TAGS, _EPOCHS = tl.constexpr(TAGS), tl.constexpr(EPOCHS)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _place_in_result(vector, row, out_row, out_rank, rank):
 )  # fmt: skip
 def _read_kernel(
     x_ptr, out_ptr, table_ptr, states_ptr, rank, vectors, row, out_row, out_rank, slot, tag, limit,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     state = states_ptr + chunk
@@ -57,9 +57,9 @@ def _read_kernel(
         tl.device_assert(looks < limit, "tp_invariant: a gather waits for another one on this GPU that does not end")
         epoch = tl.atomic_xchg(state, -1, sem="acquire", scope="gpu")
     flag = (epoch + 1) * _TAGS + tag  # never 0, which the buffer holds at first
-    use = (epoch % 2) * _CHUNKS + chunk
+    use = (epoch % 2) * CHUNKS + chunk
 
-    piece = (vectors + _CHUNKS - 1) // _CHUNKS
+    piece = (vectors + CHUNKS - 1) // CHUNKS
     first = chunk * piece
     last = tl.minimum(first + piece, vectors)
     lanes = tl.arange(0, BLOCK)[:, None]
@@ -79,7 +79,7 @@ def _read_kernel(
                 tl.store(out_ptr + _place_in_result(vector, row, out_row, out_rank, rank) + word, words, mask=inside)
     tl.debug_barrier()
 
-    flags = tl.cast(2 * _CHUNKS, tl.int64) * slot * 16 + use * SIZE * 4
+    flags = tl.cast(2 * CHUNKS, tl.int64) * slot * 16 + use * SIZE * 4
     ranks = tl.arange(0, PADDED)
     others = (ranks < SIZE) & (ranks != rank)
     bases = tl.load(table_ptr + ranks, mask=others, other=0)
@@ -143,7 +143,7 @@ def peer_read(
     places = (row, size * row, row) if side_by_side else (max(vectors, 1), 0, vectors)
     index = x.get_device() if x.is_cuda else None
     launch = _launch(index, size, blocks)
-    numbers = (rank, vectors, *places, slot, tag, limit, size, next_power_of_2(size), blocks, _BLOCK)
+    numbers = (rank, vectors, *places, slot, tag, limit, size, next_power_of_2(size), blocks, CHUNKS, _BLOCK)
     tensors = x, out, table, states
     with launch_on(x, "peer_read"):
         if launch.direct:

@@ -14,13 +14,12 @@ interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs Triton
 def few_chunks(monkeypatch):
     """The interpreter omits device_assert by default; without it a failing test hangs. And it is slow."""
     if launch.interpreting():
-        import triton.language as tl
         from triton.runtime import interpreter
 
         from tp_invariant.kernels import peer_read as module
 
         monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
-        for name, value in (("CHUNKS", 4), ("_CHUNKS", tl.constexpr(4)), ("_BLOCK", 8)):
+        for name, value in (("CHUNKS", 4), ("_BLOCK", 8)):
             monkeypatch.setattr(module, name, value)
         monkeypatch.setitem(globals(), "CHUNKS", 4)
         module._launch.cache_clear()
