@@ -24,9 +24,9 @@ from .launch import Launch, launch_on, next_power_of_2
 from .peer_gather import EPOCHS, TAGS, _words
 
 VECTOR = 16  # bytes that a thread moves at a time
-CHUNKS = 256
+CHUNKS = 128
 _BLOCK = 1024  # vectors of a program at a time
-_WARPS = 8
+_WARPS = 16
 _TAGS, _EPOCHS = tl.constexpr(TAGS), tl.constexpr(EPOCHS)
 
 
