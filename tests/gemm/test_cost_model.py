@@ -74,8 +74,14 @@ def test_costs_by_device():
 def test_the_terms_add_up_and_are_printed():
     problem = Problem(8192, 4096, 12288, 4, scatter_rows=True, ahead=False)
     terms = cost_model._terms(problem, H200)
-    # 4096 x 12288 weight, three quarters of it from others, at 271 GB/s, and 40 us
-    assert terms["rows"].move_b == pytest.approx(40 + 4096 * 12288 * 2 * 0.75 / 271e3)
+    # 4096 x 12288 weight, three quarters of it from others, at 300 GB/s, and 12 us; ahead of its use at 350 GB/s
+    assert terms["rows"].move_b == pytest.approx(12 + 4096 * 12288 * 2 * 0.75 / 300e3)
+    few = problem._replace(rows=64, ahead=True)
+    few_terms = cost_model._terms(few, H200)["rows"]
+    assert few_terms.move_b == pytest.approx(12 + 4096 * 12288 * 2 * 0.75 / 350e3 - 2.2 * few_terms.gemm)
+    # an exchange of its rows of A, which the weight's gradient hides
+    assert terms["rows"].move_a == pytest.approx(12 + 2048 * 12288 * 2 * 0.75 / 250e3)
+    assert cost_model._terms(problem._replace(overlapped=True), H200)["rows"].move_a == 0.0
     assert terms["rows"].move_c == 0.0
     assert terms["rows"].gemm == pytest.approx(2 * 2048 * 4096 * 12288 / 700e6)
     text = explain(problem, H200)

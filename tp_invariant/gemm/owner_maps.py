@@ -169,7 +169,9 @@ def _cols(p: Product) -> Callable[[], Tensor]:
 _MAPS: dict[str, Callable[[Product], Callable[[], Tensor]]] = {"replicate": _replicate, "rows": _rows, "cols": _cols}
 
 
-def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, scatter_rows: bool) -> str:
+def resolve_owner_map(
+    owner_map: str, a_shard: Tensor, weight: ShardedWeight, scatter_rows: bool, overlapped: bool = False
+) -> str:
     """`owner_map`; for "auto" the cheaper one of rows and cols by cost_model.py."""
     if owner_map != "auto":
         return owner_map
@@ -184,6 +186,7 @@ def resolve_owner_map(owner_map: str, a_shard: Tensor, weight: ShardedWeight, sc
         weight.is_cached("cols"),
         scheduler.ahead and not in_torch_graph(),
         scheduler.keep > 0 and not weight.grad and not in_torch_graph(),
+        overlapped,
     )
     return _choose(problem, costs_of(a_shard.device))
 
@@ -206,7 +209,8 @@ def explain_choice(
     Args:
         scatter_rows: whether each rank needs only its rows of C (sequence parallelism).
         device: a torch.device, or a name as torch.cuda.get_device_name returns it; None is the current device.
-        facts: further fields of cost_model.Problem: itemsize, rows_cached, cols_cached, ahead, kept.
+        facts: further fields of cost_model.Problem: itemsize, rows_cached, cols_cached, ahead, kept,
+            overlapped.
     """
     problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": scheduler.ahead, **facts})
     return explain(problem, costs_of(device))
@@ -229,7 +233,7 @@ def start_product(
     if weight.group.size == 1:
         return lambda: gemm(gemm_fn, a_shard, weight.local if weight.k_dim == 0 else weight.local.t(), bias=bias)
     product = Product(a_shard, weight, bias, scatter_rows, gemm_fn, overlapped)
-    return _MAPS[resolve_owner_map(owner_map, a_shard, weight, scatter_rows)](product)
+    return _MAPS[resolve_owner_map(owner_map, a_shard, weight, scatter_rows, overlapped)](product)
 
 
 def sharded_product(
