@@ -108,6 +108,9 @@ def _check_not_forced() -> None:
 # --- in place of F.scaled_dot_product_attention ---------------------------------------------------------------------
 
 
+_REROUTED = {F.scaled_dot_product_attention, *POSITION_DEPENDENT_FUNCTIONS}
+
+
 class _Reroute(AroundLayers):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
 
@@ -115,9 +118,11 @@ class _Reroute(AroundLayers):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _REROUTED:  # nearly always, for every function of torch that a module calls
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return (_safe_sdpa if is_tp_invariant_mode_enabled() else func)(*args, **kwargs)
-        if torch.compiler.is_compiling() or func not in POSITION_DEPENDENT_FUNCTIONS:
+        if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         return call_in_whole_vectors(func, args, kwargs) if is_tp_invariant_mode_enabled() else func(*args, **kwargs)
 
