@@ -3,7 +3,8 @@
 All of them move the same bytes, so the choice is one of speed alone. It depends on sizes, on the device and on what a
 group's ranks can do, which are the same on every rank.
 
-    early        for something that is not needed yet: by the side, so that what is needed sooner goes past it
+    early        for something that is not needed yet: by the side, so that what is needed sooner goes past it; a kernel
+                 moves at once what is too small for a copy engine
     overlapped   whether something else is computed meanwhile, before the result is waited for. In a CUDA graph this
                  goes by a copy engine, which leaves the SMs alone; from Python its dozen calls of the driver cost more
                  than they save, unless the block is large
@@ -26,7 +27,7 @@ _Start = Callable[[], Pending | None]
 
 
 def _first(kernel: _Start, copy: _Start, overlapped: bool) -> Pending | None:
-    """By a kernel or a copy engine, whichever comes first and can."""
+    """By a kernel or, if it is asked first, a copy engine; the other one where the first cannot."""
     pending = copy() if overlapped else kernel()
     if pending is None:
         pending = kernel() if overlapped else copy()
@@ -52,7 +53,7 @@ def start_gather_major(
     def copy() -> Pending | None:
         return peer_copies.start_gather(x, group, early=early) if lend else None
 
-    pending = copy() if early else _first(lambda: peer_reads.start_gather_major(x, group), copy, overlapped)
+    pending = _first(lambda: peer_reads.start_gather_major(x, group), copy, overlapped or early)
     if pending is not None:
         return pending
     return collectives.start_gather_major(x, prefetch_group(group, x.device) if early else group)
@@ -78,7 +79,7 @@ def start_exchange_rows(
     def kernel() -> Pending | None:
         return peer_reads.start_exchange_rows(x, send_sizes, group)
 
-    pending = copy() if early else _first(kernel, copy, overlapped)
+    pending = _first(kernel, copy, overlapped or early)
     if pending is not None:
         return pending
     return collectives.start_exchange_rows(x, send_sizes, prefetch_group(group, x.device) if early else group)
