@@ -1,4 +1,4 @@
-"""Gathers and exchanges by NCCL and by copy engine, alone and beside GEMMs.
+"""Gathers and exchanges by NCCL, by copy engine and by a kernel that reads peers' memory, alone and beside GEMMs.
 
     torchrun --nproc-per-node 4 benchmarks/bench_transport.py --out benchmarks/results/transport_h200
 
@@ -6,7 +6,7 @@ What they move, and what the GEMMs lose. Each transfer of so many MB (all that a
 for and released, one after another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes
 products of --gemm, one program per SM, transfers run on another; the products' time over their time alone, and the
 transfers' GB/s meanwhile. `host`: what the call that starts a transfer takes the host. Bytes are compared with NCCL's
-in the same run. The slowest rank's medians; writes OUT.csv and OUT.md.
+in the same run. The kernel takes blocks of up to peer_reads.MOST_BYTES. The slowest rank's medians; writes OUT.csv and OUT.md.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant.comm import peer_copies
+from tp_invariant.comm import peer_copies, peer_reads
 from tp_invariant.comm.collectives import Group, Pending, resolve_group, start_exchange_rows, start_gather_major
 from tp_invariant.core.layout import split_sizes
 
 MEGABYTE = 1e6
 ROW = 8192  # bytes of a row
-TRANSPORTS = ("nccl", False), ("copy_engine", False), ("copy_engine", True)
+TRANSPORTS = ("nccl", False), ("kernel", False), ("copy_engine", False), ("copy_engine", True)
 HEAD_START = 1_000_000  # cycles that the device idles, so that the host is ahead of it
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="path without an ending")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 16, 64, 96])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16, 32, 64, 96])
     parser.add_argument("--gemm", type=int, nargs=3, default=[8192, 4096, 4096], metavar=("M", "N", "K"))
     parser.add_argument("--rounds", type=int, default=20)
     return parser.parse_args()
@@ -49,16 +49,21 @@ Start = Callable[[Tensor], Pending]
 
 def starts(what: str, transport: str, early: bool, group: Group) -> Start:
     """The call that starts a transfer of x [rows, columns], with the variable set for it. `early`: as for weights."""
-    os.environ[peer_copies.TRANSPORT_VARIABLE] = transport  # copy_engine: of any size, or an error
+    # copy_engine: of any size, or an error
+    os.environ[peer_copies.TRANSPORT_VARIABLE] = "auto" if transport == "kernel" else transport
 
     def start(x: Tensor) -> Pending:
         sizes = split_sizes(x.shape[0], group.size)
         if transport == "nccl":
             return start_gather_major(x, group) if what == "gather" else start_exchange_rows(x, sizes, group)
-        lent = peer_copies.start_gather(x, group, early=early) if what == "gather" else None
-        lent = peer_copies.start_exchange_rows(x, sizes, group, early=early) if what == "exchange" else lent
-        assert lent is not None, "no peer copies here: see tp-invariant doctor"
-        return lent
+        if transport == "kernel":
+            started = peer_reads.start_gather_major(x, group) if what == "gather" else None
+            started = peer_reads.start_exchange_rows(x, sizes, group) if what == "exchange" else started
+        else:
+            started = peer_copies.start_gather(x, group, early=early) if what == "gather" else None
+            started = peer_copies.start_exchange_rows(x, sizes, group, early=early) if what == "exchange" else started
+        assert started is not None, "the ranks do not reach each other's memory: see tp-invariant doctor"
+        return started
 
     return start
 
@@ -144,6 +149,8 @@ def main() -> None:
             received = held * ROW * (group.size - 1) / group.size
             want = starts(what, "nccl", False, group)(x).wait()
             for transport, early in TRANSPORTS:
+                if transport == "kernel" and x.nbytes > peer_reads.MOST_BYTES:
+                    continue
                 start = starts(what, transport, early, group)
                 pending = start(x)
                 same = torch.equal(pending.wait(), want)
