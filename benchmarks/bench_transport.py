@@ -6,7 +6,8 @@ What they move, and what the GEMMs lose. Each transfer of so many MB (all that a
 for and released, one after another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes
 products of --gemm, one program per SM, transfers run on another; the products' time over their time alone, and the
 transfers' GB/s meanwhile. `host`: what the call that starts a transfer takes the host. Bytes are compared with NCCL's
-in the same run. The kernel takes blocks of up to peer_reads.MOST_BYTES. The slowest rank's medians; writes OUT.csv and OUT.md.
+in the same run. The kernel takes blocks of up to peer_reads.MOST_BYTES. The slowest rank's medians; writes OUT.csv and
+OUT.md.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ VECTOR = 16  # bytes that a thread moves at a time
 CHUNKS = 128
 _BLOCK = 1024  # vectors of a program at a time
 _WARPS = 16
+_MAX_KNOWN = 1024
 _TAGS, _EPOCHS = tl.constexpr(TAGS), tl.constexpr(EPOCHS)
 
 
@@ -121,33 +122,50 @@ def buffer_bytes(slot: int, size: int) -> int:
     return 2 * CHUNKS * (slot * VECTOR + size * 4)
 
 
-def peer_read(
-    x: Tensor, out: Tensor, blocks: int, row: int, side_by_side: bool, table: Tensor, states: Tensor, rank: int,
-    slot: int, tag: int, limit: int,
-) -> Tensor:  # fmt: skip
-    """Every rank's x, or its block of x that is this rank's, in `out`; on the current stream of x's device.
+class PeerRead:
+    """The kernel for one table of buffers, with what does not change from call to call at hand.
 
     Args:
-        x: contiguous, at an address that is a multiple of 16. The same shape on all ranks.
-        out: contiguous: what P ranks send, one after another, or with `side_by_side` the rows of all side by side.
-        blocks: 1, all of x for everybody; or P, blocks of equal size, one for each rank.
-        row: bytes of a row of x, of which a block has a whole number. A multiple of 16.
         table: [P], int64: where each rank's buffer of `buffer_bytes(slot, P)` bytes is, zeros at first, as this process
             sees them.
         states: [CHUNKS], int32, this rank's, zeros at first; one for each table.
-        slot: `slot_of` at least as many bytes as x has. The same on all ranks, as are:
-        tag: 0 to TAGS - 1.
+        slot: `slot_of` at least as many bytes as any x has. The same on all ranks, as is:
         limit: after how many looks (about a microsecond each) the kernel gives up.
     """
-    size, vectors, row = table.shape[0], x.nbytes // blocks // VECTOR, row // VECTOR
-    places = (row, size * row, row) if side_by_side else (max(vectors, 1), 0, vectors)
-    index = x.get_device() if x.is_cuda else None
-    launch = _launch(index, size, blocks)
-    numbers = (rank, vectors, *places, slot, tag, limit, size, next_power_of_2(size), blocks, CHUNKS, _BLOCK)
-    tensors = x, out, table, states
-    with launch_on(x, "peer_read"):
-        if launch.direct:
-            launch(index, *(t.data_ptr() for t in tensors), *numbers)
-        else:
-            launch(index, _words(x), _words(out), table, states, *numbers)
-    return out
+
+    def __init__(self, table: Tensor, states: Tensor, rank: int, slot: int, limit: int) -> None:
+        self._table, self._states = table, states
+        self._rank, self._size, self._slot, self._limit = rank, table.shape[0], slot, limit
+        self._addresses = table.data_ptr(), states.data_ptr()
+        self._index = table.get_device() if table.is_cuda else None
+        self._known: dict[tuple, tuple] = {}  # by sizes: the launch, and the numbers before and after the tag
+
+    def __call__(self, x: Tensor, out: Tensor, blocks: int, row: int, side_by_side: bool, tag: int) -> Tensor:
+        """Every rank's x, or its block of x that is this rank's, in `out`; on the current stream of x's device.
+
+        Args:
+            x: contiguous, at an address that is a multiple of 16. The same shape on all ranks.
+            out: contiguous: what P ranks send, one after another, or with `side_by_side` the rows of all side by side.
+            blocks: 1, all of x for everybody; or P, blocks of equal size, one for each rank.
+            row: bytes of a row of x, of which a block has a whole number. A multiple of 16.
+            tag: 0 to TAGS - 1, the same on all ranks.
+        """
+        key = x.nbytes, blocks, row, side_by_side
+        launch, before, after = self._known.get(key) or self._find(key)
+        with launch_on(x, "peer_read"):
+            if launch.direct:
+                launch(self._index, x.data_ptr(), out.data_ptr(), *self._addresses, *before, tag, *after)
+            else:
+                launch(self._index, _words(x), _words(out), self._table, self._states, *before, tag, *after)
+        return out
+
+    def _find(self, key: tuple) -> tuple:
+        nbytes, blocks, row, side_by_side = key
+        size, vectors, row = self._size, nbytes // blocks // VECTOR, row // VECTOR
+        places = (row, size * row, row) if side_by_side else (max(vectors, 1), 0, vectors)
+        before = self._rank, vectors, *places, self._slot
+        after = self._limit, size, next_power_of_2(size), blocks, CHUNKS, _BLOCK
+        if len(self._known) >= _MAX_KNOWN:  # sizes that change all the time
+            self._known.clear()
+        found = self._known[key] = _launch(self._index, size, blocks), before, after
+        return found

@@ -259,7 +259,7 @@ def peers() -> None:
     for dim in (0, 1):
         peer_gather.peer_gather(torch.zeros(4, 8), torch.zeros(16, 8), dim, table, states, 0, 64, 1, 3)
     for blocks in (1, 4):
-        peer_read.peer_read(torch.zeros(4, 8), torch.zeros(16, 8), blocks, 32, False, table, states, 0, 8, 1, 3)
+        peer_read.PeerRead(table, states, 0, 8, 3)(torch.zeros(4, 8), torch.zeros(16, 8), blocks, 32, False, 1)
     for operation in ("claim", "arrived", "wait", "free"):
         peer_flags.peer_flags(operation, 0, 1, torch.zeros(2, 2, 4, dtype=torch.int32), table, states, states, 0, 3)
 

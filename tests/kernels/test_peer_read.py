@@ -5,7 +5,7 @@ import torch
 
 from tp_invariant.kernels import launch
 from tp_invariant.kernels.peer_gather import EPOCHS, TAGS
-from tp_invariant.kernels.peer_read import CHUNKS, VECTOR, buffer_bytes, peer_read, slot_of
+from tp_invariant.kernels.peer_read import CHUNKS, VECTOR, PeerRead, buffer_bytes, slot_of
 
 interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs Triton's interpreter: no GPU here")
 
@@ -67,9 +67,7 @@ class Peers:
         x = xs[self.rank]
         out = torch.empty(len(xs) * x.numel() // blocks, dtype=x.dtype)
         row = x.shape[1] * x.element_size()
-        return peer_read(
-            x, out, blocks, row, side_by_side, self.table, self.states, self.rank, self.slot, tag, limit
-        )  # fmt: skip
+        return PeerRead(self.table, self.states, self.rank, self.slot, limit)(x, out, blocks, row, side_by_side, tag)
 
 
 def bytes_of(seed, rows, cols):
@@ -129,7 +127,7 @@ def test_another_flag_is_waited_for():
             peers.states -= 2
         out = xs[0].new_empty(128)
         with pytest.raises(Exception, match="a rank has not come to a collective"):
-            peer_read(xs[0], out, 1, 128, False, peers.table, peers.states, 0, peers.slot, 0, 3)
+            PeerRead(peers.table, peers.states, 0, peers.slot, 3)(xs[0], out, 1, 128, False, 0)
 
 
 @interpreted
@@ -137,7 +135,7 @@ def test_a_chunk_under_way_is_waited_for():
     peers, xs = Peers(2, 1024, rank=0), [bytes_of(source, 1, 64) for source in range(2)]
     peers.states.fill_(-1)
     with pytest.raises(Exception, match="another one on this GPU"):
-        peer_read(xs[0], xs[0].new_empty(128), 1, 128, False, peers.table, peers.states, 0, peers.slot, 0, 3)
+        PeerRead(peers.table, peers.states, 0, peers.slot, 3)(xs[0], xs[0].new_empty(128), 1, 128, False, 0)
 
 
 @interpreted

@@ -8,6 +8,7 @@ order of streams), moves of a group come in the same order on all ranks, eager o
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -31,27 +32,26 @@ class PeerReads:
     """What a group has on a device: a channel for eager moves and one for captured ones. `moves` counts them."""
 
     def __init__(self, machine: CudaMachine, eager: Channel, captured: Channel, looks: int, slot: int) -> None:
-        self._machine, self._looks, self._slot, self.size, self.rank = machine, looks, slot, machine.size, machine.rank
+        from ..kernels.peer_gather import TAGS
+        from ..kernels.peer_read import PeerRead
+
+        self._machine, self._tags, self.size = machine, TAGS, machine.size
+        kernel = functools.partial(PeerRead, rank=machine.rank, slot=slot, limit=looks)
         self.eager, self.captured = eager, captured
+        self._eagerly, self._in_graphs = (kernel(c.table, c.states) for c in (eager, captured))
 
     @property
     def moves(self) -> int:
         return self.eager.gathers + self.captured.gathers
 
     def move(self, x: Tensor, shape: Sequence[int], blocks: int, row: int, side_by_side: bool) -> Pending:
-        """What every rank sends to this one, in a new tensor of this shape; the arguments are peer_read's."""
-        from ..kernels.peer_gather import TAGS
-        from ..kernels.peer_read import peer_read
-
+        """What every rank sends to this one, in a new tensor of this shape; the arguments are PeerRead's."""
         stream = self._machine.current()
-        capture = driver().capture(stream.cuda_stream) if is_capturing() else None
-        channel = self.eager if capture is None else self.captured
+        capture, channel, kernel = None, self.eager, self._eagerly
+        if torch.cuda.is_current_stream_capturing():
+            capture, channel, kernel = driver().capture(stream.cuda_stream), self.captured, self._in_graphs
         number = channel.next(stream, capture)
-        out = x.new_empty(shape)
-        peer_read(
-            x, out, blocks, row, side_by_side, channel.table, channel.states, self.rank, self._slot, number % TAGS,
-            self._looks,
-        )  # fmt: skip
+        out = kernel(x, x.new_empty(shape), blocks, row, side_by_side, number % self._tags)
         return OnStream(out, self._machine, stream, None)
 
 
@@ -79,7 +79,9 @@ def reads_of(group: Group, device: torch.device) -> PeerReads | None:
     """The group's PeerReads, None where it has none: the same on every rank. Collective the first time, which cannot be
     in a capture: then there are none yet."""
     assert group.process_group is not None
-    of_group = _connected.setdefault(group.process_group, {})
+    of_group = _connected.get(group.process_group)
+    if of_group is None:
+        of_group = _connected[group.process_group] = {}
     if device not in of_group:
         if is_capturing():
             return None

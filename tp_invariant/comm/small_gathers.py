@@ -64,20 +64,21 @@ class SmallGathers:
     """What a group has on a device: a channel for eager gathers and one for captured ones."""
 
     def __init__(self, machine: CudaMachine, eager: Channel, captured: Channel, looks: int) -> None:
+        from ..kernels.peer_gather import TAGS, peer_gather
+
         self._machine, self._looks, self.size = machine, looks, machine.size
+        self._kernel, self._tags = peer_gather, TAGS
         self.eager, self.captured = eager, captured
 
     def gather(self, x: Tensor, dim: int, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
         """Of all ranks' x: rank-major [P, ...x] (dim 0), or of [R, C] the columns side by side, [R, P C] (dim 1)."""
-        from ..kernels.peer_gather import TAGS, peer_gather
-
         stream = self._machine.current()
         capture = driver().capture(stream.cuda_stream) if is_capturing() else None
         channel = self.eager if capture is None else self.captured
         number, rank, size = channel.next(stream, capture), self._machine.rank, self.size
         out = x.new_empty((x.shape[0], size * x.shape[1]) if dim else (size, *x.shape))
         capacity = _capacity(size)
-        peer_gather(x, out, dim, channel.table, channel.states, rank, capacity, number % TAGS, self._looks)
+        self._kernel(x, out, dim, channel.table, channel.states, rank, capacity, number % self._tags, self._looks)
         return OnStream(out, self._machine, stream, finish)
 
 
@@ -153,7 +154,7 @@ def start_gather(
 
 def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
     """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
-    if not is_first(local, dim):
+    if group.size * local.nbytes > MOST_BYTES or not is_first(local, dim):
         return None
     shape = whole_shape(local, dim, group)
     return start_gather(local, group, finish=lambda major: fresh_view(major, shape))
