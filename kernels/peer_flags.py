@@ -35,12 +35,12 @@ def _flag(count, tag):
 
 
 @triton.jit
-def _tell(table_ptr, value, kind, buffer, buffers, rank, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _tell(table_ptr, value, kind, buffer, buffers, rank, SIZE: tl.constexpr, PADDED: tl.constexpr, SEM: tl.constexpr):
     ranks = tl.arange(0, PADDED)
     others = (ranks < SIZE) & (ranks != rank)
     bases = tl.load(table_ptr + ranks, mask=others, other=0)
     words = (bases + ((kind * buffers + buffer) * SIZE + rank) * 4).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(words, value + tl.zeros((PADDED,), tl.int32), mask=others, sem="release", scope="sys")
+    tl.atomic_xchg(words, value + tl.zeros((PADDED,), tl.int32), mask=others, sem=SEM, scope="sys")
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _arrived_kernel(
     SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     value = _flag(tl.load(counts_ptr + buffer), tag)
-    _tell(table_ptr, value, _ARRIVED, buffer, buffers, rank, SIZE, PADDED)
+    _tell(table_ptr, value, _ARRIVED, buffer, buffers, rank, SIZE, PADDED, "release")
 
 
 @triton.jit(debug=True, do_not_specialize=_NUMBERS)
@@ -94,7 +94,9 @@ def _free_kernel(
     words_ptr, table_ptr, counts_ptr, locks_ptr, buffer, buffers, rank, tag, limit,
     SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    _tell(table_ptr, tl.load(counts_ptr + buffer), _FREE, buffer, buffers, rank, SIZE, PADDED)
+    # The kernels that read the buffer have ended, and nothing was written: there is nothing to release, which would keep
+    # the stream waiting for a fence between devices.
+    _tell(table_ptr, tl.load(counts_ptr + buffer), _FREE, buffer, buffers, rank, SIZE, PADDED, "relaxed")
     tl.atomic_xchg(locks_ptr + buffer, 0, sem="release", scope="gpu")
 
 
