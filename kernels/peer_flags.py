@@ -94,8 +94,8 @@ def _free_kernel(
     words_ptr, table_ptr, counts_ptr, locks_ptr, buffer, buffers, rank, tag, limit,
     SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    # The kernels that read the buffer have ended, and nothing was written: there is nothing to release, which would keep
-    # the stream waiting for a fence between devices.
+    # The kernels that read the buffer have ended, and nothing was written: there is nothing to release, for which the
+    # stream would wait for a fence between devices.
     _tell(table_ptr, tl.load(counts_ptr + buffer), _FREE, buffer, buffers, rank, SIZE, PADDED, "relaxed")
     tl.atomic_xchg(locks_ptr + buffer, 0, sem="release", scope="gpu")
 

@@ -24,7 +24,7 @@ from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import aligned_copies, batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
-from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax, torch_gated, torch_gated_checks
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax, torch_gated, torch_gated_checks, unread
 from tp_invariant.kernels.rowwise.gated_checks import halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
 
@@ -71,7 +71,7 @@ class NoGPU:
 def hopper():
     modules = (
         add_norm, attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul,
-        norm, rope, routing, softmax, torch_gated,
+        norm, rope, routing, softmax, torch_gated, unread,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_gather, peer_read):
@@ -260,6 +260,7 @@ def peers() -> None:
         peer_gather.peer_gather(torch.zeros(4, 8), torch.zeros(16, 8), dim, table, states, 0, 64, 1, 3)
     for blocks in (1, 4):
         peer_read.PeerRead(table, states, 0, 8, 3)(torch.zeros(4, 8), torch.zeros(16, 8), blocks, 32, False, 1)
+    unread.among_nan(torch.zeros(2, 4, 8), 1, 4, 8)
     for operation in ("claim", "arrived", "wait", "free"):
         peer_flags.peer_flags(operation, 0, 1, torch.zeros(2, 2, 4, dtype=torch.int32), table, states, states, 0, 3)
 

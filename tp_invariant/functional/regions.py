@@ -265,8 +265,14 @@ def dim_gathered(x: Tensor, group: Group) -> int | None:
 def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:
     """A gradient of all tokens of which this rank's part is known; the others are NaN."""
     size = part.shape[dim]
-    around = size * group.rank, size * (group.size - 1 - group.rank)
-    return F.pad(part, (*(0, 0) * (part.dim() - 1 - dim), *around), value=float("nan"))
+    before, after = size * group.rank, size * (group.size - 1 - group.rank)
+    if part.is_cuda:
+        from ..kernels.rowwise.unread import among_nan
+
+        whole = among_nan(part, dim, before, after)
+        if whole is not None:
+            return whole
+    return F.pad(part, (*(0, 0) * (part.dim() - 1 - dim), before, after), value=float("nan"))
 
 
 # --- along the features ---------------------------------------------------------------------------------------------
