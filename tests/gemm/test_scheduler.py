@@ -538,3 +538,28 @@ def test_an_optimizer_of_another_thread_drops_nothing(elsewhere):
     else:
         step()
     assert scheduler.holds_weight(b, layout) == elsewhere, "the control: one of its own thread does"
+
+
+# --- a rank's columns -----------------------------------------------------------------------------------------------
+
+ONE_ROW = torch.arange(34.0, dtype=torch.bfloat16).view(2, 17)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    (
+        torch.arange(48.0, dtype=torch.bfloat16).view(3, 16),
+        torch.arange(51.0, dtype=torch.bfloat16)[3:].view(3, 16),
+        torch.arange(48.0, dtype=torch.float64).view(16, 3).t(),
+        torch.ones(3, 1).expand(3, 16),
+        torch.arange(48.0).view(3, 16)._neg_view(),
+        ONE_ROW[1:, :16]._neg_view(),
+        ONE_ROW[:1, :16],
+        torch.ones(3, 0, dtype=torch.bfloat16),
+    ),
+    ids=("plain", "unaligned", "transposed", "expanded", "negated", "unaligned and negated", "one row", "no columns"),
+)
+def test_the_columns_of_each_rank_stand_one_after_another(weight):
+    by_rank = scheduling._columns_by_rank(weight, 2)
+    assert not by_rank.is_neg()
+    assert_bitwise_equal(by_rank, torch.cat(weight.resolve_neg().chunk(2, 1)))

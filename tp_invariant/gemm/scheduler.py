@@ -193,8 +193,11 @@ def start_weight(weight: Tensor, layout: WeightLayout, *, early: bool, lend: boo
 def _columns_by_rank(local: Tensor, world: int) -> Tensor:
     """[K/P, N] -> [P K/P, N/P], the columns of each rank one after another; elements are moved eight bytes at a time,
     as torch's copies take as long for an element of two."""
+    local = local.resolve_neg()
     aligned = local.storage_offset() * local.element_size() % 8 == local.data_ptr() % 8 == 0
-    words = local.view(torch.int64) if aligned and local.is_contiguous() else local
+    words = local
+    if aligned and local.is_contiguous():  # one row is, whatever its stride
+        words = local.view(-1).view(torch.int64).view(local.shape[0], local.shape[1] * local.element_size() // 8)
     return rearrange(words, "k (rank col) -> (rank k) col", rank=world).view(local.dtype)
 
 
