@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import tp_invariant as tpi
-from tp_invariant.comm import collectives, moves, peer_copies, peer_reads
+from tp_invariant.comm import collectives, moves, peer_copies, peer_reads, small_gathers
 from tp_invariant.comm.collectives import Group, Pending, gather_dim, resolve_group
 from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
@@ -36,6 +36,38 @@ def asked(tp_group, choice):
 @pytest.mark.parametrize("choice", ("auto", "nccl", "copy_engine"))
 def test_a_cpu_has_none(choice):
     assert run_ranks(asked, 2, choice, device="cpu") == [[None] * 4] * 2
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of a CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Noting:
+    """In place of what launches kernels: what they would read of memory."""
+
+    def __init__(self):
+        self.read = []
+
+    def move(self, x, *options):
+        self.read.append(x)
+
+    gather = move
+
+
+@pytest.mark.parametrize("start", (peer_reads.start_gather_major, small_gathers.start_gather))
+def test_kernels_get_what_torch_negates_or_conjugates_by_a_flag_alone(start, monkeypatch):
+    """They read memory, and know nothing of flags."""
+    found, group = Noting(), Group(None, 0, 2)
+    monkeypatch.setattr(peer_reads, "reads_of", lambda *_: found)
+    monkeypatch.setattr(small_gathers, "gathers_of", lambda *_: found)
+    plain = torch.complex(torch.arange(16.0), torch.ones(16))
+    for x in (plain.conj(), plain.real._neg_view(), plain.conj().imag):
+        start(x.as_subclass(OnGpu), group)
+        read = found.read.pop().as_subclass(torch.Tensor)
+        assert not read.is_conj() and not read.is_neg()
+        assert_bitwise_equal(read, x.resolve_conj().resolve_neg().contiguous())
 
 
 class Emulated(Pending):

@@ -312,6 +312,13 @@ def gather_major(local: Tensor, group: Group) -> Tensor:
     return start_gather_major(local, group).wait()
 
 
+def stored(x: Tensor) -> Tensor:
+    """x with its elements as they are in its memory, contiguous: for what reads the memory. torch negates and
+    conjugates some views by a flag alone, and its own collectives heed it."""
+    x = x.contiguous()
+    return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
 def is_first(x: Tensor, dim: int) -> bool:
     """Whether all dims before `dim` are of size 1, so that what is concatenated along it stands rank by rank."""
     return x.shape[: dim % x.dim()].numel() == 1

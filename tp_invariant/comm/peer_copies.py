@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.torch_graphs import in_torch_graph
-from .collectives import Group, Pending, is_capturing, is_first, whole_shape
+from .collectives import Group, Pending, is_capturing, is_first, stored, whole_shape
 from .copy_protocol import PER_CLASS, CapturedCopies, Lease, PeerCopies
 from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
 
@@ -172,7 +172,7 @@ def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending
     Raises:
         ValueError, RuntimeError: TP_INVARIANT_TRANSPORT holds something else, or what the group does not have.
     """
-    local, shape = local.contiguous(), (group.size, *local.shape)
+    local, shape = stored(local), (group.size, *local.shape)
     return _start(local, [(0, local.nbytes)] * group.size, shape, group, early)
 
 
@@ -180,13 +180,13 @@ def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
     """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
     if not is_first(local, dim):
         return None
-    local = local.contiguous()
+    local = stored(local)
     return _start(local, [(0, local.nbytes)] * group.size, whole_shape(local, dim, group), group, False)
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
     """As start_gather: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
-    x, shape = x.contiguous(), (group.size, send_sizes[group.rank], *x.shape[1:])
+    x, shape = stored(x), (group.size, send_sizes[group.rank], *x.shape[1:])
     row = x.nbytes // max(x.shape[0], 1)
     begins = accumulate(send_sizes, initial=0)
     sent = [(begin * row, size * row) for begin, size in zip(begins, send_sizes, strict=False)]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, Pending, is_capturing, whole_shape
+from .collectives import Group, Pending, is_capturing, stored, whole_shape
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, driver, looks_of
 from .small_gathers import Channel, OnStream
@@ -101,7 +101,7 @@ def _start(
     reads = reads_of(group, x.device)
     if reads is None:
         return None
-    x = x.contiguous()
+    x = stored(x)
     return reads.move(x if x.data_ptr() % 16 == 0 else x.clone(), shape, blocks, row, side_by_side)
 
 

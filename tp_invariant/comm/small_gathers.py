@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.layout import fresh_view
-from .collectives import Group, Pending, is_capturing, is_first, whole_shape
+from .collectives import Group, Pending, is_capturing, is_first, stored, whole_shape
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, Shared, driver, looks_of
 from .wire import gather_objects
@@ -148,7 +148,7 @@ def start_gather(
     gathers = gathers_of(group, x.device)
     if gathers is None:
         return None
-    x = x.contiguous()
+    x = stored(x)
     return gathers.gather(x if x.data_ptr() % 4 == 0 else x.clone(), dim, finish)
 
 
