@@ -14,7 +14,7 @@ streams write into peers' memory and wait for, so that no kernel has to start fo
               run ahead of each other, and streams may share a hardware queue.
     buffers   are lent: owner_maps.py releases them once its product is launched, scheduler.py when the next layer
               comes. Which one is taken depends on the sizes and the order of starts and releases alone, which ranks of
-              one program share. What is kept or returned to a caller goes by NCCL; so does what finds no buffer free.
+              one program share. What is kept or returned to a caller goes another way; so does what finds no buffer free.
     graphs    `CapturedCopies` have buffers of their own, and flags that count by themselves instead of numbers
 
 peer_memory.py is the CUDA side.

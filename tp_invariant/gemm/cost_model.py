@@ -22,7 +22,7 @@ class Costs:
     """A kind of device and its link. Rates in units per microsecond (1e6 a second), which is MB/s and Mflop/s.
 
     gather, exchange    bytes that a rank receives in an all-gather, in an all-to-all
-    ahead               bytes that a rank receives of what is moved ahead of its use; 0: as `gather`
+    ahead               bytes that a rank receives of a weight that is moved ahead of its use; 0: as of other things
     latency             microseconds that a collective takes whatever its size
     memory              bytes read
     flops               of a 16-bit GEMM
