@@ -14,7 +14,7 @@ streams write into peers' memory and wait for, so that no kernel has to start fo
               run ahead of each other, and streams may share a hardware queue.
     buffers   are lent: owner_maps.py releases them once its product is launched, scheduler.py when the next layer
               comes. Which one is taken depends on the sizes and the order of starts and releases alone, which ranks of
-              one program share. What is kept or returned to a caller goes another way; so does what finds no buffer free.
+              one program share. What is kept or returned to a caller goes another way, as does what finds no buffer.
     graphs    `CapturedCopies` have buffers of their own, and flags that count by themselves instead of numbers
 
 peer_memory.py is the CUDA side.
@@ -189,7 +189,7 @@ class PeerCopies:
             self.refused += 1
             if self.refused == 1:
                 used = f"{self.allocated / 2**20:.0f} of {self.limit / 2**20:.0f} MiB are allocated"
-                logger.info("no buffer is left to copy into (%s): NCCL moves what finds none, from here on too", used)
+                logger.info("no buffer is left to copy into (%s): what finds none goes another way from now on", used)
             return None
         self.started += 1
         stream, lane = m.current(), m.lane(early)
