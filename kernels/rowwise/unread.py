@@ -45,14 +45,14 @@ def _nan_word(dtype: torch.dtype) -> int:
 def among_nan(part: Tensor, dim: int, before: int, after: int) -> Tensor | None:
     """part [.., S, ..] -> [.., before + S + after, ..], contiguous, NaN but for part.
 
-    None where torch's pad is to do it: a part that is not contiguous, not of 16 or 32-bit floating point elements, or
+    None where torch's pad is to do it: a part that is not contiguous, negated by a flag alone, not of 16 or 32-bit floating point elements, or
     of which a step along `dim`, which is not counted from the back, is no multiple of 16 bytes.
     """
     *lead, size = part.shape[: dim + 1]
     step = math.prod(part.shape[dim + 1 :]) * part.element_size()
     rows = math.prod(lead)
     takes = part.is_floating_point() and part.element_size() in (2, 4) and part.is_contiguous() and part.numel()
-    if not takes or step % _VECTOR or part.data_ptr() % _VECTOR or rows > _MOST_ROWS:
+    if not takes or step % _VECTOR or part.data_ptr() % _VECTOR or rows > _MOST_ROWS or part.is_neg():
         return None
     vectors, all_sizes = step // _VECTOR, before + size + after
     out = part.new_empty((*lead, all_sizes, *part.shape[dim + 1 :]))

@@ -50,8 +50,8 @@ class PeerReads:
         capture, channel, kernel = None, self.eager, self._eagerly
         if torch.cuda.is_current_stream_capturing():
             capture, channel, kernel = driver().capture(stream.cuda_stream), self.captured, self._in_graphs
-        number = channel.next(stream, capture)
-        out = kernel(x, x.new_empty(shape), blocks, row, side_by_side, number % self._tags)
+        out = x.new_empty(shape)  # first: where no memory is left, this was no move
+        kernel(x, out, blocks, row, side_by_side, channel.next(stream, capture) % self._tags)
         return OnStream(out, self._machine, stream, None)
 
 
