@@ -6,8 +6,8 @@ What they move, and what the GEMMs lose. Each transfer of so many MB (all that a
 for and released, one after another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes
 products of --gemm, one program per SM, transfers run on another; the products' time over their time alone, and the
 transfers' GB/s meanwhile. `host`: what the call that starts a transfer takes the host. Bytes are compared with NCCL's
-in the same run. The kernel takes blocks of up to peer_reads.MOST_BYTES. The slowest rank's medians; writes OUT.csv and
-OUT.md.
+in the same run. The kernel takes what is not too large for it (comm/peer_reads.py). The slowest rank's medians; writes
+OUT.csv and OUT.md.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def main() -> None:
             received = held * ROW * (group.size - 1) / group.size
             want = starts(what, "nccl", False, group)(x).wait()
             for transport, early in TRANSPORTS:
-                if transport == "kernel" and x.nbytes > peer_reads.MOST_BYTES:
+                most = peer_reads.MOST_GATHERED if what == "gather" else peer_reads.MOST_BYTES
+                if transport == "kernel" and x.nbytes > most:
                     continue
                 start = starts(what, transport, early, group)
                 pending = start(x)

@@ -45,8 +45,9 @@ def _nan_word(dtype: torch.dtype) -> int:
 def among_nan(part: Tensor, dim: int, before: int, after: int) -> Tensor | None:
     """part [.., S, ..] -> [.., before + S + after, ..], contiguous, NaN but for part.
 
-    None where torch's pad is to do it: a part that is not contiguous, negated by a flag alone, not of 16 or 32-bit floating point elements, or
-    of which a step along `dim`, which is not counted from the back, is no multiple of 16 bytes.
+    None where torch's pad is to do it: a part that is not contiguous, is negated by a flag alone, has other elements
+    than those of floating point and 16 or 32 bits, or steps along `dim` that are no multiple of 16 bytes. `dim` is not
+    counted from the back.
     """
     *lead, size = part.shape[: dim + 1]
     step = math.prod(part.shape[dim + 1 :]) * part.element_size()

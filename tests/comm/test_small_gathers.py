@@ -123,7 +123,7 @@ def rounds(tp_group):
 @pytest.mark.parametrize("ranks", ON_GPUS)
 def test_bytes_are_those_of_nccl(ranks):
     for done, none in run_ranks(rounds, ranks, device="cuda"):
-        assert done > 200
+        assert done > 180
         assert none > 5  # a row of 1001 bytes is no number of words, 300 of 12 KiB are too many
 
 

@@ -25,7 +25,8 @@ from .wire import gather_objects
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**23  # that a rank sends: [4096, 4096] in 16 bits of four ranks; beyond, copy engines are faster
+MOST_BYTES = 2**24  # of x that is exchanged in blocks; beyond, copy engines are faster
+MOST_GATHERED = 2**23  # of x that goes to all ranks: [4096, 4096] in 16 bits on four ranks
 
 
 class PeerReads:
@@ -96,7 +97,8 @@ def _start(
 ) -> Pending | None:
     """None where another transport is to do it: TP_INVARIANT_TRANSPORT is not auto, x is not on a GPU, empty, large, or
     of rows that are no multiple of 16 bytes, or the ranks cannot read each other's memory. The same on every rank."""
-    if not x.is_cuda or group.size == 1 or not 0 < x.nbytes <= MOST_BYTES or row % 16 or transport() != "auto":
+    most = MOST_GATHERED if blocks == 1 else MOST_BYTES
+    if not x.is_cuda or group.size == 1 or not 0 < x.nbytes <= most or row % 16 or transport() != "auto":
         return None
     reads = reads_of(group, x.device)
     if reads is None:

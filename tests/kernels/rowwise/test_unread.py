@@ -33,7 +33,8 @@ def test_bytes_are_those_of_pad(shape, dim, dtype):
 def test_what_it_leaves_to_torch():
     x = torch.ones(4, 8, 16, device=DEVICE)
     for part, dim in (
-        (x.transpose(0, 1), 0), (torch.complex(x, x).conj().imag.contiguous()._neg_view(), 0), (x.double(), 0), (x.int(), 0), (x[:, :, :3].contiguous(), 1), (x[:0], 0),
+        (x.transpose(0, 1), 0), (x._neg_view(), 0),
+        (x.double(), 0), (x.int(), 0), (x[:, :, :3].contiguous(), 1), (x[:0], 0),
         (x.bfloat16(), 2), (x.view(-1)[1:321].view(4, 5, 16), 1), (torch.ones(70_000, 1, 4, device=DEVICE), 1),
     ):  # fmt: skip
         assert among_nan(part, dim, 1, 1) is None
