@@ -1,0 +1,230 @@
+"""Notices a loss that takes this rank's part of a parameter for the whole of it.
+
+A term such as `p.norm()` or `p.square().mean()` has another gradient of a part than of the whole, and torch computes it
+without an error where `p` is a plain shard. So in each backward the first formula of this library's walks down from the
+loss, through operations that are known here, to the sharded parameters. A result on the way is one of these:
+
+    IMAGE      an elementwise function of parts, which is sharded along `dim` (counted from the end)
+    BLOCK      this rank's block of a product whose other blocks no rank has, as of `w @ w.T`
+    OWN        a function that looks across this rank's elements; the power `order` of a norm is a sum
+    WHOLE      a function of parameters that are whole on this rank
+    CONSTANT   what has no gradient
+
+What is not known (another operation, an activation) ends the walk and is allowed. So is each sum over the sharded dim:
+what becomes of it may be right, since a sum that is added to over the ranks in place is the same node of the graph. A
+loss that is OWN is an error. Of most losses a few nodes are known, so that each backward can be looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import resolve_group
+from ..core import differentiation
+
+
+class _Value(NamedTuple):
+    kind: str
+    dim: int = 0
+    order: float | None = None
+    operation: str = ""
+    leaf: Any = None  # the parameter's node
+
+
+IMAGE, BLOCK, OWN, WHOLE, CONSTANT = "image", "block", "own", _Value("whole"), _Value("constant")
+
+# by the names of their nodes in the graph, without "Backward0"
+_ELEMENTWISE = {
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expm1", "Gelu", "LeakyRelu", "Log", "Log1p",
+    "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh", "ToCopy",
+}  # fmt: skip
+_LINEAR = {"Clone", "Neg", "ToCopy"}
+_SUMS = {"Add", "Rsub", "Sub"}
+_SCALINGS = {"Div", "Mul"}
+_JOINS = {"Cat", "Stack"}
+_PRODUCTS = {"Bmm", "Mm"}
+_TRANSPOSES = {"Permute", "T", "Transpose"}
+_VIEWS = {"Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"} | _TRANSPOSES
+_NORMS = {"LinalgVectorNorm", "Norm"}
+_SOFTMAXES = {"LogSoftmax", "Softmax"}
+_LOSSES = {"HuberLoss", "MseLoss", "SmoothL1Loss"}
+_CHOICES = {"Amax", "Amin", "Max", "Median", "Min"}
+_REDUCTIONS = {"Logsumexp", "Mean", "Prod", "Std", "Sum", "Var"} | _CHOICES | _NORMS | _SOFTMAXES
+_KNOWN = _ELEMENTWISE | _SUMS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _LOSSES | _REDUCTIONS
+_NAME = re.compile(r"(\w+?)Backward\d*")
+
+
+def watch() -> None:
+    """From now on each backward that computes a formula of this library's is looked at."""
+    differentiation.at_formulas = _look_once
+
+
+_looked_at: set[int] = set()  # several, since a backward may run inside of another one
+
+
+def _look_once() -> None:
+    task = torch._C._current_graph_task_id()
+    if task not in _looked_at:
+        if len(_looked_at) > 256:
+            _looked_at.clear()
+        _looked_at.add(task)
+        for root in _roots():
+            check(root)
+
+
+def _roots() -> Iterator[Any]:
+    """The nodes where the backward that runs has begun.
+
+    Nothing that torch hands to a node says it. The call of the engine does; for a GPU it waits in another thread.
+    """
+    engine = torch.autograd.graph._engine_run_backward.__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not engine:
+        frame = frame.f_back  # type: ignore[assignment]
+    for call in [frame] if frame else [waits for waits in sys._current_frames().values() if waits.f_code is engine]:
+        for output in call.f_locals["t_outputs"]:
+            yield output.grad_fn if isinstance(output, Tensor) else output.node
+
+
+def check(root: Any) -> None:
+    """Whether the gradients of what the node `root` computes are those of TP=1, as far as its operations are known.
+
+    Raises:
+        RuntimeError: it looks across the elements of a shard; names the parameter, the operation and the rank.
+    """
+    value = _value_of(root)
+    if value is None or value.kind != OWN or differentiation.is_executed(value.leaf) is False:
+        return
+    shard = value.leaf.variable
+    group = resolve_group(shard.tp_group)
+    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]
+    names = [name for module in modules for name, p in module.named_parameters() if p is shard]
+    name = max(names, key=len, default="a parameter")
+    raise RuntimeError(
+        f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one of "
+        f"{group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient is not that of "
+        "the whole parameter. Allowed: sums of elementwise functions with a factor that is the same at every degree, as "
+        "0.1 * p.square().sum(), or this divided by the number of elements of the whole parameter in place of a mean, or "
+        "by twice the norm of the whole parameter, a number, in place of a norm; operations along dims that are whole on "
+        "each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
+    )
+
+
+def _value_of(root: Any) -> _Value | None:
+    values: dict[Any, _Value | None] = {None: CONSTANT}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        name = _NAME.fullmatch(type(node).__name__)
+        if node in values:
+            stack.pop()
+        elif hasattr(node, "variable"):
+            values[node] = _leaf(node)
+        elif name is None or name[1] not in _KNOWN:
+            values[node] = None
+        elif waits := [below for below, _ in node.next_functions if below not in values]:
+            stack += waits
+        else:
+            values[node] = _result(name[1], node, [values[below] for below, _ in node.next_functions])
+    return values[root]
+
+
+def _leaf(node: Any) -> _Value | None:
+    leaf = node.variable
+    if type(leaf) not in (Tensor, nn.Parameter):
+        return None  # a DTensor adds over the ranks
+    if not getattr(leaf, "tensor_model_parallel", False):
+        return WHOLE
+    if getattr(leaf, "tp_group", None) is None:
+        return None  # nobody has said who has the other parts
+    return _Value(IMAGE, _from_end(leaf.partition_dim, leaf.dim()), leaf=node)
+
+
+def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
+    """What a node computes, given what its operands are."""
+    own = next((value for value in of if value is not None and value.kind == OWN), None)
+    if own is not None and name in _SUMS:
+        return own._replace(order=None)
+    known = [value for value in of if value is not None]
+    if len(known) < len(of):
+        return None
+    sharded = [value for value in known if value not in (WHOLE, CONSTANT)]
+    if not sharded:
+        return WHOLE
+    first = sharded[0]
+    if name in _PRODUCTS:
+        is_block = [(value.kind, value.dim) for value in known] == [(IMAGE, -2), (IMAGE, -1)]
+        return first._replace(kind=BLOCK, operation=_spelt(name)) if is_block else None
+    if any((value.kind, value.dim, value.order) != (first.kind, first.dim, first.order) for value in sharded):
+        return None
+    if name in _JOINS:
+        return None if CONSTANT in known or first.kind != {"Cat": IMAGE, "Stack": OWN}[name] else first
+    if name in _SCALINGS and first.kind != IMAGE:
+        is_scaled = first.kind == OWN and CONSTANT in known and (name == "Mul" or known[1] == CONSTANT)
+        return first if is_scaled else None
+    if name in _LOSSES:
+        is_mean = first.kind == IMAGE and node._saved_reduction == 1
+        return first._replace(kind=OWN, operation=_spelt(name)) if is_mean else None
+    if name in _REDUCTIONS:
+        return _reduction(name, node, first)
+    if name in _VIEWS:
+        return _view(name, node, first)
+    if first.kind != OWN or name in _LINEAR:
+        return first
+    is_sum = name == "Pow" and getattr(node, "_saved_exponent", None) == first.order
+    return None if is_sum else first._replace(order=None)
+
+
+def _reduction(name: str, node: Any, value: _Value) -> _Value | None:
+    power = float(getattr(node, "_saved_ord", getattr(node, "_saved_p", 2))) if name in _NORMS else None
+    if value.kind != IMAGE:
+        return value._replace(kind=OWN, order=value.order if power == value.order else None)
+    ndim = len(_shape(*node.next_functions[0]))
+    dims = getattr(node, "_saved_dim", None)
+    over = {_from_end(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims or range(ndim))}
+    if value.dim not in over:
+        kept = name in _SOFTMAXES or getattr(node, "_saved_keepdim", False)
+        return value if kept else value._replace(dim=value.dim + sum(dim > value.dim for dim in over))
+    is_sum = name == "Sum" or power in (0, 1)
+    return None if is_sum else value._replace(kind=OWN, dim=0, order=power, operation=_spelt(name))
+
+
+def _view(name: str, node: Any, value: _Value) -> _Value | None:
+    before, after = _shape(*node.next_functions[0]), _shape(node, 0)
+    if value.kind != IMAGE:
+        return value if value.kind == OWN or len(before) == len(after) else None
+    dims = list(range(-len(before), 0))
+    if name in _TRANSPOSES and len(dims) > 1:
+        if name == "Permute":
+            dims = [_from_end(dim, len(dims)) for dim in node._saved_dims]
+        else:
+            a, b = (_from_end(getattr(node, f"_saved_dim{i}", i), len(dims)) for i in (0, 1))
+            dims[a], dims[b] = dims[b], dims[a]
+        return value._replace(dim=dims.index(value.dim) - len(dims))
+    if name == "Expand":
+        return value if after[value.dim] == before[value.dim] else None
+    if len(after) == 1:
+        return value._replace(dim=-1)
+    wide = [[dim for dim in range(-len(shape), 0) if shape[dim] != 1] for shape in (before, after)]
+    same = [before[dim] for dim in wide[0]] == [after[dim] for dim in wide[1]] and value.dim in wide[0]
+    return value._replace(dim=wide[1][wide[0].index(value.dim)]) if same else None
+
+
+def _shape(node: Any, output: int) -> Sequence[int]:
+    return node._input_metadata[output].shape
+
+
+def _from_end(dim: int, ndim: int) -> int:
+    dim = dim - (1 << 64) if dim >> 63 == 1 else dim  # torch shows a negative number of a node as an unsigned one
+    return dim if dim < 0 else dim - ndim
+
+
+def _spelt(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
