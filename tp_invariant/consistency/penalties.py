@@ -12,7 +12,8 @@ loss, through operations that are known here, to the sharded parameters. A resul
 
 What is not known (another operation, an activation) ends the walk and is allowed. So is each sum over the sharded dim:
 what becomes of it may be right, since a sum that is added to over the ranks in place is the same node of the graph. A
-loss that is OWN is an error. Of most losses a few nodes are known, so that each backward can be looked at.
+loss that is OWN is an error. It costs time for each node that is known, and so those losses are looked at whose first nodes,
+or whose number of new nodes, have not been seen before; with TP_INVARIANT_CHECK=1 all are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import resolve_group
 from ..core import differentiation
+from ..core.mode import is_call_check_enabled
 
 
 class _Value(NamedTuple):
@@ -45,20 +47,17 @@ _ELEMENTWISE = {
     "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expm1", "Gelu", "LeakyRelu", "Log", "Log1p",
     "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh", "ToCopy",
 }  # fmt: skip
-_LINEAR = {"Clone", "Neg", "ToCopy"}
-_SUMS = {"Add", "Rsub", "Sub"}
-_SCALINGS = {"Div", "Mul"}
-_JOINS = {"Cat", "Stack"}
-_PRODUCTS = {"Bmm", "Mm"}
-_TRANSPOSES = {"Permute", "T", "Transpose"}
-_VIEWS = {"Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"} | _TRANSPOSES
-_NORMS = {"LinalgVectorNorm", "Norm"}
-_SOFTMAXES = {"LogSoftmax", "Softmax"}
-_LOSSES = {"HuberLoss", "MseLoss", "SmoothL1Loss"}
-_CHOICES = {"Amax", "Amin", "Max", "Median", "Min"}
-_REDUCTIONS = {"Logsumexp", "Mean", "Prod", "Std", "Sum", "Var"} | _CHOICES | _NORMS | _SOFTMAXES
-_KNOWN = _ELEMENTWISE | _SUMS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _LOSSES | _REDUCTIONS
-_NAME = re.compile(r"(\w+?)Backward\d*")
+_ADDITIONS, _SCALINGS, _JOINS, _PRODUCTS = {"Add", "Rsub", "Sub"}, {"Div", "Mul"}, {"Cat", "Stack"}, {"Bmm", "Mm"}
+_VIEWS = {"Permute", "ReshapeAlias", "Squeeze", "T", "Transpose", "UnsafeView", "Unsqueeze", "View"}
+_REDUCTIONS = {
+    "Amax", "Amin", "HuberLoss", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Max", "Mean", "Median", "Min",
+    "MseLoss", "Prod", "SmoothL1Loss", "Softmax", "Std", "Sum", "Var",
+}  # fmt: skip
+_names = {
+    f"{name}Backward{number}": name
+    for name in _ELEMENTWISE | _ADDITIONS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _REDUCTIONS
+    for number in range(3)
+}
 
 
 def watch() -> None:
@@ -66,17 +65,36 @@ def watch() -> None:
     differentiation.at_formulas = _look_once
 
 
-_looked_at: set[int] = set()  # several, since a backward may run inside of another one
+_backwards: set[int] = set()  # those looked at: several, since a backward may run inside of another one
+_right: set[tuple] = set()  # losses that have been looked at
+_last_number = 0
 
 
 def _look_once() -> None:
-    task = torch._C._current_graph_task_id()
-    if task not in _looked_at:
-        if len(_looked_at) > 256:
-            _looked_at.clear()
-        _looked_at.add(task)
-        for root in _roots():
+    global _last_number
+    if (task := torch._C._current_graph_task_id()) in _backwards:
+        return
+    for seen in (_backwards, _right):
+        if len(seen) > 256:
+            seen.clear()
+    _backwards.add(task)
+    for root in _roots():
+        new_nodes, _last_number = root._sequence_nr() - _last_number, root._sequence_nr()
+        kind = new_nodes, *_first_nodes(root)
+        if kind not in _right or is_call_check_enabled():
             check(root)
+            _right.add(kind)
+
+
+def _first_nodes(root: Any) -> Iterator[tuple]:
+    stack = [root]
+    for _ in range(32):
+        if not stack:
+            break
+        node = stack.pop()
+        yield type(node), getattr(node, "_saved_dim", None), id(getattr(node, "variable", None))
+        if type(node).__name__ in _names:
+            stack += [below for below, _ in node.next_functions if below is not None]
 
 
 def _roots() -> Iterator[Any]:
@@ -89,8 +107,8 @@ def _roots() -> Iterator[Any]:
     while frame is not None and frame.f_code is not engine:
         frame = frame.f_back  # type: ignore[assignment]
     for call in [frame] if frame else [waits for waits in sys._current_frames().values() if waits.f_code is engine]:
-        for output in call.f_locals["t_outputs"]:
-            yield output.grad_fn if isinstance(output, Tensor) else output.node
+        outputs = call.f_locals["t_outputs"]
+        yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
 
 
 def check(root: Any) -> None:
@@ -108,12 +126,12 @@ def check(root: Any) -> None:
     names = [name for module in modules for name, p in module.named_parameters() if p is shard]
     name = max(names, key=len, default="a parameter")
     raise RuntimeError(
-        f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one of "
-        f"{group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient is not that of "
-        "the whole parameter. Allowed: sums of elementwise functions with a factor that is the same at every degree, as "
-        "0.1 * p.square().sum(), or this divided by the number of elements of the whole parameter in place of a mean, or "
-        "by twice the norm of the whole parameter, a number, in place of a norm; operations along dims that are whole on "
-        "each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
+        f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one "
+        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient is not "
+        "that of the whole parameter. Allowed: sums of elementwise functions with a factor that is the same at every "
+        "degree, as 0.1 * p.square().sum(), divided by the number of elements of the whole parameter in place of a "
+        "mean, or by twice the norm of the whole parameter, as a number, in place of a norm; operations along dims "
+        "that are whole on each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
     )
 
 
@@ -122,17 +140,17 @@ def _value_of(root: Any) -> _Value | None:
     stack = [root]
     while stack:
         node = stack[-1]
-        name = _NAME.fullmatch(type(node).__name__)
+        name = _names.get(type(node).__name__)
         if node in values:
             stack.pop()
         elif hasattr(node, "variable"):
             values[node] = _leaf(node)
-        elif name is None or name[1] not in _KNOWN:
+        elif name is None:
             values[node] = None
         elif waits := [below for below, _ in node.next_functions if below not in values]:
             stack += waits
         else:
-            values[node] = _result(name[1], node, [values[below] for below, _ in node.next_functions])
+            values[node] = _result(name, node, [values[below] for below, _ in node.next_functions])
     return values[root]
 
 
@@ -150,14 +168,12 @@ def _leaf(node: Any) -> _Value | None:
 def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
     """What a node computes, given what its operands are."""
     own = next((value for value in of if value is not None and value.kind == OWN), None)
-    if own is not None and name in _SUMS:
+    if own is not None and name in _ADDITIONS:
         return own._replace(order=None)
     known = [value for value in of if value is not None]
-    if len(known) < len(of):
-        return None
     sharded = [value for value in known if value not in (WHOLE, CONSTANT)]
-    if not sharded:
-        return WHOLE
+    if len(known) < len(of) or not sharded:
+        return WHOLE if len(known) == len(of) else None
     first = sharded[0]
     if name in _PRODUCTS:
         is_block = [(value.kind, value.dim) for value in known] == [(IMAGE, -2), (IMAGE, -1)]
@@ -169,52 +185,46 @@ def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
     if name in _SCALINGS and first.kind != IMAGE:
         is_scaled = first.kind == OWN and CONSTANT in known and (name == "Mul" or known[1] == CONSTANT)
         return first if is_scaled else None
-    if name in _LOSSES:
-        is_mean = first.kind == IMAGE and node._saved_reduction == 1
-        return first._replace(kind=OWN, operation=_spelt(name)) if is_mean else None
-    if name in _REDUCTIONS:
-        return _reduction(name, node, first)
-    if name in _VIEWS:
-        return _view(name, node, first)
-    if first.kind != OWN or name in _LINEAR:
+    if name in _REDUCTIONS | _VIEWS:
+        edge = next(edge for edge in node.next_functions if edge[0] is not None)
+        return (_reduction if name in _REDUCTIONS else _view)(name, node, first, _shape(*edge))
+    if first.kind != OWN or name in ("Clone", "Div", "Mul", "Neg", "ToCopy"):
         return first
     is_sum = name == "Pow" and getattr(node, "_saved_exponent", None) == first.order
     return None if is_sum else first._replace(order=None)
 
 
-def _reduction(name: str, node: Any, value: _Value) -> _Value | None:
-    power = float(getattr(node, "_saved_ord", getattr(node, "_saved_p", 2))) if name in _NORMS else None
+def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Value | None:
+    power = float(node._saved_ord) if name == "LinalgVectorNorm" else None
     if value.kind != IMAGE:
         return value._replace(kind=OWN, order=value.order if power == value.order else None)
-    ndim = len(_shape(*node.next_functions[0]))
     dims = getattr(node, "_saved_dim", None)
-    over = {_from_end(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims or range(ndim))}
-    if value.dim not in over:
-        kept = name in _SOFTMAXES or getattr(node, "_saved_keepdim", False)
+    over = {_from_end(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
+    how = ("none", "mean", "sum")[getattr(node, "_saved_reduction", 1)]  # of a loss function
+    if value.dim not in over or how == "none":
+        kept = how == "none" or name in ("LogSoftmax", "Softmax") or getattr(node, "_saved_keepdim", False)
         return value if kept else value._replace(dim=value.dim + sum(dim > value.dim for dim in over))
-    is_sum = name == "Sum" or power in (0, 1)
+    is_sum = name == "Sum" or power in (0, 1) or how == "sum"
     return None if is_sum else value._replace(kind=OWN, dim=0, order=power, operation=_spelt(name))
 
 
-def _view(name: str, node: Any, value: _Value) -> _Value | None:
-    before, after = _shape(*node.next_functions[0]), _shape(node, 0)
+def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value | None:
+    after = _shape(node, 0)
     if value.kind != IMAGE:
         return value if value.kind == OWN or len(before) == len(after) else None
     dims = list(range(-len(before), 0))
-    if name in _TRANSPOSES and len(dims) > 1:
-        if name == "Permute":
-            dims = [_from_end(dim, len(dims)) for dim in node._saved_dims]
-        else:
-            a, b = (_from_end(getattr(node, f"_saved_dim{i}", i), len(dims)) for i in (0, 1))
-            dims[a], dims[b] = dims[b], dims[a]
-        return value._replace(dim=dims.index(value.dim) - len(dims))
-    if name == "Expand":
-        return value if after[value.dim] == before[value.dim] else None
-    if len(after) == 1:
+    if name == "Permute":
+        dims = [_from_end(dim, len(dims)) for dim in node._saved_dims]
+    elif name in ("T", "Transpose"):
+        a, b = (_from_end(getattr(node, f"_saved_dim{i}", -i), len(dims)) for i in (0, 1))
+        dims[a], dims[b] = dims[b], dims[a]
+    elif len(after) == 1:
         return value._replace(dim=-1)
-    wide = [[dim for dim in range(-len(shape), 0) if shape[dim] != 1] for shape in (before, after)]
-    same = [before[dim] for dim in wide[0]] == [after[dim] for dim in wide[1]] and value.dim in wide[0]
-    return value._replace(dim=wide[1][wide[0].index(value.dim)]) if same else None
+    else:  # the same elements in the same order, with dims of one element put in or left out
+        old, new = ([dim for dim in range(-len(shape), 0) if shape[dim] != 1] for shape in (before, after))
+        same = [before[dim] for dim in old] == [after[dim] for dim in new] and value.dim in old
+        return value._replace(dim=new[old.index(value.dim)]) if same else None
+    return value._replace(dim=dims.index(value.dim) - len(dims))
 
 
 def _shape(node: Any, output: int) -> Sequence[int]:
