@@ -12,8 +12,8 @@ loss, through operations that are known here, to the sharded parameters. A resul
 
 What is not known (another operation, an activation) ends the walk and is allowed. So is each sum over the sharded dim:
 what becomes of it may be right, since a sum that is added to over the ranks in place is the same node of the graph. A
-loss that is OWN is an error. It costs time for each node that is known, and so those losses are looked at whose first nodes,
-or whose number of new nodes, have not been seen before; with TP_INVARIANT_CHECK=1 all are.
+loss that is OWN is an error. It costs time for each node that is known, and so those losses are looked at whose first
+nodes, or whose number of new nodes, have not been seen before; with TP_INVARIANT_CHECK=1 all are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import gc
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +83,11 @@ def _look_once() -> None:
         new_nodes, _last_number = root._sequence_nr() - _last_number, root._sequence_nr()
         kind = new_nodes, *_first_nodes(root)
         if kind not in _right or is_call_check_enabled():
-            check(root)
-            _right.add(kind)
+            value = _value_of(root)
+            if value is None or value.kind != OWN:
+                _right.add(kind)
+            elif differentiation.is_executed(value.leaf) is not False:
+                _refuse(value)
 
 
 def _first_nodes(root: Any) -> Iterator[tuple]:
@@ -98,28 +102,23 @@ def _first_nodes(root: Any) -> Iterator[tuple]:
 
 
 def _roots() -> Iterator[Any]:
-    """The nodes where the backward that runs has begun.
+    """The nodes where the backward that runs has begun, and those inside of which it may run.
 
     Nothing that torch hands to a node says it. The call of the engine does; for a GPU it waits in another thread.
     """
     engine = torch.autograd.graph._engine_run_backward.__code__
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not engine:
-        frame = frame.f_back  # type: ignore[assignment]
-    for call in [frame] if frame else [waits for waits in sys._current_frames().values() if waits.f_code is engine]:
-        outputs = call.f_locals["t_outputs"]
-        yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+    frames = [*sys._current_frames().values()]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    for call in frames:
+        if call.f_code is engine:
+            outputs = call.f_locals["t_outputs"]
+            yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
 
 
-def check(root: Any) -> None:
-    """Whether the gradients of what the node `root` computes are those of TP=1, as far as its operations are known.
-
-    Raises:
-        RuntimeError: it looks across the elements of a shard; names the parameter, the operation and the rank.
-    """
-    value = _value_of(root)
-    if value is None or value.kind != OWN or differentiation.is_executed(value.leaf) is False:
-        return
+def _refuse(value: _Value) -> NoReturn:
     shard = value.leaf.variable
     group = resolve_group(shard.tp_group)
     modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]
@@ -143,7 +142,7 @@ def _value_of(root: Any) -> _Value | None:
         name = _names.get(type(node).__name__)
         if node in values:
             stack.pop()
-        elif hasattr(node, "variable"):
+        elif type(node).__name__ == "AccumulateGrad":
             values[node] = _leaf(node)
         elif name is None:
             values[node] = None
@@ -211,7 +210,7 @@ def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Va
 def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value | None:
     after = _shape(node, 0)
     if value.kind != IMAGE:
-        return value if value.kind == OWN or len(before) == len(after) else None
+        return value
     dims = list(range(-len(before), 0))
     if name == "Permute":
         dims = [_from_end(dim, len(dims)) for dim in node._saved_dims]
