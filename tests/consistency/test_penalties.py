@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.consistency import penalties
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
@@ -160,6 +163,22 @@ def test_the_error_says_what_to_write():
     assert "takes mean of 0.weight of shape (4, 6), which is one of 2 parts" in text
     assert "sharded along dim 0" in text
     assert "0.1 * p.square().sum()" in text
+
+
+def test_nothing_of_the_graph_is_held():
+    penalties.watch()
+    layer = tpi.Linear(6, 6)
+    gc.collect()
+    gc.disable()
+    try:
+        with tpi.set_tp_invariant_mode(True):
+            loss = layer(torch.ones(3, 6)).square().mean()
+            held = weakref.ref(loss)
+            loss.backward()
+            del loss
+            assert held() is None
+    finally:
+        gc.enable()
 
 
 class Opaque(torch.autograd.Function):

@@ -107,15 +107,16 @@ def _roots() -> Iterator[Any]:
     Nothing that torch hands to a node says it. The call of the engine does; for a GPU it waits in another thread.
     """
     engine = torch.autograd.graph._engine_run_backward.__code__
-    frames = [*sys._current_frames().values()]
+    # none of this call's own frame, which would hold itself, and the graph, until a garbage collection
+    calls = [frame for frame in sys._current_frames().values() if frame.f_code is engine]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        frames.append(frame)
+        if frame.f_code is engine:
+            calls.append(frame)
         frame = frame.f_back
-    for call in frames:
-        if call.f_code is engine:
-            outputs = call.f_locals["t_outputs"]
-            yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+    for call in calls:
+        outputs = call.f_locals["t_outputs"]
+        yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
 
 
 def _refuse(value: _Value) -> NoReturn:
