@@ -194,7 +194,7 @@ class Opaque(torch.autograd.Function):
 def added_in_place(w, v, b):
     total = w.square().sum()
     with torch.no_grad():
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=w.tp_group.process_group)
     return total.sqrt()
 
 

@@ -91,12 +91,15 @@ def _look_once() -> None:
 
 
 def _first_nodes(root: Any) -> Iterator[tuple]:
+    """The same on every rank of one program, so that all look at the same losses."""
     stack = [root]
     for _ in range(32):
         if not stack:
             break
         node = stack.pop()
-        yield type(node), getattr(node, "_saved_dim", None), id(getattr(node, "variable", None))
+        leaf = getattr(node, "variable", None)
+        sharded = getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
+        yield type(node), getattr(node, "_saved_dim", None), *sharded
         if type(node).__name__ in _names:
             stack += [below for below, _ in node.next_functions if below is not None]
 
