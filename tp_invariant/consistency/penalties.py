@@ -59,6 +59,7 @@ _names = {
     for name in _ELEMENTWISE | _ADDITIONS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _REDUCTIONS
     for number in range(3)
 }
+_SETTINGS = ("dim", "dim0", "dim1", "dims", "exponent", "keepdim", "ord", "reduction")  # on which a result depends
 
 
 def watch() -> None:
@@ -99,7 +100,7 @@ def _first_nodes(root: Any) -> Iterator[tuple]:
         node = stack.pop()
         leaf = getattr(node, "variable", None)
         sharded = getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
-        yield type(node), getattr(node, "_saved_dim", None), *sharded
+        yield type(node), *sharded, *(getattr(node, f"_saved_{name}", None) for name in _SETTINGS)
         if type(node).__name__ in _names:
             stack += [below for below, _ in node.next_functions if below is not None]
 
