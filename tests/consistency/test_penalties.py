@@ -1,0 +1,241 @@
+"""A loss that looks across the elements of a shard has another gradient than at TP=1, and is an error."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import init_device_mesh
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.consistency import penalties
+
+run_ranks = functools.partial(testing.run_ranks, device="cpu")
+
+# of w [8, 6], sharded along dim 0, and v [6, 8], along dim 1; b [6] is whole
+REFUSED = {
+    "norm": lambda w, v, b: w.norm(),
+    "norm of another order": lambda w, v, b: w.norm(3),
+    "largest": lambda w, v, b: w.norm(math.inf),
+    "a norm's other power": lambda w, v, b: w.norm() ** 3,
+    "norm of a difference": lambda w, v, b: (0.5 * (w - 0.1)).double().norm(),
+    "mean": lambda w, v, b: w.square().mean(),
+    "std": lambda w, v, b: w.std(),
+    "var of columns": lambda w, v, b: w.var(0).sum(),
+    "max": lambda w, v, b: w.max(),
+    "max of columns": lambda w, v, b: w.max(0).values.sum(),
+    "amax": lambda w, v, b: w.amax(),
+    "logsumexp": lambda w, v, b: w.logsumexp(0).sum(),
+    "softmax": lambda w, v, b: w.softmax(0).square().sum(),
+    "prod": lambda w, v, b: (1 + 0.1 * w).prod(),
+    "mse_loss": lambda w, v, b: F.mse_loss(w, torch.zeros_like(w)),
+    "norms of columns": lambda w, v, b: w.norm(dim=0).sum(),
+    "norms of rows of the other one": lambda w, v, b: v.norm(dim=1).sum(),
+    "norms of a transpose": lambda w, v, b: w.t().norm(dim=1).sum(),
+    "mean of norms": lambda w, v, b: w.norm(dim=1).mean(),
+    "orthogonal rows": lambda w, v, b: (w @ w.t() - torch.eye(len(w))).square().sum(),
+    "the same by einsum": lambda w, v, b: (torch.einsum("nk,mk->nm", w, w) - torch.eye(len(w))).norm(),
+    "orthogonal columns": lambda w, v, b: (v.t() @ v - torch.eye(v.shape[1])).abs().sum(),
+    "all parameters as one": lambda w, v, b: torch.cat([p.flatten() for p in (w, v, b)]).norm(),
+    "norm of norms": lambda w, v, b: torch.stack([p.norm() for p in (w, v, b)]).norm(),
+    "sum of norms": lambda w, v, b: sum(p.norm() for p in (w, v, b)),
+}
+RIGHT = {
+    "squares": lambda w, v, b: w.square().sum(),
+    "elastic net": lambda w, v, b: w.abs().sum() + 0.5 * w.pow(2).sum(),
+    "distance from a start": lambda w, v, b: (2 * (w - 0.1).square()).sum(),
+    "huber_loss": lambda w, v, b: F.huber_loss(w, torch.zeros_like(w), reduction="sum"),
+    "the square of a norm": lambda w, v, b: w.norm() ** 2,
+    "the same of a multiple": lambda w, v, b: (0.5 * w.norm()).square(),
+    "a norm times itself": lambda w, v, b: w.norm() * w.norm(),
+    "norm of order 1": lambda w, v, b: w.norm(1),
+    "squared norm of norms": lambda w, v, b: torch.stack([p.norm() for p in (w, v, b)]).norm().square(),
+    "norms of rows": lambda w, v, b: w.norm(dim=1).sum(),
+    "the same of a transpose": lambda w, v, b: w.t()[None].norm(dim=1).sum(),
+    "squared norms of columns": lambda w, v, b: w.norm(dim=0).square().sum(),
+    "squared means of rows": lambda w, v, b: w.mean(1).square().sum(),
+    "softmax of rows": lambda w, v, b: w.softmax(1).square().sum(),
+    "weight norm": lambda w, v, b: (w / w.norm(dim=1, keepdim=True)).pow(3).sum(),
+    "trace": lambda w, v, b: (w.t() @ w).trace(),
+    "diagonal": lambda w, v, b: (w @ w.t()).diagonal().square().sum(),
+    "a whole parameter": lambda w, v, b: b.norm() + b.std() + b.square().mean(),
+    "a product of both": lambda w, v, b: (v @ w).sum(),
+    "without a gradient": lambda w, v, b: w.square().sum() / (2 * w.detach().norm().new_tensor(3.0)),
+}
+UNNOTICED = {  # as nodes of the graph these are the same as where code of the user's has added over the ranks in place
+    "root of squares": lambda w, v, b: w.square().sum().sqrt(),
+    "orthogonality": lambda w, v, b: (w.t() @ w - torch.eye(6)).square().sum(),
+    "sums of columns": lambda w, v, b: w.sum(0).square().sum(),
+}
+
+
+def layers(tp_group):
+    made = nn.Sequential(
+        tpi.Linear(6, 8, parallel_mode="column", bias=False, tp_group=tp_group),
+        tpi.Linear(8, 6, parallel_mode="row", tp_group=tp_group),
+    )
+    torch.manual_seed(0)
+    for name, p in made.named_parameters():
+        layer, leaf = made.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        full = torch.randn(6 if leaf == "bias" or name[0] == "1" else 8, *[8 if name[0] == "1" else 6][: p.dim() - 1])
+        with torch.no_grad():
+            p.copy_(layer.shard_spec(leaf).placed(layer.shard_spec(leaf).local(full)))
+    return made
+
+
+def backward(model, penalty, **options):
+    """The whole gradients of a loss with the penalty, or the error's text."""
+    w, v, b = model[0].weight, model[1].weight, model[1].bias
+    loss = model(torch.ones(3, 6)).square().mean() + 0.1 * penalty(w, v, b)
+    model.zero_grad()
+    try:
+        loss.backward(**options)
+    except RuntimeError as error:
+        return str(error)
+    return [model[0].shard_spec("weight").full(w.grad), model[1].shard_spec("weight").full(v.grad), b.grad]
+
+
+def all_forms(tp_group=None):
+    with tpi.set_tp_invariant_mode(True):
+        model = layers(tp_group)
+        return {name: backward(model, form) for name, form in (REFUSED | RIGHT | UNNOTICED).items()}
+
+
+@functools.cache
+def found():
+    return all_forms(), run_ranks(all_forms, 2)
+
+
+def is_right(name):
+    one, two = found()
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one[name], two[0][name], strict=True))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_allowed(name):
+    assert is_right(name)
+
+
+@pytest.mark.parametrize("name", UNNOTICED)
+def test_what_is_not_noticed_is_wrong(name):
+    assert not is_right(name)
+
+
+def gradients_of_parts(tp_group=None):
+    model = layers(tp_group)
+    w, v, b = model[0].weight, model[1].weight, model[1].bias
+    found = {}
+    for name, form in REFUSED.items():
+        grads = torch.autograd.grad(form(w, v, b), [w, v], allow_unused=True)
+        specs = [model[0].shard_spec("weight"), model[1].shard_spec("weight")]
+        found[name] = [
+            s.full(torch.zeros_like(p) if g is None else g) for s, p, g in zip(specs, (w, v), grads, strict=True)
+        ]
+    return found
+
+
+def test_what_is_refused_is_wrong():
+    one, two = gradients_of_parts(), run_ranks(gradients_of_parts, 2)[0]
+    for name in REFUSED:
+        assert not all(torch.allclose(a, b) for a, b in zip(one[name], two[name], strict=True)), name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_looks_across_a_shard_is_refused_on_every_rank(name):
+    one, two = found()
+    assert not isinstance(one[name], str)
+    for rank, results in enumerate(two):
+        assert isinstance(results[name], str), "no error"
+        assert f"on rank {rank} the loss takes " in results[name]
+
+
+def test_the_error_says_what_to_write():
+    text = found()[1][1]["mean"]
+    assert "takes mean of 0.weight of shape (4, 6), which is one of 2 parts" in text
+    assert "sharded along dim 0" in text
+    assert "0.1 * p.square().sum()" in text
+
+
+def test_nothing_of_the_graph_is_held():
+    penalties.watch()
+    layer = tpi.Linear(6, 6)
+    gc.collect()
+    gc.disable()
+    try:
+        with tpi.set_tp_invariant_mode(True):
+            loss = layer(torch.ones(3, 6)).square().mean()
+            held = weakref.ref(loss)
+            loss.backward()
+            del loss
+            assert held() is None
+    finally:
+        gc.enable()
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+def added_in_place(w, v, b):
+    total = w.square().sum()
+    with torch.no_grad():
+        dist.all_reduce(total, group=w.tp_group.process_group)
+    return total.sqrt()
+
+
+def other_cases(tp_group):
+    tpi.set_tp_invariant_mode(True)
+    model, x = layers(tp_group), torch.ones(3, 6)
+    w, v = model[0].weight, model[1].weight
+    right = [backward(model, RIGHT["squares"]) for _ in range(3)]
+    late = backward(model, REFUSED["norm"])
+    unknown = backward(model, lambda w, v, b: Opaque.apply(w.norm()))
+    in_place = backward(model, added_in_place)
+    twice = backward(model, REFUSED["mean"], retain_graph=True)
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum() + w.norm(), [x])  # of no parameter
+    recomputed = checkpoint(model, x, use_reentrant=True).sum()  # a backward inside of a backward
+    with pytest.raises(RuntimeError, match="takes linalg_vector_norm of 0"):
+        (recomputed + w.norm()).backward()
+    with pytest.raises(RuntimeError, match="takes std of 1"):
+        torch.autograd.grad(model(x).sum() + v.std(), [w, v])
+    return right, late, unknown, in_place, twice, dx
+
+
+def test_other_cases():
+    right, late, unknown, in_place, twice, dx = run_ranks(other_cases, 2)[0]
+    assert not any(isinstance(grads, str) for grads in right)
+    assert "linalg_vector_norm" in late
+    assert not isinstance(unknown, str)
+    assert "takes mean" in twice
+    assert dx.shape == (3, 6)
+    tpi.set_tp_invariant_mode(False)
+    one = all_forms()["norm"]  # what is added over the ranks in place is right
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(in_place, one, strict=True))
+
+
+def on_a_mesh(_):
+    tpi.set_tp_invariant_mode(True)
+    model = layers(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    (0.1 * model[0].weight.norm().full_tensor() + model(torch.ones(3, 6)).square().mean()).backward()
+    return model[0].weight.grad.full_tensor()
+
+
+def test_dtensors_are_whole():
+    one = all_forms()["norm"][0]
+    assert torch.allclose(run_ranks(on_a_mesh, 2)[0], one, rtol=1e-4, atol=1e-5)

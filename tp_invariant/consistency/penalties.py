@@ -1,0 +1,244 @@
+"""Notices a loss that takes this rank's part of a parameter for the whole of it.
+
+A term such as `p.norm()` or `p.square().mean()` has another gradient of a part than of the whole, and torch computes it
+without an error where `p` is a plain shard. So in each backward the first formula of this library's walks down from the
+loss, through operations that are known here, to the sharded parameters. A result on the way is one of these:
+
+    IMAGE      an elementwise function of parts, which is sharded along `dim` (counted from the end)
+    BLOCK      this rank's block of a product whose other blocks no rank has, as of `w @ w.T`
+    OWN        a function that looks across this rank's elements; the power `order` of a norm is a sum
+    WHOLE      a function of parameters that are whole on this rank
+    CONSTANT   what has no gradient
+
+What is not known (another operation, an activation) ends the walk and is allowed. So is each sum over the sharded dim:
+what becomes of it may be right, since a sum that is added to over the ranks in place is the same node of the graph. A
+loss that is OWN is an error. It costs time for each node that is known, and so those losses are looked at whose first
+nodes, or whose number of new nodes, have not been seen before; with TP_INVARIANT_CHECK=1 all are.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import resolve_group
+from ..core import differentiation
+from ..core.mode import is_call_check_enabled
+
+
+class _Value(NamedTuple):
+    kind: str
+    dim: int = 0
+    order: float | None = None
+    operation: str = ""
+    leaf: Any = None  # the parameter's node
+
+
+IMAGE, BLOCK, OWN, WHOLE, CONSTANT = "image", "block", "own", _Value("whole"), _Value("constant")
+
+# by the names of their nodes in the graph, without "Backward0"
+_ELEMENTWISE = {
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expm1", "Gelu", "LeakyRelu", "Log", "Log1p",
+    "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh", "ToCopy",
+}  # fmt: skip
+_ADDITIONS, _SCALINGS, _JOINS, _PRODUCTS = {"Add", "Rsub", "Sub"}, {"Div", "Mul"}, {"Cat", "Stack"}, {"Bmm", "Mm"}
+_VIEWS = {"Permute", "ReshapeAlias", "Squeeze", "T", "Transpose", "UnsafeView", "Unsqueeze", "View"}
+_REDUCTIONS = {
+    "Amax", "Amin", "HuberLoss", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Max", "Mean", "Median", "Min",
+    "MseLoss", "Prod", "SmoothL1Loss", "Softmax", "Std", "Sum", "Var",
+}  # fmt: skip
+_names = {
+    f"{name}Backward{number}": name
+    for name in _ELEMENTWISE | _ADDITIONS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _REDUCTIONS
+    for number in range(3)
+}
+_SETTINGS = ("dim", "dim0", "dim1", "dims", "exponent", "keepdim", "ord", "reduction")  # on which a result depends
+
+
+def watch() -> None:
+    """From now on each backward that computes a formula of this library's is looked at."""
+    differentiation.at_formulas = _look_once
+
+
+_backwards: set[int] = set()  # those looked at: several, since a backward may run inside of another one
+_right: set[tuple] = set()  # losses that have been looked at
+_last_number = 0
+
+
+def _look_once() -> None:
+    global _last_number
+    if (task := torch._C._current_graph_task_id()) in _backwards:
+        return
+    for seen in (_backwards, _right):
+        if len(seen) > 256:
+            seen.clear()
+    _backwards.add(task)
+    for root in _roots():
+        new_nodes, _last_number = root._sequence_nr() - _last_number, root._sequence_nr()
+        kind = new_nodes, *_first_nodes(root)
+        if kind not in _right or is_call_check_enabled():
+            value = _value_of(root)
+            if value is None or value.kind != OWN:
+                _right.add(kind)
+            elif differentiation.is_executed(value.leaf) is not False:
+                _refuse(value)
+
+
+def _first_nodes(root: Any) -> Iterator[tuple]:
+    """The same on every rank of one program, so that all look at the same losses."""
+    stack = [root]
+    for _ in range(32):
+        if not stack:
+            break
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)
+        sharded = getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
+        yield type(node), *sharded, *(getattr(node, f"_saved_{name}", None) for name in _SETTINGS)
+        if type(node).__name__ in _names:
+            stack += [below for below, _ in node.next_functions if below is not None]
+
+
+def _roots() -> Iterator[Any]:
+    """The nodes where the backward that runs has begun, and those inside of which it may run.
+
+    Nothing that torch hands to a node says it. The call of the engine does; for a GPU it waits in another thread.
+    """
+    engine = torch.autograd.graph._engine_run_backward.__code__
+    # none of this call's own frame, which would hold itself, and the graph, until a garbage collection
+    calls = [frame for frame in sys._current_frames().values() if frame.f_code is engine]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is engine:
+            calls.append(frame)
+        frame = frame.f_back
+    for call in calls:
+        outputs = call.f_locals["t_outputs"]
+        yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+
+
+def _refuse(value: _Value) -> NoReturn:
+    shard = value.leaf.variable
+    group = resolve_group(shard.tp_group)
+    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]
+    names = [name for module in modules for name, p in module.named_parameters() if p is shard]
+    name = max(names, key=len, default="a parameter")
+    raise RuntimeError(
+        f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one "
+        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient is not "
+        "that of the whole parameter. Allowed: sums of elementwise functions with a factor that is the same at every "
+        "degree, as 0.1 * p.square().sum(), divided by the number of elements of the whole parameter in place of a "
+        "mean, or by twice the norm of the whole parameter, as a number, in place of a norm; operations along dims "
+        "that are whole on each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
+    )
+
+
+def _value_of(root: Any) -> _Value | None:
+    values: dict[Any, _Value | None] = {None: CONSTANT}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        name = _names.get(type(node).__name__)
+        if node in values:
+            stack.pop()
+        elif type(node).__name__ == "AccumulateGrad":
+            values[node] = _leaf(node)
+        elif name is None:
+            values[node] = None
+        elif waits := [below for below, _ in node.next_functions if below not in values]:
+            stack += waits
+        else:
+            values[node] = _result(name, node, [values[below] for below, _ in node.next_functions])
+    return values[root]
+
+
+def _leaf(node: Any) -> _Value | None:
+    leaf = node.variable
+    if type(leaf) not in (Tensor, nn.Parameter):
+        return None  # a DTensor adds over the ranks
+    if not getattr(leaf, "tensor_model_parallel", False):
+        return WHOLE
+    if getattr(leaf, "tp_group", None) is None:
+        return None  # nobody has said who has the other parts
+    return _Value(IMAGE, _from_end(leaf.partition_dim, leaf.dim()), leaf=node)
+
+
+def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
+    """What a node computes, given what its operands are."""
+    own = next((value for value in of if value is not None and value.kind == OWN), None)
+    if own is not None and name in _ADDITIONS:
+        return own._replace(order=None)
+    known = [value for value in of if value is not None]
+    sharded = [value for value in known if value not in (WHOLE, CONSTANT)]
+    if len(known) < len(of) or not sharded:
+        return WHOLE if len(known) == len(of) else None
+    first = sharded[0]
+    if name in _PRODUCTS:
+        is_block = [(value.kind, value.dim) for value in known] == [(IMAGE, -2), (IMAGE, -1)]
+        return first._replace(kind=BLOCK, operation=_spelt(name)) if is_block else None
+    if any((value.kind, value.dim, value.order) != (first.kind, first.dim, first.order) for value in sharded):
+        return None
+    if name in _JOINS:
+        return None if CONSTANT in known or first.kind != {"Cat": IMAGE, "Stack": OWN}[name] else first
+    if name in _SCALINGS and first.kind != IMAGE:
+        is_scaled = first.kind == OWN and CONSTANT in known and (name == "Mul" or known[1] == CONSTANT)
+        return first if is_scaled else None
+    if name in _REDUCTIONS | _VIEWS:
+        edge = next(edge for edge in node.next_functions if edge[0] is not None)
+        return (_reduction if name in _REDUCTIONS else _view)(name, node, first, _shape(*edge))
+    if first.kind != OWN or name in ("Clone", "Div", "Mul", "Neg", "ToCopy"):
+        return first
+    is_sum = name == "Pow" and getattr(node, "_saved_exponent", None) == first.order
+    return None if is_sum else first._replace(order=None)
+
+
+def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Value | None:
+    power = float(node._saved_ord) if name == "LinalgVectorNorm" else None
+    if value.kind != IMAGE:
+        return value._replace(kind=OWN, order=value.order if power == value.order else None)
+    dims = getattr(node, "_saved_dim", None)
+    over = {_from_end(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
+    how = ("none", "mean", "sum")[getattr(node, "_saved_reduction", 1)]  # of a loss function
+    if value.dim not in over or how == "none":
+        kept = how == "none" or name in ("LogSoftmax", "Softmax") or getattr(node, "_saved_keepdim", False)
+        return value if kept else value._replace(dim=value.dim + sum(dim > value.dim for dim in over))
+    is_sum = name == "Sum" or power in (0, 1) or how == "sum"
+    return None if is_sum else value._replace(kind=OWN, dim=0, order=power, operation=_spelt(name))
+
+
+def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value | None:
+    after = _shape(node, 0)
+    if value.kind != IMAGE:
+        return value
+    dims = list(range(-len(before), 0))
+    if name == "Permute":
+        dims = [_from_end(dim, len(dims)) for dim in node._saved_dims]
+    elif name in ("T", "Transpose"):
+        a, b = (_from_end(getattr(node, f"_saved_dim{i}", -i), len(dims)) for i in (0, 1))
+        dims[a], dims[b] = dims[b], dims[a]
+    elif len(after) == 1:
+        return value._replace(dim=-1)
+    else:  # the same elements in the same order, with dims of one element put in or left out
+        old, new = ([dim for dim in range(-len(shape), 0) if shape[dim] != 1] for shape in (before, after))
+        same = [before[dim] for dim in old] == [after[dim] for dim in new] and value.dim in old
+        return value._replace(dim=new[old.index(value.dim)]) if same else None
+    return value._replace(dim=dims.index(value.dim) - len(dims))
+
+
+def _shape(node: Any, output: int) -> Sequence[int]:
+    return node._input_metadata[output].shape
+
+
+def _from_end(dim: int, ndim: int) -> int:
+    dim = dim - (1 << 64) if dim >> 63 == 1 else dim  # torch shows a negative number of a node as an unsigned one
+    return dim if dim < 0 else dim - ndim
+
+
+def _spelt(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
