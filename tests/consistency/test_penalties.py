@@ -198,8 +198,17 @@ def added_in_place(w, v, b):
     return total.sqrt()
 
 
+def with_mode_on(program):
+    @functools.wraps(program)
+    def run(*args):
+        with tpi.set_tp_invariant_mode(True):
+            return program(*args)
+
+    return run
+
+
+@with_mode_on
 def other_cases(tp_group):
-    tpi.set_tp_invariant_mode(True)
     model, x = layers(tp_group), torch.ones(3, 6)
     w, v = model[0].weight, model[1].weight
     right = [backward(model, RIGHT["squares"]) for _ in range(3)]
@@ -224,13 +233,13 @@ def test_other_cases():
     assert not isinstance(unknown, str)
     assert "takes mean" in twice
     assert dx.shape == (3, 6)
-    tpi.set_tp_invariant_mode(False)
-    one = all_forms()["norm"]  # what is added over the ranks in place is right
+    with tpi.set_tp_invariant_mode(False):
+        one = all_forms()["norm"]  # what is added over the ranks in place is right
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(in_place, one, strict=True))
 
 
+@with_mode_on
 def on_a_mesh(_):
-    tpi.set_tp_invariant_mode(True)
     model = layers(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     (0.1 * model[0].weight.norm().full_tensor() + model(torch.ones(3, 6)).square().mean()).backward()
     return model[0].weight.grad.full_tensor()

@@ -105,7 +105,7 @@ def start_gather_dim(x: Tensor, dim: int, group: Group, *, overlapped: bool = Fa
     return collectives.start_gather_dim(x, dim, group) if pending is None else pending
 
 
-def gather_dim(x: Tensor, dim: int, group: Group) -> Tensor:
+def gather_along(x: Tensor, dim: int, group: Group) -> Tensor:
     """The same in a tensor that no buffer is lent for."""
     for kernel in (small_gathers.start_gather_dim, peer_reads.start_gather_dim):
         pending = kernel(x, dim, group)
@@ -114,7 +114,7 @@ def gather_dim(x: Tensor, dim: int, group: Group) -> Tensor:
     return collectives.gather_dim(x, dim, group)
 
 
-def gather_major(x: Tensor, group: Group) -> Tensor:
+def gather_by_rank(x: Tensor, group: Group) -> Tensor:
     """Every rank's x, rank-major, in a tensor that no buffer is lent for."""
     for kernel in (small_gathers.start_gather, peer_reads.start_gather_major):
         pending = kernel(x, group)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
-from ..comm.moves import gather_major
+from ..comm.moves import gather_by_rank
 from ..consistency.agreement import AgreedCalls, agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import are_ordinary, once_differentiable
@@ -232,8 +232,8 @@ def _token_losses(kernels: ModuleType, x: Tensor, ids: Tensor, call: CrossEntrop
     shard, spec = call.shard, call.spec
     if shard.group.size == 1:
         return kernels.whole_losses(x, ids, spec)
-    extremes = gather_major(kernels.row_extremes(x, ids, shard.real, shard.first, spec), shard.group)
-    sums = gather_major(kernels.row_sums(x, ids, shard.real, extremes, spec), shard.group)
+    extremes = gather_by_rank(kernels.row_extremes(x, ids, shard.real, shard.first, spec), shard.group)
+    sums = gather_by_rank(kernels.row_sums(x, ids, shard.real, extremes, spec), shard.group)
     return kernels.token_losses(extremes, sums, ids, shard.width, spec)
 
 
