@@ -1,8 +1,8 @@
 """Gathers and exchanges of some MB, as one kernel that reads its peers' memory: for what a layer has to wait for.
 
 Each rank lays what the others need into a buffer of its own, tells them so, and reads what they have laid into theirs
-straight into the result. NCCL takes twice as long for such sizes, on the GPU and on the host, and a copy engine's
-copies, with a flag before and after them, half as long again. Nothing is added, so nothing is rounded.
+straight into the result. On four H100s NCCL takes 1.2 to 2.3 times as long for a gather, 1.0 to 1.3 times for an
+exchange, and 1.7 times as long on the host. Nothing is added, so nothing is rounded.
 
     chunks      A program of the kernel moves one chunk, of every block, by itself: it lays down its part, tells the
                 programs of the same number at the peers, and reads from those alone.

@@ -1,7 +1,7 @@
 """Gathers and exchanges of some MB by a kernel that reads from peers' memory (kernels/peer_read.py), in stream order.
 
 For what a layer has to wait for: the tokens that it multiplies, the rows of a product. One kernel on the current stream
-takes half of NCCL's time for these sizes and a fifth of its host time; a copy engine, which runs beside GEMMs, is for
+takes less time than NCCL for these sizes, on the GPU and on the host; a copy engine, which runs beside GEMMs, is for
 what travels while something else is computed (peer_copies.py). As for small gathers (small_gathers.py, which has the
 order of streams), moves of a group come in the same order on all ranks, eager ones and captured ones by a channel each.
 """
