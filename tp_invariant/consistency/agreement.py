@@ -20,6 +20,7 @@ import ast
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
@@ -48,6 +49,7 @@ from .same_draws import check_sources, source_of
 _MAX_AGREED = 4096  # how many different calls are remembered as agreed on
 _MAX_RESOLVED = 512
 _SHOWN = 8  # differences in one error
+_LATE = timedelta(seconds=5)  # how much later than another rank's failure a rank may reach the group's first call
 _LOCAL_ERROR = "an error before the call"
 _NUMBER = "the layer's number"
 _HASH_OF = "the hash of the values of"
@@ -281,11 +283,18 @@ def _announce_arrival(group: Group) -> None:
 
 
 def _ranks_not_arrived(group: Group) -> list[int]:
-    """The ranks that have not reached the group's first call; [] if the store has ended, too."""
+    """The ranks that have not reached the group's first call; [] if the store has ended, too.
+
+    A rank that ends breaks the others' connections at once, while a third rank may still be on its way: it has
+    ``_LATE`` to arrive before it is named.
+    """
     assert group.process_group is not None
     store = c10d._get_process_group_store(group.process_group)
+    keys = [f"tp_invariant: came to the first call/{rank}" for rank in range(group.size)]
     try:
-        return [r for r in range(group.size) if not store.check([f"tp_invariant: came to the first call/{r}"])]
+        with suppress(RuntimeError):  # the time has passed
+            store.wait(keys, _LATE)
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         return []
 
