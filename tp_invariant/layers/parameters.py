@@ -29,6 +29,7 @@ from ..consistency import penalties
 from ..consistency.same_draws import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
+from .saved_shards import remember
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -296,6 +297,13 @@ class ShardedModule(KeepsAttributes):
         super().register_parameter(name, param)
         if param is not None and name in self.SHARDED_PARAMETERS:
             self._mark(name, param)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.SHARDED_PARAMETERS:
+            p, tensor = self._parameters.get(name), destination.get(prefix + name)
+            if p is not None and tensor is not None and is_sharded(p) and (group := carried_group(p)) is not None:
+                remember(tensor, group)
 
     def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
         spec = self.shard_spec(name)

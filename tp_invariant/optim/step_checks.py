@@ -12,6 +12,9 @@ optimizer depends on where a parameter is cut (cuts.py). What is not seen: clipp
 all of whose other parameters are sharded, and the mode off. With TP_INVARIANT_CHECK=1 every step compares all
 parameters, in both modes, as tp_invariant.clip_grad_norm_ does, but for those whose `tp_group` is None: no other rank
 has anything of them.
+
+From its first step on, an optimizer's state dicts are looked at, too: torch.distributed.checkpoint would write its
+shards as whole tensors (layers/saved_shards.py).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from ..core.dtensors import is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..layers.grad_norm import ClipCall
 from ..layers.parameters import carried_group, is_sharded
+from ..layers.saved_shards import remember
 from .cuts import check_cuts
 
 # by the name of the class or of one that it derives from: other libraries have optimizers of these names, too
@@ -49,6 +53,7 @@ _WAY_OUT = (
     "parameter.tensor_model_parallel = False"
 )
 _COMPARED = "_tp_invariant_compared"  # of an optimizer: the groups whose ranks have compared its gradients
+_REMEMBERED = "_tp_invariant_remembered"  # of an optimizer: that the tensors in its state dicts are remembered
 _SETTLED = "_tp_invariant_settled"  # of an optimizer: its parameters, when all their groups had been compared
 _FRAMES = 8  # between a scaler's step and this hook: torch's wrappers, a schedule's, a trainer's
 
@@ -72,6 +77,9 @@ def _refuse(optimizer: Optimizer) -> None:
     shard = next((p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)), None)
     if shard is None:
         return
+    if _REMEMBERED not in optimizer.__dict__:
+        optimizer.__dict__[_REMEMBERED] = True
+        optimizer.register_state_dict_post_hook(_remember_state)
     if not getattr(optimizer, "takes_shards", False):
         for kind in type(optimizer).__mro__:
             name = kind.__name__.lower()
@@ -87,6 +95,15 @@ def _refuse(optimizer: Optimizer) -> None:
             "overflows, and one step where another skips. Use tp_invariant.optim.GradScaler, which has the same "
             "arguments, or make the layers with tp_group as a DeviceMesh"
         )
+
+
+def _remember_state(optimizer: Optimizer, _: Any) -> None:
+    for p in _parameters(optimizer):
+        group = carried_group(p) if is_sharded(p) else None
+        if group is not None:
+            for value in optimizer.state.get(p, {}).values():
+                if isinstance(value, Tensor) and value.shape == p.shape:
+                    remember(value, group)
 
 
 def _is_idle(optimizer: Optimizer) -> bool:
