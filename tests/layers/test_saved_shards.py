@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -115,6 +117,25 @@ def saves_of_equal_parts(tp_group, folder):
 
 def test_ranks_that_hold_the_same_parts_may_save_them(tmp_path):
     run_ranks(saves_of_equal_parts, 4, str(tmp_path))
+
+
+def saves_of_what_fully_shard_divides(tp_group, folder):
+    """TP 2 x DP 2: a DTensor over the data-parallel ranks is a part of a part."""
+    tp, dp, _ = replica_groups(2, 2, 2)
+    model = fully_shard(Model(tp), mesh=DeviceMesh.from_group(dp, "cpu"))
+    text = refused(lambda: dcp.save({"model": model}, checkpoint_id=folder, process_group=tp_group))
+    own = Path(folder, f"part {dist.get_rank(tp)}")
+    wanted = model.state_dict()
+    dcp.save({"model": model}, checkpoint_id=own, process_group=dp)
+    read = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load({"model": read}, checkpoint_id=own, process_group=dp)
+    assert_bitwise_equal({n: t.to_local() for n, t in read.items()}, {n: t.to_local() for n, t in wanted.items()})
+    return text
+
+
+def test_parts_of_parts_are_not_written_as_the_whole(tmp_path):
+    for text in run_ranks(saves_of_what_fully_shard_divides, 4, str(tmp_path)):
+        assert "model.up.weight of shape (8, 8)" in text, text
 
 
 def what_nobody_refuses(tp_group, folder):

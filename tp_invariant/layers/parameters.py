@@ -301,9 +301,12 @@ class ShardedModule(KeepsAttributes):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.SHARDED_PARAMETERS:
-            p, tensor = self._parameters.get(name), destination.get(prefix + name)
-            if p is not None and tensor is not None and is_sharded(p) and (group := carried_group(p)) is not None:
-                remember(tensor, group)
+            tensor = destination.get(prefix + name)
+            if tensor is None or (spec := self.shard_spec(name)).dim is None or spec.group.size == 1:
+                continue
+            # a DTensor may be over data-parallel ranks alone: fully_shard's part of a plain shard
+            if not is_dtensor(tensor) or not _is_placed_over(tensor, spec.group):
+                remember(tensor, spec.group)
 
     def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
         spec = self.shard_spec(name)
