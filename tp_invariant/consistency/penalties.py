@@ -67,6 +67,8 @@ def watch() -> None:
     differentiation.at_formulas = _look_once
 
 
+# taken now, since others put a function of their own around it later, as torch.compiler does while it traces
+_ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__
 _backwards: set[int] = set()  # those looked at: several, since a backward may run inside of another one
 _right: set[tuple] = set()  # losses that have been looked at
 _last_number = 0
@@ -80,11 +82,12 @@ def _look_once() -> None:
         if len(seen) > 256:
             seen.clear()
     _backwards.add(task)
+    values: dict[Any, _Value | None] = {None: CONSTANT}
     for root in _roots():
         new_nodes, _last_number = root._sequence_nr() - _last_number, root._sequence_nr()
         kind = new_nodes, *_first_nodes(root)
         if kind not in _right or is_call_check_enabled():
-            value = _value_of(root)
+            value = _value_of(root, values)
             if value is None or value.kind != OWN:
                 _right.add(kind)
             elif differentiation.is_executed(value.leaf) is not False:
@@ -98,29 +101,35 @@ def _first_nodes(root: Any) -> Iterator[tuple]:
         if not stack:
             break
         node = stack.pop()
-        leaf = getattr(node, "variable", None)
-        sharded = getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
-        yield type(node), *sharded, *(getattr(node, f"_saved_{name}", None) for name in _SETTINGS)
-        if type(node).__name__ in _names:
+        name = type(node).__name__  # and not the type, which may hold all that a compiled graph holds
+        if name == "AccumulateGrad":
+            leaf = node.variable
+            yield name, getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
+        elif name in _names:
+            yield name, *(_setting(node, setting) for setting in _SETTINGS)
             stack += [below for below, _ in node.next_functions if below is not None]
+        else:
+            yield (name,)
+
+
+def _setting(node: Any, name: str) -> Any:
+    """None for one that is a tensor, as an exponent may be: torch has freed those of nodes that have run."""
+    return None if hasattr(type(node), f"_raw_saved_{name}") else getattr(node, f"_saved_{name}", None)
 
 
 def _roots() -> Iterator[Any]:
     """The nodes where the backward that runs has begun, and those inside of which it may run.
 
-    Nothing that torch hands to a node says it. The call of the engine does; for a GPU it waits in another thread.
+    Nothing that torch hands to a node says it. The call of the engine does, which may wait in another thread: for a
+    GPU, and where checkpoints are nested deeply.
     """
-    engine = torch.autograd.graph._engine_run_backward.__code__
-    # none of this call's own frame, which would hold itself, and the graph, until a garbage collection
-    calls = [frame for frame in sys._current_frames().values() if frame.f_code is engine]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is engine:
-            calls.append(frame)
-        frame = frame.f_back
-    for call in calls:
-        outputs = call.f_locals["t_outputs"]
-        yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+    for frame in sys._current_frames().values():
+        call: FrameType | None = frame
+        while call is not None:
+            if call.f_code is _ENGINE_CALL:
+                outputs = call.f_locals["t_outputs"]
+                yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+            call = call.f_back
 
 
 def _refuse(value: _Value) -> NoReturn:
@@ -139,8 +148,7 @@ def _refuse(value: _Value) -> NoReturn:
     )
 
 
-def _value_of(root: Any) -> _Value | None:
-    values: dict[Any, _Value | None] = {None: CONSTANT}
+def _value_of(root: Any, values: dict[Any, _Value | None]) -> _Value | None:
     stack = [root]
     while stack:
         node = stack[-1]
@@ -194,7 +202,7 @@ def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
         return (_reduction if name in _REDUCTIONS else _view)(name, node, first, _shape(*edge))
     if first.kind != OWN or name in ("Clone", "Div", "Mul", "Neg", "ToCopy"):
         return first
-    is_sum = name == "Pow" and getattr(node, "_saved_exponent", None) == first.order
+    is_sum = name == "Pow" and _setting(node, "exponent") == first.order
     return None if is_sum else first._replace(order=None)
 
 
