@@ -6,7 +6,7 @@ loss, through operations that are known here, to the sharded parameters. A resul
 
     IMAGE      an elementwise function of parts, which is sharded along `dim` (counted from the end)
     BLOCK      this rank's block of a product whose other blocks no rank has, as of `w @ w.T`
-    OWN        a function that looks across this rank's elements; the power `order` of a norm is a sum
+    OWN        a function that looks across this rank's elements
     WHOLE      a function of parameters that are whole on this rank
     CONSTANT   what has no gradient
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -36,7 +37,6 @@ from ..core.mode import is_call_check_enabled
 class _Value(NamedTuple):
     kind: str
     dim: int = 0
-    order: float | None = None
     operation: str = ""
     leaf: Any = None  # the parameter's node
 
@@ -59,7 +59,8 @@ _names = {
     for name in _ELEMENTWISE | _ADDITIONS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _REDUCTIONS
     for number in range(3)
 }
-_SETTINGS = ("dim", "dim0", "dim1", "dims", "exponent", "keepdim", "ord", "reduction")  # on which a result depends
+# on which a result depends; no tensors, which torch has freed where a node has run
+_SETTINGS = ("dim", "dim0", "dim1", "dims", "keepdim", "ord", "reduction")
 
 
 def watch() -> None:
@@ -106,30 +107,28 @@ def _first_nodes(root: Any) -> Iterator[tuple]:
             leaf = node.variable
             yield name, getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
         elif name in _names:
-            yield name, *(_setting(node, setting) for setting in _SETTINGS)
+            yield name, *(getattr(node, f"_saved_{setting}", None) for setting in _SETTINGS)
             stack += [below for below, _ in node.next_functions if below is not None]
         else:
             yield (name,)
 
 
-def _setting(node: Any, name: str) -> Any:
-    """None for one that is a tensor, as an exponent may be: torch has freed those of nodes that have run."""
-    return None if hasattr(type(node), f"_raw_saved_{name}") else getattr(node, f"_saved_{name}", None)
-
-
-def _roots() -> Iterator[Any]:
+def _roots() -> list[Any]:
     """The nodes where the backward that runs has begun, and those inside of which it may run.
 
     Nothing that torch hands to a node says it. The call of the engine does, which may wait in another thread: for a
     GPU, and where checkpoints are nested deeply.
     """
-    for frame in sys._current_frames().values():
-        call: FrameType | None = frame
+    last_calls = sys._current_frames()
+    last_calls[threading.get_ident()] = sys._getframe(1)  # not this one, which would hold itself, and the graph
+    roots = []
+    for last_call in last_calls.values():
+        call: FrameType | None = last_call
         while call is not None:
             if call.f_code is _ENGINE_CALL:
-                outputs = call.f_locals["t_outputs"]
-                yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+                roots += [y.grad_fn if isinstance(y, Tensor) else y.node for y in call.f_locals["t_outputs"]]
             call = call.f_back
+    return [root for root in roots if root is not None]
 
 
 def _refuse(value: _Value) -> NoReturn:
@@ -140,10 +139,11 @@ def _refuse(value: _Value) -> NoReturn:
     name = max(names, key=len, default="a parameter")
     raise RuntimeError(
         f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one "
-        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient is not "
-        "that of the whole parameter. Allowed: sums of elementwise functions with a factor that is the same at every "
-        "degree, as 0.1 * p.square().sum(), divided by the number of elements of the whole parameter in place of a "
-        "mean, or by twice the norm of the whole parameter, as a number, in place of a norm; operations along dims "
+        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient has "
+        "not the bits of the whole parameter's. Allowed: sums of elementwise functions with a factor that is the same "
+        "at every degree, as 0.1 * p.square().sum() in place of 0.1 * p.norm() ** 2, divided by the number of elements "
+        "of the whole parameter in place of a mean, or by twice the norm of the whole parameter, as a number, in place "
+        "of a norm; operations along dims "
         "that are whole on each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
     )
 
@@ -180,8 +180,8 @@ def _leaf(node: Any) -> _Value | None:
 def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
     """What a node computes, given what its operands are."""
     own = next((value for value in of if value is not None and value.kind == OWN), None)
-    if own is not None and name in _ADDITIONS:
-        return own._replace(order=None)
+    if own is not None and name in _ADDITIONS | _JOINS:
+        return own
     known = [value for value in of if value is not None]
     sharded = [value for value in known if value not in (WHOLE, CONSTANT)]
     if len(known) < len(of) or not sharded:
@@ -190,26 +190,22 @@ def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
     if name in _PRODUCTS:
         is_block = [(value.kind, value.dim) for value in known] == [(IMAGE, -2), (IMAGE, -1)]
         return first._replace(kind=BLOCK, operation=_spelt(name)) if is_block else None
-    if any((value.kind, value.dim, value.order) != (first.kind, first.dim, first.order) for value in sharded):
+    if any((value.kind, value.dim) != (first.kind, first.dim) for value in sharded):
         return None
-    if name in _JOINS:
-        return None if CONSTANT in known or first.kind != {"Cat": IMAGE, "Stack": OWN}[name] else first
-    if name in _SCALINGS and first.kind != IMAGE:
-        is_scaled = first.kind == OWN and CONSTANT in known and (name == "Mul" or known[1] == CONSTANT)
-        return first if is_scaled else None
+    if name in _JOINS and (name != "Cat" or first.kind != IMAGE or CONSTANT in known):
+        return None
+    if name in _SCALINGS and first.kind == BLOCK:
+        return None  # by a mask, perhaps, of what is right
     if name in _REDUCTIONS | _VIEWS:
         edge = next(edge for edge in node.next_functions if edge[0] is not None)
         return (_reduction if name in _REDUCTIONS else _view)(name, node, first, _shape(*edge))
-    if first.kind != OWN or name in ("Clone", "Div", "Mul", "Neg", "ToCopy"):
-        return first
-    is_sum = name == "Pow" and _setting(node, "exponent") == first.order
-    return None if is_sum else first._replace(order=None)
+    return first
 
 
 def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Value | None:
     power = float(node._saved_ord) if name == "LinalgVectorNorm" else None
     if value.kind != IMAGE:
-        return value._replace(kind=OWN, order=value.order if power == value.order else None)
+        return value._replace(kind=OWN)
     dims = getattr(node, "_saved_dim", None)
     over = {_from_end(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
     how = ("none", "mean", "sum")[getattr(node, "_saved_reduction", 1)]  # of a loss function
@@ -217,7 +213,7 @@ def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Va
         kept = how == "none" or name in ("LogSoftmax", "Softmax") or getattr(node, "_saved_keepdim", False)
         return value if kept else value._replace(dim=value.dim + sum(dim > value.dim for dim in over))
     is_sum = name == "Sum" or power in (0, 1) or how == "sum"
-    return None if is_sum else value._replace(kind=OWN, dim=0, order=power, operation=_spelt(name))
+    return None if is_sum else value._replace(kind=OWN, dim=0, operation=_spelt(name))
 
 
 def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value | None:
