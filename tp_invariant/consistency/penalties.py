@@ -6,7 +6,7 @@ loss, through operations that are known here, to the sharded parameters. A resul
 
     IMAGE      an elementwise function of parts, which is sharded along `dim` (counted from the end)
     BLOCK      this rank's block of a product whose other blocks no rank has, as of `w @ w.T`
-    OWN        a function that looks across this rank's elements
+    OWN        a function that looks across this rank's elements; of a norm also the square, which has other bits
     WHOLE      a function of parameters that are whole on this rank
     CONSTANT   what has no gradient
 
@@ -134,17 +134,18 @@ def _roots() -> list[Any]:
 def _refuse(value: _Value) -> NoReturn:
     shard = value.leaf.variable
     group = resolve_group(shard.tp_group)
-    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]
+    # without those whose __init__ has failed
+    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module) and "_modules" in vars(held)]
     names = [name for module in modules for name, p in module.named_parameters() if p is shard]
     name = max(names, key=len, default="a parameter")
     raise RuntimeError(
         f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one "
-        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient has "
-        "not the bits of the whole parameter's. Allowed: sums of elementwise functions with a factor that is the same "
-        "at every degree, as 0.1 * p.square().sum() in place of 0.1 * p.norm() ** 2, divided by the number of elements "
-        "of the whole parameter in place of a mean, or by twice the norm of the whole parameter, as a number, in place "
-        "of a norm; operations along dims "
-        "that are whole on each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
+        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient "
+        "would differ from that of the whole parameter. Allowed: sums of elementwise functions with a factor that is "
+        "the same at every degree, as 0.1 * p.square().sum(), also in place of 0.1 * p.norm() ** 2, divided by the "
+        "number of elements of the whole parameter in place of a mean, or by twice the norm of the whole parameter, as "
+        "a number, in place of a norm; operations along dims that are whole on each rank; a DeviceMesh as tp_group, "
+        "with which operations see whole DTensors"
     )
 
 
