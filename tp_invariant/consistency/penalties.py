@@ -19,6 +19,7 @@ nodes, or whose number of new nodes, have not been seen before; with TP_INVARIAN
 from __future__ import annotations
 
 import gc
+import math
 import re
 import sys
 import threading
@@ -45,8 +46,9 @@ IMAGE, BLOCK, OWN, WHOLE, CONSTANT = "image", "block", "own", _Value("whole"), _
 
 # by the names of their nodes in the graph, without "Backward0"
 _ELEMENTWISE = {
-    "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expm1", "Gelu", "LeakyRelu", "Log", "Log1p",
-    "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh", "ToCopy",
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expand", "Expm1", "Gelu", "LeakyRelu",
+    "Log", "Log1P", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh",
+    "ToCopy",
 }  # fmt: skip
 _ADDITIONS, _SCALINGS, _JOINS, _PRODUCTS = {"Add", "Rsub", "Sub"}, {"Div", "Mul"}, {"Cat", "Stack"}, {"Bmm", "Mm"}
 _VIEWS = {"Permute", "ReshapeAlias", "Squeeze", "T", "Transpose", "UnsafeView", "Unsqueeze", "View"}
@@ -187,6 +189,8 @@ def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
     sharded = [value for value in known if value not in (WHOLE, CONSTANT)]
     if len(known) < len(of) or not sharded:
         return WHOLE if len(known) == len(of) else None
+    if own is not None and name in _SCALINGS:
+        return own
     first = sharded[0]
     if name in _PRODUCTS:
         is_block = [(value.kind, value.dim) for value in known] == [(IMAGE, -2), (IMAGE, -1)]
@@ -227,12 +231,11 @@ def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value 
     elif name in ("T", "Transpose"):
         a, b = (_from_end(getattr(node, f"_saved_dim{i}", -i), len(dims)) for i in (0, 1))
         dims[a], dims[b] = dims[b], dims[a]
-    elif len(after) == 1:
-        return value._replace(dim=-1)
-    else:  # the same elements in the same order, with dims of one element put in or left out
-        old, new = ([dim for dim in range(-len(shape), 0) if shape[dim] != 1] for shape in (before, after))
-        same = [before[dim] for dim in old] == [after[dim] for dim in new] and value.dim in old
-        return value._replace(dim=new[old.index(value.dim)]) if same else None
+    else:  # the same elements in the same order: which dim has all of this one, if any
+        size, ahead = before[value.dim], math.prod(before[: value.dim])
+        spans = {d: (math.prod(after[:d]), math.prod(after[:d]) * after[d]) for d in range(-len(after), 0)}
+        found = [d for d, (start, end) in spans.items() if start <= ahead < ahead * size <= end]
+        return value._replace(dim=found[0]) if found else None
     return value._replace(dim=dims.index(value.dim) - len(dims))
 
 
