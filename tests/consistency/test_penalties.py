@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.consistency import penalties
+from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.testing import assert_bitwise_equal
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -317,6 +319,27 @@ def test_a_loss_is_found_from_other_threads():
     loss = (2 * x).sum()
     loss.backward()
     assert loss.grad_fn in found
+
+
+@with_mode_on
+def fully_sharded(tp_group):
+    model = layers(tp_group)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))["dp"])
+    w, found = model[0].weight, []
+    mark_sharded(w, 0, 1, tp_group)
+    for form in (REFUSED["mean"], RIGHT["squares"]):
+        try:
+            (model(torch.ones(3, 6)).sum() + form(w, None, None).full_tensor()).backward()
+            found.append("no error")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_parts_of_parts_by_fully_shard():
+    for wrong, right in run_ranks(fully_sharded, 2):
+        assert "takes mean of a parameter of shape (4, 6)" in wrong
+        assert right == "no error"
 
 
 @with_mode_on

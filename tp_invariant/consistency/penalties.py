@@ -6,7 +6,7 @@ loss, through operations that are known here, to the sharded parameters. A resul
 
     IMAGE      an elementwise function of parts, which is sharded along `dim` (counted from the end)
     BLOCK      this rank's block of a product whose other blocks no rank has, as of `w @ w.T`
-    OWN        a function that looks across this rank's elements; of a norm also the square, which has other bits
+    OWN        a function that looks across this rank's elements; the square of a norm too, which has other bits
     WHOLE      a function of parameters that are whole on this rank
     CONSTANT   what has no gradient
 
@@ -60,7 +60,7 @@ _names = {
     f"{name}Backward{number}": name
     for name in _ELEMENTWISE | _ADDITIONS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _REDUCTIONS
     for number in range(3)
-}
+} | {"_ToTorchTensorBackward": "Clone", "RedistributeBackward": "Clone"}  # of fully_shard's DTensors
 # on which a result depends; no tensors, which torch has freed where a node has run
 _SETTINGS = ("dim", "dim0", "dim1", "dims", "keepdim", "ord", "reduction")
 
@@ -171,10 +171,8 @@ def _value_of(root: Any, values: dict[Any, _Value | None]) -> _Value | None:
 
 def _leaf(node: Any) -> _Value | None:
     leaf = node.variable
-    if type(leaf) not in (Tensor, nn.Parameter):
-        return None  # a DTensor adds over the ranks
     if not getattr(leaf, "tensor_model_parallel", False):
-        return WHOLE
+        return WHOLE if type(leaf) in (Tensor, nn.Parameter) else None  # a DTensor adds over the ranks
     if getattr(leaf, "tp_group", None) is None:
         return None  # nobody has said who has the other parts
     return _Value(IMAGE, _from_end(leaf.partition_dim, leaf.dim()), leaf=node)
