@@ -196,6 +196,19 @@ def test_nothing_of_the_graph_is_held():
         gc.enable()
 
 
+def test_a_loss_is_looked_at_once_whatever_runs_inside_of_its_backward(monkeypatch):
+    penalties.watch()
+    layer, y, looked = tpi.Linear(6, 6), torch.ones(3, 6, requires_grad=True), []
+    monkeypatch.setattr(penalties, "_first_nodes", lambda root: looked.append(root) or [])
+    with tpi.set_tp_invariant_mode(True):
+        for _ in range(3):
+            y = checkpoint(layer, y, use_reentrant=True)
+        loss = y.sum()
+        loss.backward()
+    assert looked.count(loss.grad_fn) == 1
+    assert len(looked) == 4
+
+
 class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -74,6 +74,7 @@ def watch() -> None:
 _ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__
 _backwards: set[int] = set()  # those looked at: several, since a backward may run inside of another one
 _right: set[tuple] = set()  # losses that have been looked at
+_RIGHT = "tp_invariant: looked at"  # of the node of one
 _last_number = 0
 
 
@@ -87,14 +88,16 @@ def _look_once() -> None:
     _backwards.add(task)
     values: dict[Any, _Value | None] = {None: CONSTANT}
     for root in _roots():
+        if _RIGHT in root.metadata:
+            continue  # each backward inside of another one meets the root of that
         new_nodes, _last_number = root._sequence_nr() - _last_number, root._sequence_nr()
         kind = new_nodes, *_first_nodes(root)
-        if kind not in _right or is_call_check_enabled():
-            value = _value_of(root, values)
-            if value is None or value.kind != OWN:
-                _right.add(kind)
-            elif differentiation.is_executed(value.leaf) is not False:
-                _refuse(value)
+        value = _value_of(root, values) if kind not in _right or is_call_check_enabled() else None
+        if value is None or value.kind != OWN:
+            _right.add(kind)
+            root.metadata[_RIGHT] = True
+        elif differentiation.is_executed(value.leaf) is not False:
+            _refuse(value)
 
 
 def _first_nodes(root: Any) -> Iterator[tuple]:
