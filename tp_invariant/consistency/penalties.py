@@ -6,7 +6,7 @@ loss, through operations that are known here, to the sharded parameters. A resul
 
     IMAGE      an elementwise function of parts, which is sharded along `dim` (counted from the end)
     BLOCK      this rank's block of a product whose other blocks no rank has, as of `w @ w.T`
-    OWN        a function that looks across this rank's elements; the power `order` of a norm is a sum
+    OWN        a function that looks across this rank's elements; the square of a norm too, which has other bits
     WHOLE      a function of parameters that are whole on this rank
     CONSTANT   what has no gradient
 
@@ -19,8 +19,10 @@ nodes, or whose number of new nodes, have not been seen before; with TP_INVARIAN
 from __future__ import annotations
 
 import gc
+import math
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -36,7 +38,6 @@ from ..core.mode import is_call_check_enabled
 class _Value(NamedTuple):
     kind: str
     dim: int = 0
-    order: float | None = None
     operation: str = ""
     leaf: Any = None  # the parameter's node
 
@@ -45,8 +46,9 @@ IMAGE, BLOCK, OWN, WHOLE, CONSTANT = "image", "block", "own", _Value("whole"), _
 
 # by the names of their nodes in the graph, without "Backward0"
 _ELEMENTWISE = {
-    "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expm1", "Gelu", "LeakyRelu", "Log", "Log1p",
-    "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh", "ToCopy",
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Clone", "Cosh", "Erf", "Exp", "Expand", "Expm1", "Gelu", "LeakyRelu",
+    "Log", "Log1P", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh",
+    "ToCopy",
 }  # fmt: skip
 _ADDITIONS, _SCALINGS, _JOINS, _PRODUCTS = {"Add", "Rsub", "Sub"}, {"Div", "Mul"}, {"Cat", "Stack"}, {"Bmm", "Mm"}
 _VIEWS = {"Permute", "ReshapeAlias", "Squeeze", "T", "Transpose", "UnsafeView", "Unsqueeze", "View"}
@@ -58,8 +60,9 @@ _names = {
     f"{name}Backward{number}": name
     for name in _ELEMENTWISE | _ADDITIONS | _SCALINGS | _JOINS | _PRODUCTS | _VIEWS | _REDUCTIONS
     for number in range(3)
-}
-_SETTINGS = ("dim", "dim0", "dim1", "dims", "exponent", "keepdim", "ord", "reduction")  # on which a result depends
+} | {"_ToTorchTensorBackward": "Clone", "RedistributeBackward": "Clone"}  # of fully_shard's DTensors
+# on which a result depends; no tensors, which torch has freed where a node has run
+_SETTINGS = ("dim", "dim0", "dim1", "dims", "keepdim", "ord", "reduction")
 
 
 def watch() -> None:
@@ -67,8 +70,11 @@ def watch() -> None:
     differentiation.at_formulas = _look_once
 
 
+# taken now, since others put a function of their own around it later, as torch.compiler does while it traces
+_ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__
 _backwards: set[int] = set()  # those looked at: several, since a backward may run inside of another one
 _right: set[tuple] = set()  # losses that have been looked at
+_RIGHT = "tp_invariant: looked at"  # of the node of one
 _last_number = 0
 
 
@@ -80,15 +86,18 @@ def _look_once() -> None:
         if len(seen) > 256:
             seen.clear()
     _backwards.add(task)
+    values: dict[Any, _Value | None] = {None: CONSTANT}
     for root in _roots():
+        if _RIGHT in root.metadata:
+            continue  # each backward inside of another one meets the root of that
         new_nodes, _last_number = root._sequence_nr() - _last_number, root._sequence_nr()
         kind = new_nodes, *_first_nodes(root)
-        if kind not in _right or is_call_check_enabled():
-            value = _value_of(root)
-            if value is None or value.kind != OWN:
-                _right.add(kind)
-            elif differentiation.is_executed(value.leaf) is not False:
-                _refuse(value)
+        value = _value_of(root, values) if kind not in _right or is_call_check_enabled() else None
+        if value is None or value.kind != OWN:
+            _right.add(kind)
+            root.metadata[_RIGHT] = True
+        elif differentiation.is_executed(value.leaf) is not False:
+            _refuse(value)
 
 
 def _first_nodes(root: Any) -> Iterator[tuple]:
@@ -98,49 +107,54 @@ def _first_nodes(root: Any) -> Iterator[tuple]:
         if not stack:
             break
         node = stack.pop()
-        leaf = getattr(node, "variable", None)
-        sharded = getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
-        yield type(node), *sharded, *(getattr(node, f"_saved_{name}", None) for name in _SETTINGS)
-        if type(node).__name__ in _names:
+        name = type(node).__name__  # and not the type, which may hold all that a compiled graph holds
+        if name == "AccumulateGrad":
+            leaf = node.variable
+            yield name, getattr(leaf, "tensor_model_parallel", False), getattr(leaf, "partition_dim", None)
+        elif name in _names:
+            yield name, *(getattr(node, f"_saved_{setting}", None) for setting in _SETTINGS)
             stack += [below for below, _ in node.next_functions if below is not None]
+        else:
+            yield (name,)
 
 
-def _roots() -> Iterator[Any]:
+def _roots() -> list[Any]:
     """The nodes where the backward that runs has begun, and those inside of which it may run.
 
-    Nothing that torch hands to a node says it. The call of the engine does; for a GPU it waits in another thread.
+    Nothing that torch hands to a node says it. The call of the engine does, which may wait in another thread: for a
+    GPU, and where checkpoints are nested deeply.
     """
-    engine = torch.autograd.graph._engine_run_backward.__code__
-    # none of this call's own frame, which would hold itself, and the graph, until a garbage collection
-    calls = [frame for frame in sys._current_frames().values() if frame.f_code is engine]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is engine:
-            calls.append(frame)
-        frame = frame.f_back
-    for call in calls:
-        outputs = call.f_locals["t_outputs"]
-        yield from filter(None, (y.grad_fn if isinstance(y, Tensor) else y.node for y in outputs))
+    last_calls = sys._current_frames()
+    last_calls[threading.get_ident()] = sys._getframe(1)  # not this one, which would hold itself, and the graph
+    roots = []
+    for last_call in last_calls.values():
+        call: FrameType | None = last_call
+        while call is not None:
+            if call.f_code is _ENGINE_CALL:
+                roots += [y.grad_fn if isinstance(y, Tensor) else y.node for y in call.f_locals["t_outputs"]]
+            call = call.f_back
+    return [root for root in roots if root is not None]
 
 
 def _refuse(value: _Value) -> NoReturn:
     shard = value.leaf.variable
     group = resolve_group(shard.tp_group)
-    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module)]
+    # without those whose __init__ has failed
+    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module) and "_modules" in vars(held)]
     names = [name for module in modules for name, p in module.named_parameters() if p is shard]
     name = max(names, key=len, default="a parameter")
     raise RuntimeError(
         f"on rank {group.rank} the loss takes {value.operation} of {name} of shape {tuple(shard.shape)}, which is one "
-        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient is not "
-        "that of the whole parameter. Allowed: sums of elementwise functions with a factor that is the same at every "
-        "degree, as 0.1 * p.square().sum(), divided by the number of elements of the whole parameter in place of a "
-        "mean, or by twice the norm of the whole parameter, as a number, in place of a norm; operations along dims "
-        "that are whole on each rank; a DeviceMesh as tp_group, with which operations see whole DTensors"
+        f"of {group.size} parts of a parameter that is sharded along dim {shard.partition_dim}: its gradient "
+        "would differ from that of the whole parameter. Allowed: sums of elementwise functions with a factor that is "
+        "the same at every degree, as 0.1 * p.square().sum(), also in place of 0.1 * p.norm() ** 2, divided by the "
+        "number of elements of the whole parameter in place of a mean, or by twice the norm of the whole parameter, as "
+        "a number, in place of a norm; operations along dims that are whole on each rank; a DeviceMesh as tp_group, "
+        "with which operations see whole DTensors"
     )
 
 
-def _value_of(root: Any) -> _Value | None:
-    values: dict[Any, _Value | None] = {None: CONSTANT}
+def _value_of(root: Any, values: dict[Any, _Value | None]) -> _Value | None:
     stack = [root]
     while stack:
         node = stack[-1]
@@ -160,10 +174,8 @@ def _value_of(root: Any) -> _Value | None:
 
 def _leaf(node: Any) -> _Value | None:
     leaf = node.variable
-    if type(leaf) not in (Tensor, nn.Parameter):
-        return None  # a DTensor adds over the ranks
     if not getattr(leaf, "tensor_model_parallel", False):
-        return WHOLE
+        return WHOLE if type(leaf) in (Tensor, nn.Parameter) else None  # a DTensor adds over the ranks
     if getattr(leaf, "tp_group", None) is None:
         return None  # nobody has said who has the other parts
     return _Value(IMAGE, _from_end(leaf.partition_dim, leaf.dim()), leaf=node)
@@ -172,36 +184,34 @@ def _leaf(node: Any) -> _Value | None:
 def _result(name: str, node: Any, of: Sequence[_Value | None]) -> _Value | None:
     """What a node computes, given what its operands are."""
     own = next((value for value in of if value is not None and value.kind == OWN), None)
-    if own is not None and name in _ADDITIONS:
-        return own._replace(order=None)
+    if own is not None and name in _ADDITIONS | _JOINS:
+        return own
     known = [value for value in of if value is not None]
     sharded = [value for value in known if value not in (WHOLE, CONSTANT)]
     if len(known) < len(of) or not sharded:
         return WHOLE if len(known) == len(of) else None
+    if own is not None and name in _SCALINGS:
+        return own
     first = sharded[0]
     if name in _PRODUCTS:
         is_block = [(value.kind, value.dim) for value in known] == [(IMAGE, -2), (IMAGE, -1)]
         return first._replace(kind=BLOCK, operation=_spelt(name)) if is_block else None
-    if any((value.kind, value.dim, value.order) != (first.kind, first.dim, first.order) for value in sharded):
+    if any((value.kind, value.dim) != (first.kind, first.dim) for value in sharded):
         return None
-    if name in _JOINS:
-        return None if CONSTANT in known or first.kind != {"Cat": IMAGE, "Stack": OWN}[name] else first
-    if name in _SCALINGS and first.kind != IMAGE:
-        is_scaled = first.kind == OWN and CONSTANT in known and (name == "Mul" or known[1] == CONSTANT)
-        return first if is_scaled else None
+    if name in _JOINS and (name != "Cat" or first.kind != IMAGE or CONSTANT in known):
+        return None
+    if name in _SCALINGS and first.kind == BLOCK:
+        return None  # by a mask, perhaps, of what is right
     if name in _REDUCTIONS | _VIEWS:
         edge = next(edge for edge in node.next_functions if edge[0] is not None)
         return (_reduction if name in _REDUCTIONS else _view)(name, node, first, _shape(*edge))
-    if first.kind != OWN or name in ("Clone", "Div", "Mul", "Neg", "ToCopy"):
-        return first
-    is_sum = name == "Pow" and getattr(node, "_saved_exponent", None) == first.order
-    return None if is_sum else first._replace(order=None)
+    return first
 
 
 def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Value | None:
     power = float(node._saved_ord) if name == "LinalgVectorNorm" else None
     if value.kind != IMAGE:
-        return value._replace(kind=OWN, order=value.order if power == value.order else None)
+        return value._replace(kind=OWN)
     dims = getattr(node, "_saved_dim", None)
     over = {_from_end(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
     how = ("none", "mean", "sum")[getattr(node, "_saved_reduction", 1)]  # of a loss function
@@ -209,7 +219,7 @@ def _reduction(name: str, node: Any, value: _Value, shape: Sequence[int]) -> _Va
         kept = how == "none" or name in ("LogSoftmax", "Softmax") or getattr(node, "_saved_keepdim", False)
         return value if kept else value._replace(dim=value.dim + sum(dim > value.dim for dim in over))
     is_sum = name == "Sum" or power in (0, 1) or how == "sum"
-    return None if is_sum else value._replace(kind=OWN, dim=0, order=power, operation=_spelt(name))
+    return None if is_sum else value._replace(kind=OWN, dim=0, operation=_spelt(name))
 
 
 def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value | None:
@@ -222,12 +232,11 @@ def _view(name: str, node: Any, value: _Value, before: Sequence[int]) -> _Value 
     elif name in ("T", "Transpose"):
         a, b = (_from_end(getattr(node, f"_saved_dim{i}", -i), len(dims)) for i in (0, 1))
         dims[a], dims[b] = dims[b], dims[a]
-    elif len(after) == 1:
-        return value._replace(dim=-1)
-    else:  # the same elements in the same order, with dims of one element put in or left out
-        old, new = ([dim for dim in range(-len(shape), 0) if shape[dim] != 1] for shape in (before, after))
-        same = [before[dim] for dim in old] == [after[dim] for dim in new] and value.dim in old
-        return value._replace(dim=new[old.index(value.dim)]) if same else None
+    else:  # the same elements in the same order: which dim has all of this one, if any
+        size, ahead = before[value.dim], math.prod(before[: value.dim])
+        spans = {d: (math.prod(after[:d]), math.prod(after[:d]) * after[d]) for d in range(-len(after), 0)}
+        found = [d for d, (start, end) in spans.items() if start <= ahead < ahead * size <= end]
+        return value._replace(dim=found[0]) if found else None
     return value._replace(dim=dims.index(value.dim) - len(dims))
 
 
