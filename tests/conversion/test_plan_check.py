@@ -284,6 +284,42 @@ def test_a_part_is_not_expanded_over_heads():
         run_ranks(a_part_over_heads, 2, mode)
 
 
+class ByItself(nn.Module):
+    """Multiplies by the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.calls = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x) if self.calls else F.linear(x, self.up.weight, self.up.bias)
+        return self.down(y.relu())
+
+
+def products_on_rank(tp_group):
+    said = []
+    for mode, calls in ((True, True), (False, False), (True, False)):
+        torch.manual_seed(0)
+        model = tpi.parallelize(ByItself(), tp_group, {"up": "colwise", "down": "rowwise"})
+        model.calls = calls
+        with tpi.set_tp_invariant_mode(mode):
+            try:
+                model(torch.ones(5, HIDDEN)).sum().backward()
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_product_by_the_weight_of_a_layer_that_is_not_called():
+    """The gradients of the layer's parameters would be sums of torch's."""
+    for called, off, on in run_ranks(products_on_rank, 2):
+        assert called == off == ""
+        for line in ("up.bias: used by AddmmBackward0", "up.weight: used by AddmmBackward0", "Call the layer that"):
+            assert line in on
+
+
 class OwnCollective(nn.Module):
     """Ends a sharded region by torch's own collective instead of a row-parallel layer."""
 
