@@ -467,6 +467,46 @@ def test_verify_names_the_first_module_that_is_off(mode):
     assert [(name, results[0][name]) for name in RIGHT if results[0][name]] == []
 
 
+class OverTokens(nn.Module):
+    """Right values by operators of torch whose order of addition depends on how many features there are."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.up, self.down, self.what = nn.Linear(HIDDEN, 34), nn.Linear(34, HIDDEN), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.what == "mean":
+            y = y - y.mean((0, 1))
+        elif self.what == "softmax":
+            y = y.softmax(1) * y
+        return self.down(y)
+
+
+def bytes_on_rank(tp_group, what, mode, styles):
+    x = testing.wide_randn(2, 37, HIDDEN, generator=torch.Generator().manual_seed(0))
+    plan = dict(zip(("up", "down"), styles, strict=True))
+    torch.manual_seed(0)
+    with tpi.set_tp_invariant_mode(mode):
+        try:
+            tpi.parallelize(OverTokens(what), tp_group, plan, verify=True, example_inputs=x)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ("mean", "softmax"))
+def test_verify_compares_bytes_with_one_rank(what):
+    for text in run_ranks(bytes_on_rank, 2, what, True, ("colwise", "rowwise")):
+        assert text.startswith(
+            "OverTokens has other bytes by this plan than by the same on one rank; nothing was changed."
+        )
+        assert "values are right, but the " + ("output of down" if what == "mean" else "gradient of ") in text
+    assert run_ranks(bytes_on_rank, 2, what, True, ("colwise_gather_output", "rowwise_split_input")) == ["", ""]
+    assert run_ranks(bytes_on_rank, 2, what, False, ("colwise", "rowwise")) == ["", ""]
+    assert run_ranks(bytes_on_rank, 2, "nothing", True, ("colwise", "rowwise")) == ["", ""]
+
+
 def test_verify_at_tp_1():
     assert verified(None, ("fused", "norm right", "whole"), True) == dict.fromkeys(("fused", "norm right", "whole"), "")
 

@@ -241,8 +241,8 @@ def sums_by_torch(
 
     Args:
         names: by the id of a parameter, its name.
-        of_layers: the same of parameters of layers, as a loss may have them in sums of elementwise functions: of these products
-            count alone.
+        of_layers: the same of parameters of layers. A loss may have these in sums of elementwise functions, so that of
+            them products count alone.
     """
     of_layers = of_layers or {}
     all_names, elementwise = {**of_layers, **names}, set(of_layers.values())
@@ -311,8 +311,8 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
         lines = "\n".join(f"  {line}" for line in problems)
         raise ValueError(
             f"{type(model).__name__} has parameters of which a rank has a part, and their gradients would be sums of "
-            f"torch's, whose bits depend on the degree:\n{lines}\nCall the layer that holds the parameter. One that the "
-            "plan names itself may be handed to tpi.attention as sinks, and to nothing else"
+            f"torch's, whose bits depend on the degree:\n{lines}\nCall the layer that holds the parameter. One that "
+            "the plan names itself may be handed to tpi.attention as sinks, and to nothing else"
         )
     return True
 

@@ -274,7 +274,11 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
     if "weight" not in shapes or len(shapes["weight"]) != 1 or set(shapes) - {"weight", "bias"}:
         return None
-    if isinstance(norm, nn.RMSNorm) and norm.eps is None and getattr(norm.forward, "__func__", None) is nn.RMSNorm.forward:
+    if (
+        isinstance(norm, nn.RMSNorm)
+        and norm.eps is None
+        and getattr(norm.forward, "__func__", None) is nn.RMSNorm.forward
+    ):
         return dict(eps=None, normalization="RMSNorm", zero_centered_gamma=False)
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(norm, name, None), float)), None)
     if eps is None:
