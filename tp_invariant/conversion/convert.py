@@ -210,16 +210,21 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
         for name, child in parent._modules.items():
             if child is not None:
                 places.setdefault(id(child), []).append((parent, name))
-    tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the old one too, so that its id is not reused
+    # by the id of an old parameter: it, so that its id is not reused, and the new modules that hold the new one
+    tied: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for name, make in swaps.items():
         old = model.get_submodule(name)
         with ties_are_kept():
             new = make()
         for key, parameter in old.named_parameters(recurse=False):
-            if id(parameter) in tied:
-                setattr(new, key, tied[id(parameter)][1])
-            elif isinstance(made := getattr(new, key, None), nn.Parameter):
-                tied[id(parameter)] = parameter, made
+            if not isinstance(getattr(new, key, None), nn.Parameter):
+                continue
+            _, holders = tied.setdefault(id(parameter), (parameter, []))
+            if holders:
+                setattr(new, key, getattr(*holders[0]))
+                for holder, name_there in holders:  # a module over a mesh makes a DTensor of what it is given
+                    setattr(holder, name_there, getattr(new, key))
+            holders.append((new, key))
         for parent, attribute in places[id(old)]:
             setattr(parent, attribute, new)
 
