@@ -535,6 +535,14 @@ def test_a_plan_for_the_output_layer_only():
     )
 
 
+def test_a_version_that_describes_its_masks_otherwise(monkeypatch):
+    """As transformers 4.57 does; its models ended in an AttributeError of their first forward."""
+    monkeypatch.delattr("transformers.masking_utils.bidirectional_mask_function")
+    assert "no masking_utils.bidirectional_mask_function): install transformers>=5.0" in refusal(
+        hf_models.build("llama")
+    )
+
+
 class Around(nn.Module):
     """Has its model's attributes, as PEFT's models have."""
 
