@@ -273,6 +273,16 @@ def gpt_oss():
     return transformers.GptOssConfig(**sizes, rope_parameters=rope, experts_implementation="eager")
 
 
+@pytest.mark.parametrize("theirs", (None, {"embed_tokens": "embedding_rowwise"}), ids=("none", "the embedding's"))
+def test_gpt_oss_has_a_plan_of_its_layers(theirs):
+    """Versions of transformers differ in what is left of their own."""
+    model = hf_models.build("gpt_oss")
+    model.config.base_model_tp_plan, model._tp_plan = theirs, {"lm_head": "colwise_gather_output"}
+    plan = tpi.plans.own_plan(model)
+    assert plan["model.layers.*.mlp.experts"] == "moe_tp_experts" and "lm_head" in plan
+    assert plan.get("model.embed_tokens") == (theirs or {}).get("embed_tokens")
+
+
 def generated(tp_group, mode):
     """Three times as many tokens as the sliding layers' window has, and the logits of one forward of them all."""
     model = tpi.parallelize(hf_models.build("gpt_oss"), tp_group).eval()

@@ -284,6 +284,42 @@ def test_a_part_is_not_expanded_over_heads():
         run_ranks(a_part_over_heads, 2, mode)
 
 
+class ByItself(nn.Module):
+    """Multiplies by the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.calls = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x) if self.calls else F.linear(x, self.up.weight, self.up.bias)
+        return self.down(y.relu())
+
+
+def products_on_rank(tp_group):
+    said = []
+    for mode, calls in ((True, True), (False, False), (True, False)):
+        torch.manual_seed(0)
+        model = tpi.parallelize(ByItself(), tp_group, {"up": "colwise", "down": "rowwise"})
+        model.calls = calls
+        with tpi.set_tp_invariant_mode(mode):
+            try:
+                model(torch.ones(5, HIDDEN)).sum().backward()
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_product_by_the_weight_of_a_layer_that_is_not_called():
+    """The gradients of the layer's parameters would be sums of torch's."""
+    for called, off, on in run_ranks(products_on_rank, 2):
+        assert called == off == ""
+        for line in ("up.bias: used by AddmmBackward0", "up.weight: used by AddmmBackward0", "Call the layer that"):
+            assert line in on
+
+
 class OwnCollective(nn.Module):
     """Ends a sharded region by torch's own collective instead of a row-parallel layer."""
 
@@ -429,6 +465,46 @@ def test_verify_names_the_first_module_that_is_off(mode):
     assert 'tpi.Part("colwise", sizes=(..))' in results[0]["fused"]
     assert WRONG["gain"] in results[0]["gain"]
     assert [(name, results[0][name]) for name in RIGHT if results[0][name]] == []
+
+
+class OverTokens(nn.Module):
+    """Right values by operators of torch whose order of addition depends on how many features there are."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.up, self.down, self.what = nn.Linear(HIDDEN, 34), nn.Linear(34, HIDDEN), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.what == "mean":
+            y = y - y.mean((0, 1))
+        elif self.what == "softmax":
+            y = y.softmax(1) * y
+        return self.down(y)
+
+
+def bytes_on_rank(tp_group, what, mode, styles):
+    x = testing.wide_randn(2, 37, HIDDEN, generator=torch.Generator().manual_seed(0))
+    plan = dict(zip(("up", "down"), styles, strict=True))
+    torch.manual_seed(0)
+    with tpi.set_tp_invariant_mode(mode):
+        try:
+            tpi.parallelize(OverTokens(what), tp_group, plan, verify=True, example_inputs=x)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ("mean", "softmax"))
+def test_verify_compares_bytes_with_one_rank(what):
+    for text in run_ranks(bytes_on_rank, 2, what, True, ("colwise", "rowwise")):
+        assert text.startswith(
+            "OverTokens has other bytes by this plan than by the same on one rank; nothing was changed."
+        )
+        assert "values are right, but the " + ("output of down" if what == "mean" else "gradient of ") in text
+    assert run_ranks(bytes_on_rank, 2, what, True, ("colwise_gather_output", "rowwise_split_input")) == ["", ""]
+    assert run_ranks(bytes_on_rank, 2, what, False, ("colwise", "rowwise")) == ["", ""]
+    assert run_ranks(bytes_on_rank, 2, "nothing", True, ("colwise", "rowwise")) == ["", ""]
 
 
 def test_verify_at_tp_1():

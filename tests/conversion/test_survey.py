@@ -90,6 +90,34 @@ def refusal(model: nn.Module, *args: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+CHANGED = {
+    "a hook of backward": lambda layer: layer.register_full_backward_pre_hook(lambda module, grads: None),
+    "a hook of a gradient": lambda layer: layer.weight.register_hook(lambda grad: 3 * grad),
+    "a hook of a parameter": lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda parameter: None),
+    "a hook of states": lambda layer: layer.register_state_dict_post_hook(lambda *args: None),
+    "a forward": lambda layer: setattr(layer, "forward", lambda x: 3 * type(layer).forward(layer, x)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("index", (0, 1), ids=("Embedding", "Linear"))
+def test_what_a_module_has_and_its_class_has_not(name, index):
+    """The module in its place would be without it, silently."""
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 8), nn.SiLU())
+    CHANGED[name](model[index])
+    wanted = "has a forward of its own, given to this module" if name == "a forward" else "has hooks, which the module"
+    assert f"\n  {index}: {wanted}" in refusal(model, {"1": "colwise"})
+
+
+def test_a_forward_given_to_an_activation_is_called():
+    model = nn.Sequential(nn.Linear(4, 8), nn.SiLU())
+    model[1].forward = torch.neg
+    parallelize(model, None, {"0": "colwise"})
+    x = torch.randn(3, 4)
+    with tpi.set_tp_invariant_mode(True):
+        assert torch.equal(model(x), -model[0](x))
+
+
 def heads_on_rank(tp_group):
     with pytest.raises(ValueError) as caught:
         parallelize(hf_models.build("llama", num_key_value_heads=1), tp_group)
@@ -505,6 +533,40 @@ def test_a_plan_for_the_output_layer_only():
     assert "brings a tensor-parallel plan for its output layer only (lm_head), none for its layers: give " in refusal(
         model
     )
+
+
+def test_a_version_that_describes_its_masks_otherwise(monkeypatch):
+    """As transformers 4.57 does; its models ended in an AttributeError of their first forward."""
+    monkeypatch.delattr("transformers.masking_utils.bidirectional_mask_function")
+    assert "no masking_utils.bidirectional_mask_function): install transformers>=5.0" in refusal(
+        hf_models.build("llama")
+    )
+
+
+class Around(nn.Module):
+    """Has its model's attributes, as PEFT's models have."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+
+def test_a_plan_of_the_model_inside():
+    text = refusal(Around(hf_models.build("llama")))
+    assert "matches none of its layers (model.layers.*.self_attn.q_proj, " in text
+    assert "whose names begin with inner.model.layers.: parallelize the model that the plan is of, and put" in text
+
+
+def test_a_layer_whose_weight_has_another_shape_than_it_says():
+    """As transformers 5.0 leaves tied output layers when it resizes embeddings; nothing is half done then."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[1].weight = nn.Parameter(torch.zeros(6, 8))
+    wanted = "1: its weight has shape (6, 8), and out_features=4, in_features=8: set them to what it has"
+    assert wanted in refusal(model, {"0": "colwise"})
+    assert type(model[0]) is nn.Linear
 
 
 def test_parameters_that_a_module_holds_itself():

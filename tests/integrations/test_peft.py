@@ -596,6 +596,7 @@ def test_adapters_of_experts_are_refused():
     name = "mlp.experts.gate_up_proj"
     text = refused(ValueError, lambda: register(config_of(target_modules=["q_proj"], target_parameters=[name])))
     assert text.startswith(f"target_parameters=['{name}'] of the LoraConfig on rank 0 is not supported")
+    assert "leave it None. PEFT makes it of target_modules ('all-linear' too) that are experts or a router" in text
 
 
 class Linear4bit(nn.Linear):

@@ -145,6 +145,11 @@ def test_an_rms_norm_with_a_bias(mode):
 # --- other libraries' norms -----------------------------------------------------------------------------------------
 
 
+class OnePlusWeight(nn.RMSNorm):
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1)
+
+
 class Own(nn.Module):
     def __init__(self, compute, size=16) -> None:
         super().__init__()
@@ -174,6 +179,10 @@ UNKNOWN = {
     "squared weight": Own(lambda x, w: w * w * rms(x, 1e-6)),
     "BatchNorm": nn.BatchNorm1d(16),
     "several dims": nn.LayerNorm((4, 4)),
+    "GroupNorm": nn.GroupNorm(1, 16),  # over all dims but the first
+    "GroupNorm of as many features as rows": nn.GroupNorm(1, 3),
+    "over dim 1": Own(lambda x, w: (w * rms(x.transpose(1, -1), 1e-6)).transpose(1, -1)),
+    "of the dtype's eps, with a forward of its own": OnePlusWeight(16),
 }
 
 

@@ -49,6 +49,7 @@ INSIDE = {
 RIGHT = {
     "padding": _padding,
     "selected": _selected,
+    "a product with a number below autograd": torch.special.ndtr,
     "p=0": lambda x: F.dropout(x, 0.0),
     "in evaluation": lambda x: F.dropout(x, 0.5, False),
 }

@@ -84,8 +84,9 @@ def parallelize(
             of by their inner features. It has the ranks of tp_group, or those of several data-parallel replicas, which
             then must call parallelize together and with the same model; see Experts.
         verify: first run copies of the model, with the plan and without, on the same input, forward and backward, and
-            compare outputs and gradients; see plan_check.py. This detects errors that cannot be seen in the modules: a
-            fused projection whose output the model's code splits, or a sum over features that are sharded. While it
+            compare outputs and gradients, with the mode on also their bytes with those of one rank; see plan_check.py.
+            This detects errors that cannot be seen in the modules: a fused projection whose output the model's code
+            splits, a sum over features that are sharded, or one over tokens whose order depends on the degree. While it
             runs, the copies take 12 bytes for each element of each parameter; if they differ, the model is not changed.
         example_inputs: the arguments with which verify calls the model: a tensor, a tuple of arguments, or a dict of
             them, the same on every rank. For a Hugging Face model the default is random token ids.
@@ -96,9 +97,9 @@ def parallelize(
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
             divide, modules of other classes, dropout, an attention implementation that is not invariant, under
             sequence_parallel code between the blocks that mixes tokens (token_flow.py). With verify, also the first
-            module whose output or gradient differs from the unsharded model's, and by how much. Without verify, the
-            first forward that needs gradients names each parameter whose gradient would be incomplete
-            (gradient_flow.py).
+            module whose output or gradient differs from the unsharded model's, and by how much, or has other bytes than
+            on one rank. Without verify, the first forward that needs gradients names each parameter whose gradient
+            would be incomplete (gradient_flow.py).
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
@@ -144,7 +145,12 @@ def parallelize(
         bundled_fn = bundled()  # the check runs in float32, which a user's gemm_fn need not accept
         alike = replace(group, mesh=None)  # plain tensors, which are compared as they are
         by_expert = None if stored_over is None else alike  # not over data: the copies get the same input on each rank
-        check_plan(model, lambda twin: _convert(twin, look(twin, bundled_fn, alike, by_expert)), example_inputs, group)
+
+        def convert(twin: nn.Module, over: Group) -> None:
+            several = over.size > 1
+            _convert(twin, look(twin, bundled_fn, alike if several else over, by_expert if several else None))
+
+        check_plan(model, convert, example_inputs, group)
     if group.mesh is not None:
         check_replaceable(model, group.rank)
     hooks = _convert(model, survey)
@@ -204,16 +210,21 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
         for name, child in parent._modules.items():
             if child is not None:
                 places.setdefault(id(child), []).append((parent, name))
-    tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the old one too, so that its id is not reused
+    # by the id of an old parameter: it, so that its id is not reused, and the new modules that hold the new one
+    tied: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for name, make in swaps.items():
         old = model.get_submodule(name)
         with ties_are_kept():
             new = make()
         for key, parameter in old.named_parameters(recurse=False):
-            if id(parameter) in tied:
-                setattr(new, key, tied[id(parameter)][1])
-            elif isinstance(made := getattr(new, key, None), nn.Parameter):
-                tied[id(parameter)] = parameter, made
+            if not isinstance(getattr(new, key, None), nn.Parameter):
+                continue
+            _, holders = tied.setdefault(id(parameter), (parameter, []))
+            if holders:
+                setattr(new, key, getattr(*holders[0]))
+                for holder, name_there in holders:  # a module over a mesh makes a DTensor of what it is given
+                    setattr(holder, name_there, getattr(new, key))
+            holders.append((new, key))
         for parent, attribute in places[id(old)]:
             setattr(parent, attribute, new)
 

@@ -227,14 +227,25 @@ _SAME_ELEMENTS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0
     "CloneBackward0", "_LocalBackward"}  # fmt: skip
 
 
-def sums_by_torch(outputs: Iterable[Tensor], names: Mapping[int, str]) -> list[str]:
+# Parts of the names of nodes that are products of matrices, or convolutions.
+_PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "BaddbmmBackward", "AddbmmBackward", "MvBackward",
+    "AddmvBackward", "AddrBackward", "DotBackward", "LinearBackward", "ConvolutionBackward")  # fmt: skip
+
+
+def sums_by_torch(
+    outputs: Iterable[Tensor], names: Mapping[int, str], of_layers: Mapping[int, str] | None = None
+) -> list[str]:
     """The parameters whose gradient an operator of torch computes in the graph of `outputs`, one line each.
 
     Such an operator adds over tokens in an order that follows from how many features or heads a rank has.
 
     Args:
         names: by the id of a parameter, its name.
+        of_layers: the same of parameters of layers. A loss may have these in sums of elementwise functions, so that of
+            them products count alone.
     """
+    of_layers = of_layers or {}
+    all_names, elementwise = {**of_layers, **names}, set(of_layers.values())
     carried: dict[Any, str] = {}  # nodes whose output is a parameter's elements, as they are or rounded
     found: dict[str, str] = {}
     seen: set[Any] = set()
@@ -248,13 +259,15 @@ def sums_by_torch(outputs: Iterable[Tensor], names: Mapping[int, str]) -> list[s
                 stack += [(other, False) for other in _inputs(node)]
             continue
         parameter = _parameter_of(node)
-        if parameter is not None and id(parameter) in names:
-            carried[node] = names[id(parameter)]
+        if parameter is not None and id(parameter) in all_names:
+            carried[node] = all_names[id(parameter)]
             continue
         place = getattr(_function_of(node), "__module__", "")
         for name in {carried[other] for other in _inputs(node) if other in carried}:
             if node.name() in _SAME_ELEMENTS:
                 carried[node] = name
+            elif name in elementwise and not node.name().startswith(_PRODUCTS):
+                continue
             elif not place.startswith("tp_invariant.") and _by_rule(node, []) != UNKNOWN:
                 found.setdefault(name, node.name())
     return [f"{name}: used by {node}" for name, node in found.items()]
@@ -292,12 +305,14 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
     if problems := incomplete_gradients(tensors, sharded, names, given):
         lines = "\n".join(f"  {line}" for line in problems)
         raise IncompleteGradient(f"{type(model).__name__} would get wrong gradients:\n{lines}\n{HOW_TO_FIX}")
-    if is_tp_invariant_mode_enabled() and (problems := sums_by_torch(tensors, _names_of_parts(model))):
+    own = _names_of_parts(model)
+    of_layers = {key: name for key, name in names.items() if sharded[key] and key not in own}
+    if is_tp_invariant_mode_enabled() and (problems := sums_by_torch(tensors, own, of_layers)):
         lines = "\n".join(f"  {line}" for line in problems)
         raise ValueError(
             f"{type(model).__name__} has parameters of which a rank has a part, and their gradients would be sums of "
-            f"torch's, whose bits depend on the degree:\n{lines}\nSuch a parameter may be handed to tpi.attention as "
-            "sinks, and to nothing else"
+            f"torch's, whose bits depend on the degree:\n{lines}\nCall the layer that holds the parameter. One that "
+            "the plan names itself may be handed to tpi.attention as sinks, and to nothing else"
         )
     return True
 

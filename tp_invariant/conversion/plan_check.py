@@ -11,7 +11,12 @@ tested: copies of the model run forward and backward on the same random input,
 and the output of each module and the gradient of each parameter and input are compared with those of `exact`. An error
 counts as rounding if it is at most MAX_ERROR_RATIO times that of `plain`, or at most the square root of float32's
 epsilon; with a wrong plan about one digit is right, or none. Backward starts from random gradients of the outputs, so
-that no gradient is zero by symmetry.
+that no gradient is zero by symmetry. With the mode on there is one more copy,
+
+    one      in float32, by the plan, on one rank
+
+of which `ours` must have the bytes: code between the layers may be right, and add in an order that follows from how
+many features a rank has.
 
 While this runs, the copies take 12 bytes for each element of each parameter. The model does not change: no gradient,
 buffer, hook or flag, and no state of a generator. Verify a large model by a small configuration of it.
@@ -34,6 +39,7 @@ from ..comm.collectives import Group
 from ..comm.wire import gather_objects
 from ..core.bits import digest, leaves
 from ..core.layout import shard
+from ..core.mode import is_tp_invariant_mode_enabled
 from ..gemm.scheduler import scheduler
 from ..hugging_face.experts import use_own_code
 from ..layers.linear import Linear
@@ -256,6 +262,20 @@ def _judge(name: str, error: float, plain_error: float) -> list[Mismatch]:
     return [] if error <= limit else [Mismatch(name, error, limit)]
 
 
+def _other_bytes(model: nn.Module, ours: Run, one: Run, group: Group) -> str:
+    """The first of what `ours` has with other bytes than `one`, "" for nothing."""
+    modules = dict(model.named_modules())
+    for name in (n for n in ours.seen if len(ours.seen[n]) == len(one.seen.get(n, ()))):
+        for mine, full in zip(ours.seen[name], one.seen[name], strict=True):
+            want = _expected(modules[name], full, mine.shape, group)
+            if want is not None and want.shape == mine.shape and digest(mine) != digest(want):
+                return f"the output of {name}"
+    for mine, full in zip(ours.outputs, one.outputs, strict=True):
+        if digest(mine) != digest(_part_of(full, mine.shape, group)):
+            return "the model's output"
+    return next((f"the gradient of {n}" for n in one.grads if digest(ours.grads[n]) != digest(one.grads[n])), "")
+
+
 def _percent(wrong: Mismatch) -> str:
     return f"{wrong.name} is off by {wrong.error:.2%} (rounding would be at most {wrong.limit:.2%})"
 
@@ -265,6 +285,13 @@ _OUTPUT_HINT = (
     "Where one linear layer's output is split into pieces (q, k and v, or gate and up), each rank needs its part of "
     'each piece: tpi.Part("colwise", sizes=(..)), or partition_stride=3 for three equal ones. A sum, mean or norm over '
     "features that are sharded, or attention over heads that the model counts itself, is wrong too."
+)
+_BYTES = "values are right, but"
+_BYTES_HINT = (
+    "Operators of torch in the sharded region may add in an order that follows from how many features a rank has: a "
+    "sum, mean, norm, cumulative sum or softmax over tokens, or what multiplies several features of a rank by one "
+    "value; and on a CPU an elementwise function may compute an element by where it lies. Give the layer before it the "
+    "style 'colwise_gather_output' and the one after it 'rowwise_split_input', so that every rank has all features."
 )
 _GRAD_HINT = (
     " Its gradient is a sum, of which each rank has a part, say because it is the same on every rank and is used with "
@@ -319,8 +346,11 @@ def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def difference_by_plan(model: nn.Module, convert: Callable[[nn.Module], Any], example_inputs: Any, group: Group) -> str:
-    """Runs copies of `model`, one of them given to `convert`, and says where that one is wrong; "" if nowhere.
+Convert = Callable[[nn.Module, Group], Any]  # by the plan, in place, for the ranks of a group
+
+
+def difference_by_plan(model: nn.Module, convert: Convert, example_inputs: Any, group: Group) -> str:
+    """Runs copies of `model`, some of them given to `convert`, and says where these are wrong; "" if nowhere.
 
     Raises:
         ValueError: no input to call the model with, a model on the meta device, one that draws random numbers, or one
@@ -348,9 +378,14 @@ def difference_by_plan(model: nn.Module, convert: Callable[[nn.Module], Any], ex
         twin = _copied(model, torch.float32)
         plain = _run(twin, example, torch.float32, exact, alone)
         twin.zero_grad(set_to_none=True)
-        convert(twin)
+        convert(twin, group)
         ours = _run(twin, example, torch.float32, exact, group)
-        return _verdict(twin, ours, plain, exact, group)
+        if (text := _verdict(twin, ours, plain, exact, group)) or group.size == 1 or not is_tp_invariant_mode_enabled():
+            return text
+        on_one = _copied(model, torch.float32)
+        convert(on_one, alone)
+        place = _other_bytes(twin, ours, _run(on_one, example, torch.float32, exact, alone), group)
+        return place and f"{_BYTES} {place} has other bytes. {_BYTES_HINT}"
 
 
 def digest_of_tensors(example_inputs: Any) -> str:
@@ -358,15 +393,19 @@ def digest_of_tensors(example_inputs: Any) -> str:
     return digest([leaf for _, leaf in leaves(example_inputs) if isinstance(leaf, Tensor)])
 
 
-def check_plan(model: nn.Module, convert: Callable[[nn.Module], Any], example_inputs: Any, group: Group) -> None:
+def check_plan(model: nn.Module, convert: Convert, example_inputs: Any, group: Group) -> None:
     """`difference_by_plan`, as an error that is the same on every rank. A collective.
 
     Raises:
-        ValueError: some rank's results differ from the unsharded model's; see `difference_by_plan` for others.
+        ValueError: some rank's results differ from the unsharded model's, or with the mode on in their bytes from those
+            of one rank; see `difference_by_plan` for others.
     """
     mine = run_on_all_ranks(group, "verify=True", lambda: difference_by_plan(model, convert, example_inputs, group))
     verdicts = gather_objects(mine, group)
     wrong = [f"rank {rank} of {group.size}: {text}" for rank, text in enumerate(verdicts) if text]
     if wrong:
-        what = f"{type(model).__name__} computes something else by this plan than unsharded; nothing was changed"
-        raise ValueError(f"{what}.\n{wrong[0]}")
+        bytes_alone = f": {_BYTES}" in wrong[0]
+        does = "has other bytes by this plan than by the same on one rank" if bytes_alone else (
+            "computes something else by this plan than unsharded"
+        )  # fmt: skip
+        raise ValueError(f"{type(model).__name__} {does}; nothing was changed.\n{wrong[0]}")

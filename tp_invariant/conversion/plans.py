@@ -98,7 +98,8 @@ FUSED_GATE_UP = ("Glm4MLP", "GlmMLP", "Phi3MLP")
 _FUSED_STYLES = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 
 
-# Model types whose config had a plan in transformers 5.0, and has none since, with that plan in today's styles.
+# Model types whose config had a plan of its layers in transformers 5.0, and has none since, with that plan in today's
+# styles.
 _LATER_WITHOUT = {
     "gpt_oss": {
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -112,13 +113,15 @@ _LATER_WITHOUT = {
 def own_plan(model: nn.Module) -> dict[str, str]:
     """The plan of a Hugging Face model: its config's for the base model, merged with its class's.
 
-    Of a gpt-oss, whose config has had none since transformers 5.0, the one that it had.
+    Of a gpt-oss, whose config has had none of its layers since transformers 5.0, the one that it had, too.
 
     Raises:
         ValueError: it has none, or one without patterns for its layers (for the output layer only, say).
     """
     config: Any = getattr(model, "config", None)
-    base = getattr(config, "base_model_tp_plan", None) or _LATER_WITHOUT.get(getattr(config, "model_type", ""), {})
+    base = getattr(config, "base_model_tp_plan", None) or {}
+    if not any(pattern.startswith("layers.") for pattern in base):  # none, or one of the embedding alone
+        base = {**_LATER_WITHOUT.get(getattr(config, "model_type", ""), {}), **base}
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and isinstance(getattr(model, prefix, None), nn.Module):
         base = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
@@ -131,6 +134,12 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     modules = dict(model.named_modules())
     lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList))
     if lists and not any(name.startswith(lists) for name in resolve(plan, modules)[0]):
+        if any("layers." in pattern for pattern in plan):
+            raise ValueError(
+                f"{type(model).__name__} brings a tensor-parallel plan that matches none of its layers "
+                f"({', '.join(list(plan)[:3])}, ..), whose names begin with {lists[0]}: parallelize the model that the "
+                "plan is of, and put adapters or a wrapper around it afterwards"
+            )
         raise ValueError(
             f"{type(model).__name__} brings a tensor-parallel plan for its output layer only ({', '.join(plan)}), none "
             f'for its layers: give plan={{"{lists[0]}*.self_attn.q_proj": "colwise", ..}}'

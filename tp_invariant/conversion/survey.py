@@ -343,8 +343,14 @@ class Survey:
         if name in self.swaps and len(self.problems) == before:
             if not name:
                 self._problem(name, "the model itself cannot be swapped in place: wrap it, say in an nn.Sequential")
-            elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            elif _has_hooks(module):
                 self._problem(name, "has hooks, which the module in its place would not have: register them afterwards")
+            elif "forward" in vars(module) and not _is_activation(module):
+                self._problem(
+                    name,
+                    "has a forward of its own, given to this module and not to its class, which the module in its "
+                    "place would not have: give it afterwards, or derive a class",
+                )
 
     def _problem(self, name: str, text: str) -> None:
         self.problems.append(f"{name or type(self.model).__name__}: {text}")
@@ -364,6 +370,12 @@ class Survey:
     # --- one kind of module each
 
     def _linear(self, name: str, linear: nn.Linear, part: Part) -> None:
+        if tuple(linear.weight.shape) != (linear.out_features, linear.in_features):
+            return self._problem(
+                name,
+                f"its weight has shape {tuple(linear.weight.shape)}, and out_features={linear.out_features}, "
+                f"in_features={linear.in_features}: set them to what it has, unless it is sharded already",
+            )
         if part.style == LATENT_STYLE:
             parent = name.rpartition(".")[0]
             beside = (self.parts.get(f"{parent}.{child}") for child, _ in self.modules[parent].named_children())
@@ -583,6 +595,12 @@ class Survey:
 
 
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Of any kind, on the module or on its parameters."""
+    held = any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
+    return held or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 def _is_activation(module: nn.Module) -> bool:

@@ -54,6 +54,13 @@ def config_values(config: Any, name: str) -> frozenset[int]:
 
 def problem_with(config: Any, model: nn.Module) -> str | None:
     """The problem with the attention that a Hugging Face model's config selects, None if there is none."""
+    import transformers.masking_utils
+
+    if not hasattr(transformers.masking_utils, "bidirectional_mask_function"):  # see masks.py
+        return (
+            f"transformers {transformers.__version__} describes the masks of attention otherwise than 5.0 and later "
+            "versions do (it has no masking_utils.bidirectional_mask_function): install transformers>=5.0"
+        )
     asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
     if asked not in SAFE_IMPLEMENTATIONS:
         return (

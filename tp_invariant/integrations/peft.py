@@ -112,9 +112,13 @@ def check_config(config: Any) -> None:
         default = make() if field.default is dataclasses.MISSING else field.default
         value = getattr(config, field.name)
         if field.name not in _SUPPORTED and value != default and (value or default):
+            made = "" if field.name != "target_parameters" else (
+                ". PEFT makes it of target_modules ('all-linear' too) that are experts or a router of transformers: "
+                "name the layers of attention and of shared experts there"
+            )  # fmt: skip
             raise ValueError(
                 f"{field.name}={value!r} of the LoraConfig on rank {rank} is not supported on tensor-parallel layers: "
-                f"leave it {default!r}"
+                f"leave it {default!r}{made}"
             )
     if config.init_lora_weights not in _INITIALISATIONS:
         raise ValueError(

@@ -268,12 +268,17 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     """The ParallelNorm options (eps, normalization, zero_centered_gamma) that compute what `norm` does, else None.
 
     Found by running it, because every Hugging Face model has its own norm class: a float64 copy with random weights
-    gets random rows, which are so small that a wrong eps changes the result visibly.
+    gets random rows, which are so small that a wrong eps changes the result visibly. They have two dims before the last
+    one, because a norm over all dims but the first, or over dim 1, is one over the last dim where there are two.
     """
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
     if "weight" not in shapes or len(shapes["weight"]) != 1 or set(shapes) - {"weight", "bias"}:
         return None
-    if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and norm.eps is None:
+    if (
+        isinstance(norm, nn.RMSNorm)
+        and norm.eps is None
+        and getattr(norm.forward, "__func__", None) is nn.RMSNorm.forward
+    ):
         return dict(eps=None, normalization="RMSNorm", zero_centered_gamma=False)
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(norm, name, None), float)), None)
     if eps is None:
@@ -284,7 +289,7 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     arguments = inspect.signature(norm.forward).parameters.values()
     if sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments) > 1:
         return None  # a gate, say, which it may do without
-    x = torch.randn(4, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
+    x = torch.randn(2, 3, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
     for name in shapes:
         twin.get_parameter(name).copy_(torch.randn(size, generator=generator, dtype=torch.float64))
     try:

@@ -54,7 +54,7 @@ def _draws_a_mask(node: Any) -> bool:
 
 
 def _multiplies_by_mask(node: Any, is_factor: Callable[[float, float, int], bool]) -> bool:
-    if not node.name().startswith("MulBackward"):
+    if node.name() != "MulBackward0":  # MulBackward1 is a product with a number, as in torch.special.ndtr
         return False
     try:
         factors = node._saved_self, node._saved_other
