@@ -87,7 +87,8 @@ def parallelize(
             compare outputs and gradients, with the mode on also their bytes with those of one rank; see plan_check.py.
             This detects errors that cannot be seen in the modules: a fused projection whose output the model's code
             splits, a sum over features that are sharded, or one over tokens whose order depends on the degree. While it
-            runs, the copies take 12 bytes for each element of each parameter; if they differ, the model is not changed.
+            runs, the copies and their gradients take some 50 bytes for each element of each parameter on each rank; if
+            they differ, the model is not changed.
         example_inputs: the arguments with which verify calls the model: a tensor, a tuple of arguments, or a dict of
             them, the same on every rank. For a Hugging Face model the default is random token ids.
         gemm_fn: for all linear layers, as for Linear (attention has its own kernel).

@@ -18,8 +18,9 @@ that no gradient is zero by symmetry. With the mode on there is one more copy,
 of which `ours` must have the bytes: code between the layers may be right, and add in an order that follows from how
 many features a rank has.
 
-While this runs, the copies take 12 bytes for each element of each parameter. The model does not change: no gradient,
-buffer, hook or flag, and no state of a generator. Verify a large model by a small configuration of it.
+While this runs, the copies and their gradients take some 50 bytes for each element of each parameter, on each rank.
+The model does not change: no gradient, buffer, hook or flag, and no state of a generator. Verify a large model by a
+small configuration of it.
 """
 
 from __future__ import annotations
