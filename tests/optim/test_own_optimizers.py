@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from meshes import mesh_or_group
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim.optimizer import Optimizer
 
 import tp_invariant as tpi
@@ -218,3 +219,32 @@ def test_a_rate_that_is_none():
         (expected,) = run_ranks(without_a_rate, 1)
         for found in run_ranks(without_a_rate, 2):
             testing.assert_bitwise_equal(found, expected)
+
+
+def step_alone(optimizer, parameter):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped_in_backward(tp_group, kind, way, mode=True):
+    model, x = layers(mesh_or_group(tp_group, kind)), torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    if way == "torch's":
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1e-2})
+    else:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(functools.partial(step_alone, torch.optim.SGD([p], lr=1e-2)))
+    with tpi.set_tp_invariant_mode(mode):
+        for _ in range(3):
+            model(x).square().sum().backward()
+    return testing.full_parameters(model)
+
+
+@pytest.mark.parametrize("way", ["torch's", "hooks"])
+def test_optimizers_that_step_in_backward(way):
+    (expected,) = run_ranks(stepped_in_backward, 1, "group", way)
+    assert testing.digest(expected) != testing.digest(testing.full_parameters(layers(None)))
+    for kind in ("group", "mesh"):
+        for found in run_ranks(stepped_in_backward, 2, kind, way):
+            testing.assert_bitwise_equal(found, expected)
+        off = run_ranks(stepped_in_backward, 2, kind, way, False)[0]
+        assert testing.digest(off) != testing.digest(expected)

@@ -313,9 +313,7 @@ class _SequenceHooks:
 
     def _whole(self, states: tuple) -> tuple:
         return tuple(
-            self._gathered(x)
-            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens
-            else x
+            self._gathered(x) if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens else x
             for x in states
         )
 
