@@ -171,9 +171,15 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
   cuts what has more than 32768 elements once more, between its threads.
 - `ATEN_CPU_CAPABILITY=default` in the environment of every rank makes torch round each operation by itself everywhere:
   for-loop and foreach then hold at every cut in 16 bits too, more slowly. It is another reference, with other bits.
-- **The first step finds out.** With the mode on, an optimizer of torch's whose shards have other numbers of elements
-  than multiples of {aligned} is tried, with its own options, on a small parameter and on parts of it, in about
-  20 ms: where a part differs, the step is an error. Another package's optimizer is not tried, nor are several threads.
+- **The first step finds out.** With the mode on, an optimizer whose shards have other numbers of elements than
+  multiples of {aligned} is tried, with its own options, on a small parameter and on parts of it, in about 20 ms:
+  where a part differs, the step is an error. Several threads are not tried.
+- **So it does for what computes with several elements of a parameter.** With the mode on, every optimizer of plain
+  shards, yours and other packages' too, is tried in the same way, in about 20 ms for each kind of shard: one that takes
+  norms (LAMB, LARS), keeps statistics of blocks (8-bit states), multiplies matrices (Shampoo, SOAP) or draws random
+  numbers is refused before it changes anything. One that cannot be tried alone, such as an optimizer around another, is
+  named by a warning in the log. `takes_shards = True` of an optimizer says that it knows of shards, or that where the
+  shards are cut it is right.
 - **Optimizers that need whole parameters are refused on plain shards**, by name, before they change anything: Muon,
   Adafactor, LBFGS, Shampoo, SOAP, LAMB and LARS. On DTensors torch's Muon and LBFGS have right values, and bits that
   depend on the degree; torch's Adafactor and the fused form of SGD raise.
@@ -188,7 +194,7 @@ wherever the parameter that holds it is cut. Of torch's optimizers, on a CPU:
   by `parameter.tp_group = None`. Clipping that begins to scale later is seen with `TP_INVARIANT_CHECK=1` alone. Use
   `tp_invariant.clip_grad_norm_`, which has the same bits at every degree on both.
 - **An optimizer of your own** that is named like one that is refused, such as a Muon which knows of shards, is taken
-  if it has the attribute `takes_shards = True`.
+  if it has the attribute `takes_shards = True`, and is not tried.
 
 On a GPU (an H200, torch 2.11) every entry holds at every cut but one: Adam with weight decay and `fused=True`, in
 float32, where 21 of 48 cuts differed; AdamW's fused form holds. At multiples of {aligned} elements all hold.

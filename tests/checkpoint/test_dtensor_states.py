@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core import dtensors, pieces, random_fills
+from tp_invariant.core.dtensors import local_of
 from tp_invariant.optim import step_checks
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -180,6 +181,27 @@ def dtensors_given(tp_group):
 
 def test_dtensors_in_place_of_full_tensors():
     run_ranks(dtensors_given, 2)
+
+
+def full_tensors_assigned(tp_group):
+    """After a forward, when equal parts are no longer looked for."""
+    model, _ = make(mesh_or_group(tp_group, "mesh"))
+    before, full = tpi.full_state_dict(model), tpi.full_state_dict(make(None, seed=1)[0])
+    full["embed.weight"] = full["head.weight"] = torch.ones(32, 16)  # with its padding
+    sharded = [name for name, p in model.named_parameters() if local_of(p).shape != p.shape]
+    text = refused(RuntimeError, lambda: model.load_state_dict(full, assign=True))
+    assert len(sharded) == 4 and all(f'named "{name}"' in text for name in sharded)
+    assert "load whole weights by tp_invariant.load_full_state_dict" in text
+    with pytest.raises(ValueError, match=r"weight of Linear is given a plain tensor of shape \(16, 32\) on rank"):
+        model.fc2.weight = nn.Parameter(torch.ones(16, 32))
+    after = tpi.full_state_dict(model)
+    testing.assert_bitwise_equal({name: after[name] for name in sharded}, {name: before[name] for name in sharded})
+    model.fc2.weight = nn.Parameter(torch.ones(16, 16))  # this rank's part
+    assert model.fc2.weight.shape == (16, 32)
+
+
+def test_full_tensors_that_are_assigned():
+    run_ranks(full_tensors_assigned, 2)
 
 
 # --- torch's own ------------------------------------------------------------------------------------------------------

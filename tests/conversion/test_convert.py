@@ -225,6 +225,30 @@ def test_hidden_states_of_each_layer_are_whole():
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def retained_on_rank(tp_group, sequence_parallel, mode=True):
+    """Gradients of hidden states; the loss uses one of them itself, and backward runs twice."""
+    model = parallelize(hf_models.build("qwen3"), tp_group, sequence_parallel=sequence_parallel)
+    with tpi.set_tp_invariant_mode(mode):
+        output = model(**hf_models.batch(), output_hidden_states=True, use_cache=False)
+        for x in output.hidden_states:
+            x.retain_grad()
+        loss, found = output.loss + output.hidden_states[1].square().sum(), []
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            found.append([x.grad.clone() for x in output.hidden_states])
+    return found
+
+
+def test_gradients_of_hidden_states_that_are_retained():
+    (expected,) = run_ranks(retained_on_rank, 1, False)
+    for sequence_parallel in (False, True):
+        for got in run_ranks(retained_on_rank, 2, sequence_parallel):
+            assert_bitwise_equal(got, expected)
+    assert testing.digest(run_ranks(retained_on_rank, 2, True, False)[0]) != testing.digest(expected)
+    for once, twice in zip(*expected, strict=True):
+        assert_bitwise_equal(once + once, twice)
+
+
 def attention_weights_on_rank(tp_group, implementation, mode):
     model = hf_models.build("qwen3")
     model.set_attn_implementation(implementation)

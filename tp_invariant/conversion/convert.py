@@ -19,6 +19,7 @@ row-parallel layers scatter. Positions, masks and logits have the full sequence.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -324,11 +325,26 @@ class _SequenceHooks:
 
     def _whole(self, states: tuple) -> tuple:
         return tuple(
-            gather_sequence(x, self.group, SEQUENCE_DIM)
-            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens
-            else x
+            self._gathered(x) if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens else x
             for x in states
         )
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """All tokens of `x`. They lie beside the model's path, so `retain_grad` is served by the gradient of `x`."""
+        whole = gather_sequence(x, self.group, SEQUENCE_DIM)
+        if self.group.size > 1 and whole.requires_grad and not torch.compiler.is_compiling():
+            reference, before = weakref.ref(whole), None
+
+            def fill(grad: Tensor) -> None:
+                nonlocal before
+                asked = reference()
+                if asked is not None and asked.retains_grad:
+                    full = gather_sequence(grad.detach(), self.group, SEQUENCE_DIM)
+                    # what is there now, of a use of `asked` itself, is in the gradient of `x` already
+                    asked.grad = before = full if before is None or asked.grad is None else before + full
+
+            x.register_hook(fill)
+        return whole
 
 
 def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -12,8 +12,8 @@ a whole value with a part, because their backward completes the gradient. So the
 
 The rule applies to every parameter and activation, in any module. It needs no arithmetic and no collective, only a walk
 over the nodes of one forward. What autograd's graph does not show counts as unknown and is never an error: a compiled
-or captured part of the model, a part under a reentrant checkpoint, results of torch's own collectives, and parameters
-that replace the model's own (FSDP's).
+or captured part of the model (with backend="eager" it shows this library's operators alone), a part under a reentrant
+checkpoint, results of torch's own collectives, and parameters that replace the model's own (FSDP's).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _by_rule(node: Any, states: list[str]) -> str | None:
     place = getattr(function, "__module__", "")
     unknown = (
         place.startswith("torch.distributed.")  # also what FSDP puts around a module's inputs, several through one node
-        or place in ("tp_invariant.graphs.capture", "tp_invariant.graphs.graphed_call")
+        or place in ("tp_invariant.graphs.capture", "tp_invariant.graphs.graphed_call", "tp_invariant.core.compiled")
         or type(node).__name__ in _OPAQUE
         or any(name in node.name() for name in _COLLECTIVES)
         or getattr(function, "sums_over_ranks", False)

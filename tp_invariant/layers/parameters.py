@@ -320,6 +320,14 @@ class ShardedModule(KeepsAttributes):
                     f"{spec.group.rank} {where} {spec.group.mesh}: it must be placed as ({wanted!r},) over this mesh"
                 )
             return cast(nn.Parameter, param)
+        old = self._parameters.get(name)
+        if old is not None and is_dtensor(old) and param.shape == old.shape != local_of(old).shape:
+            raise ValueError(
+                f"{name} of {type(self).__name__} is given a plain tensor of shape {tuple(param.shape)} on rank "
+                f"{spec.group.rank}, which is that of the whole parameter, and would be taken for this rank's part, of "
+                f"shape {tuple(local_of(old).shape)}: load whole weights by tp_invariant.load_full_state_dict, or "
+                "give a DTensor"
+            )
         placed = nn.Parameter(spec.placed(param), param.requires_grad)
         _set_attributes(placed, _attributes(param))
         return placed

@@ -1,21 +1,29 @@
-"""Before the first step of an optimizer of torch's: would it step an element otherwise where its parameter is cut?
+"""Before the first step of an optimizer: would it step an element otherwise where its parameter is cut?
 
 torch computes whole vectors by one code and what is left over by another, and for some optimizers, implementations and
 dtypes the two round differently (docs/optimizers.md). Of a shard other elements are left over than of the whole
 parameter, so that trained weights would depend on the degree. Which optimizers do so is not listed here: the optimizer
 is tried, with its own options, on a small parameter and on parts of it. Where no shard ends inside of a vector nothing
 is left over, and nothing is tried.
+
+One that steps plain shards is tried for something coarser, too: does it step an element by others of its parameter (a
+norm of it, statistics of blocks, a product of matrices), or by random numbers? The parts of that trial leave nothing
+over.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.bits import raw_bytes
 from ..core.dtensors import is_dtensor, local_of
@@ -23,20 +31,31 @@ from ..layers.parameters import is_sharded
 
 ALIGNED = 64  # elements: two of the widest vectors, of 16-bit elements
 _SIZE, _STEPS, _TRIALS = 960, 4, 3
-_ALONG_VECTORS = slice(64, 512)
+_ALONG_VECTORS = slice(37, 485)  # a multiple of ALIGNED, and not where blocks begin
 _CUTS = (slice(0, 1), slice(0, 31), slice(3, 500), slice(77, 930), slice(450, 477), slice(901, 960))
+
+# By the number of dims: a shape, and a part along each dim. All are multiples of ALIGNED elements, and no part begins
+# where a block of 8 elements or more does; they are larger than what 8-bit optimizers leave in 32 bits.
+_PARTS: dict[int, tuple[tuple[int, ...], tuple[slice, ...]]] = {
+    1: ((12800,), (slice(2101, 8501),)),
+    2: ((128, 100), (slice(33, 97), slice(37, 87))),
+    3: ((16, 12, 100), (slice(3, 11), slice(3, 7), slice(37, 87))),
+}
+_STEPS_OF_PARTS = 12  # some compute a preconditioner every ten steps
+_RATE = 1e-2  # a schedule may begin with a rate that no 16-bit parameter shows
+
+_log = logging.getLogger("tp_invariant")
 
 
 def check_cuts(optimizer: Optimizer) -> None:
-    """Raises: ValueError: the optimizer is torch's, and steps an element of a shard otherwise than of the whole."""
-    kind = type(optimizer)
-    if vars(torch.optim).get(kind.__name__) is not kind:
+    """Raises: ValueError: the optimizer steps an element of a shard otherwise than of the whole parameter."""
+    if getattr(optimizer, "takes_shards", False):
         return
+    kind: Any = type(optimizer)
     for group in optimizer.param_groups:
         cut = {(p.dtype, p.device): p for p in reversed(group["params"]) if _ends_in_a_vector(p) and p.requires_grad}
-        named = [name for name in inspect.signature(kind).parameters if name in group and name != "params"]
+        told = _options(kind, group)
         for (dtype, device), p in cut.items():
-            told = tuple((name, _hashable(group[name])) for name in named)
             if _sees_cuts(kind, told, dtype, device):
                 chosen = ", ".join(f"{name}=True" for name in ("fused", "foreach") if dict(told).get(name))
                 raise ValueError(
@@ -46,6 +65,38 @@ def check_cuts(optimizer: Optimizer) -> None:
                     f"of {ALIGNED} elements, or step float32 parameters (master weights of 16-bit ones) with "
                     "fused=False, or set ATEN_CPU_CAPABILITY=default in the environment of all ranks, at every degree"
                 )
+
+
+def shard_that_is_no_part(optimizer: Optimizer) -> tuple[Tensor, int] | None:
+    """A plain shard, and its sharded dim, along which a part is stepped otherwise than in the whole; None if none is.
+
+    What cannot be tried alone is left to the user, with a warning in the log: an optimizer around another, say.
+    """
+    if getattr(optimizer, "takes_shards", False):
+        return None
+    kind: Any = type(optimizer)
+    for group in optimizer.param_groups:
+        shards: dict[tuple, Tensor] = {}
+        for p in group["params"]:
+            if (
+                is_sharded(p)
+                and p.requires_grad
+                and p.dim() in _PARTS
+                and 0 <= getattr(p, "partition_dim", -1) < p.dim()
+            ):
+                shards.setdefault((p.dim(), p.partition_dim, p.dtype, p.device), p)
+        told = tuple((name, _RATE if name == "lr" and value else value) for name, value in _options(kind, group))
+        for (dims, dim, dtype, device), p in shards.items():
+            if _sees_others(kind, told, dims, dim, dtype, device):
+                return p, dim
+    return None
+
+
+def _options(kind: type[Optimizer], group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What the class is told to make an optimizer of a group's options, as far as they are its arguments."""
+    named = [name for name in inspect.signature(kind).parameters if name in group and name != "params"]
+    told = ((name, _hashable(group[name])) for name in named)
+    return tuple((name, value) for name, value in told if isinstance(value, Hashable))
 
 
 def _hashable(option: Any) -> Any:
@@ -62,31 +113,18 @@ def _ends_in_a_vector(p: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _sees_cuts(kind: Any, options: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: torch.device) -> bool:
-    step = inspect.unwrap(kind.step)  # without the hooks of all optimizers, which are for a user's
-
-    def stepped(whole: Tensor, grads: list[Tensor], cut: slice) -> Tensor:
-        parameter = nn.Parameter(whole[cut].clone())
-        made = kind([parameter], **dict(options))
-        for grad in grads:
-            parameter.grad = grad[cut].clone()
-            step(made)
-        return raw_bytes(parameter.detach())
-
     generator = torch.Generator().manual_seed(0)
-
-    def drawn(count: int, least: int) -> Tensor:
-        """Of many magnitudes, so that a step's last bit shows in some elements whatever the learning rate."""
-        scales = torch.exp2(torch.randint(least, 3, (count, _SIZE), generator=generator).float())
-        return (torch.randn(count, _SIZE, generator=generator) * scales).to(device, dtype)
-
     for _ in range(_TRIALS):
-        (whole,), grads = drawn(1, -16), list(drawn(_STEPS, -4))
+        (whole,), grads = (
+            _drawn(n, (_SIZE,), least, generator).to(device, dtype) for n, least in ((1, -16), (_STEPS, -4))
+        )
         try:
-            with torch.no_grad():
-                expected = stepped(whole, grads, slice(None)).view(_SIZE, -1)
+            with _trial(device):
+                expected = _stepped(kind, options, whole, grads)
 
                 def alike(cut: slice) -> bool:
-                    return torch.equal(stepped(whole, grads, cut).view(-1), expected[cut].view(-1))  # noqa: B023
+                    stepped = _stepped(kind, options, whole[cut], grads[:, cut])  # noqa: B023
+                    return torch.equal(raw_bytes(stepped), raw_bytes(expected[cut]))  # noqa: B023
 
                 if not alike(_ALONG_VECTORS):  # it computes with whole parameters, see step_checks.py
                     return False
@@ -95,3 +133,80 @@ def _sees_cuts(kind: Any, options: tuple[tuple[str, Any], ...], dtype: torch.dty
         except Exception:  # options that go with other parameters, or an implementation that this device has not
             return False
     return False
+
+
+@functools.lru_cache(maxsize=64)
+def _sees_others(
+    kind: Any, options: tuple[tuple[str, Any], ...], dims: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    shape, parts = _PARTS[dims]
+    generator = torch.Generator().manual_seed(0)
+    (whole,), grads = (_drawn(n, shape, -4, generator).to(device, dtype) for n in (1, _STEPS_OF_PARTS))
+    size = parts[dim].stop - parts[dim].start
+    try:
+        with _trial(device):
+            _seed(device)
+            expected = _stepped(kind, options, whole, grads).narrow(dim, parts[dim].start, size)
+            _seed(device)
+            part, of_part = (x.narrow(dim - dims, parts[dim].start, size) for x in (whole, grads))
+            return not torch.equal(raw_bytes(_stepped(kind, options, part, of_part)), raw_bytes(expected))
+    except Exception as error:
+        _warn(kind, str(error))
+        return False
+
+
+_warned: set[type] = set()
+
+
+def _warn(kind: type, why: str) -> None:
+    if kind in _warned or kind.__module__.partition(".")[0] == "torch":  # torch's own are known, or around others
+        return
+    _warned.add(kind)
+    _log.warning(
+        "%s steps parameters of which this rank has a part, and could not be tried on a small parameter and a part of "
+        "it (%s). If it computes with several elements of a parameter (a norm, a block's statistics), what it trains "
+        "depends on the degree. Set takes_shards = True of it if it does not, or if it knows of shards",
+        kind.__name__,
+        why,
+    )
+
+
+def _stepped(
+    kind: Any, options: tuple[tuple[str, Any], ...], start: Tensor, grads: Sequence[Tensor] | Tensor
+) -> Tensor:
+    step = inspect.unwrap(kind.step)  # without the hooks of all optimizers, which are for a user's
+    parameter = nn.Parameter(start.clone(memory_format=torch.contiguous_format))
+    made = kind([parameter], **dict(options))
+    for grad in grads:
+        parameter.grad = grad.clone(memory_format=torch.contiguous_format)
+        step(made)
+    return parameter.detach()
+
+
+def _drawn(count: int, shape: tuple[int, ...], least: int, generator: torch.Generator) -> Tensor:
+    """Of many magnitudes, so that a step's last bit shows in some elements whatever the learning rate."""
+    scales = torch.exp2(torch.randint(least, 3, (count, *shape), generator=generator).float())
+    return torch.randn(count, *shape, generator=generator) * scales
+
+
+def _seed(device: torch.device) -> None:
+    """torch.manual_seed would seed the generators of all devices, also those that `_trial` does not restore."""
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(0)
+
+
+@contextmanager
+def _trial(device: torch.device) -> Iterator[None]:
+    """The state of random generators is restored at its end."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), _Alone():
+        yield
+
+
+class _Alone(TorchDispatchMode):
+    """Inside, what communicates is an error: another rank may not try the same."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"it communicates by {func}")
+        return func(*args, **(kwargs or {}))

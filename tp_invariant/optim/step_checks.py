@@ -36,7 +36,7 @@ from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..layers.grad_norm import ClipCall
 from ..layers.parameters import carried_group, is_sharded
 from ..layers.saved_shards import remember
-from .cuts import check_cuts
+from .cuts import check_cuts, shard_that_is_no_part
 
 # by the name of the class or of one that it derives from: other libraries have optimizers of these names, too
 _NEED_WHOLE = {
@@ -66,7 +66,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if is_call_check_enabled():
         if is_tp_invariant_mode_enabled() and not _is_idle(optimizer):
-            check_cuts(optimizer)
+            _try(optimizer)
         _compare_all(optimizer)
     elif is_tp_invariant_mode_enabled():
         _compare_replicated(optimizer)
@@ -106,9 +106,25 @@ def _remember_state(optimizer: Optimizer, _: Any) -> None:
                     remember(value, group)
 
 
+def _try(optimizer: Optimizer) -> None:
+    """Raises: TypeError, ValueError: on small parameters and parts of them the optimizer gives other elements."""
+    if (found := shard_that_is_no_part(optimizer)) is not None:
+        shard, dim = found
+        raise TypeError(
+            f"{type(optimizer).__name__} of {_named(shard)}: of a part along dim {dim} it makes other elements than of "
+            "the whole parameter, as a trial with small ones has shown. It computes with several elements of a "
+            "parameter (a norm, a block's statistics, a matrix), or with random numbers, so that what it trains would "
+            "depend on the degree. Use AdamW, SGD or another elementwise one, or tp_invariant.optim.Muon; or make the "
+            "layers with tp_group as a DeviceMesh, where torch's operations on parameters are right in value. An "
+            "optimizer that knows of shards says so by an attribute, takes_shards = True"
+        )
+    check_cuts(optimizer)
+
+
 def _is_idle(optimizer: Optimizer) -> bool:
     """Whether every learning rate is 0: get_optimizer_state_dict steps so to make the state, perhaps on one rank."""
-    return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+    rates = [group.get("lr") for group in optimizer.param_groups]  # None where an optimizer has a schedule of its own
+    return all(rate is not None and float(rate) == 0 for rate in rates)
 
 
 def _compare_all(optimizer: Optimizer) -> None:
@@ -138,7 +154,7 @@ def _compare_replicated(optimizer: Optimizer) -> None:
     if len(settled) == len(parameters) and all(map(is_, settled, parameters)):
         return
     if not _is_idle(optimizer):
-        check_cuts(optimizer)
+        _try(optimizer)
     over = maximal_groups([group for p in parameters if (group := carried_group(p)) is not None])
     others = over[0] if len(over) == 1 else None  # of parameters that say nothing
     done: set[Group] = optimizer.__dict__.setdefault(_COMPARED, set())
