@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.optim import cuts
 
 run_ranks = functools.partial(testing.run_ranks, device="cpu")
@@ -192,6 +193,35 @@ def test_torchs_elementwise_optimizers_pass_the_trial(dtype):
             for dim in range(2):
                 kind, told = getattr(torch.optim, name), tuple(options.items())
                 assert not cuts._sees_others(kind, told, 2, dim, dtype, torch.device("cpu")), (name, form)
+
+
+def seen(optimizer) -> bool:
+    (shard,) = optimizer.param_groups[0]["params"]
+    mark_sharded(shard, 1, 1)
+    return cuts.shard_that_is_no_part(optimizer) is not None
+
+
+def parameter(*shape):
+    return [nn.Parameter(torch.ones(*shape))]
+
+
+def test_the_trial_lets_a_step_be_compiled():
+    compiled = []
+
+    @torch.compile(fullgraph=True, backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    def change(grad):
+        return grad.clamp(-1, 1)
+
+    class Compiled(Own):
+        def change(self, p, grad):
+            return change(grad)
+
+    optimizer = Compiled(parameter(4, 6))
+    assert not seen(optimizer) and not compiled
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones(4, 6)
+    optimizer.step()
+    assert len(compiled) == 1
 
 
 def test_the_trial_leaves_random_numbers_as_they_are():

@@ -198,8 +198,12 @@ def _seed(device: torch.device) -> None:
 
 @contextmanager
 def _trial(device: torch.device) -> Iterator[None]:
-    """The state of random generators is restored at its end."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), _Alone():
+    """The state of random generators is restored at its end.
+
+    What the optimizer has compiled runs uncompiled: torch would never compile again what it met in a dispatch mode.
+    """
+    eager, drawing = torch.compiler.set_stance("force_eager"), [device] if device.type == "cuda" else []
+    with eager, torch.random.fork_rng(drawing), torch.no_grad(), _Alone():
         yield
 
 
