@@ -75,7 +75,31 @@ class Noisy(Own):
         return grad + 0.1 * torch.randn_like(p)
 
 
-SEES_OTHERS = (OfNorms, OfBlocks, OfMatrices, OfRows, Noisy)
+class OfDistance(Own):
+    """As Prodigy: a rate that grows with how far all elements have come along their gradients."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, lr)
+        self.rate, self.start = 1e-6, {}
+
+    def change(self, p, grad):
+        start = self.start.setdefault(p, p.detach().clone())
+        self.rate = max(self.rate, float((grad * (start - p)).sum() / grad.abs().sum()))
+        return self.rate * grad.sign()
+
+
+class OfOptions(Own):
+    """What it does is said by arguments of a class that it derives from, or by its own attributes."""
+
+    def __init__(self, params, by_rows=False, **others):
+        super().__init__(params, **others)
+        self.by_rows = by_rows
+
+    def change(self, p, grad):
+        return OfRows.change(self, p, grad) if self.by_rows else grad
+
+
+SEES_OTHERS = (OfDistance, OfNorms, OfBlocks, OfMatrices, OfRows, Noisy)
 
 
 def layers(tp):
@@ -203,6 +227,40 @@ def seen(optimizer) -> bool:
 
 def parameter(*shape):
     return [nn.Parameter(torch.ones(*shape))]
+
+
+def test_options_in_attributes_are_tried():
+    assert seen(OfOptions(parameter(4, 6), by_rows=True))
+    assert not seen(OfOptions(parameter(4, 6), by_rows=False))
+
+
+def test_options_of_classes_that_it_derives_from_are_tried():
+    class Named(torch.optim.SGD):
+        def __init__(self, params, **others):
+            super().__init__(params, **others)
+
+    told = dict(lr=0.1, momentum=0.9)
+    marked = Named(parameter(5, 7), **told)
+    mark_sharded(marked.param_groups[0]["params"][0], 1, 1)
+    cuts.check_cuts(marked)
+    marked.param_groups[0]["fused"] = True
+    with pytest.raises(ValueError, match=r"Named\(fused=True\) steps an element"):
+        cuts.check_cuts(marked)
+
+
+def test_optimizers_that_must_be_told_to_train_are_tried():
+    class ScheduleFree(OfRows):
+        training = False
+
+        def train(self):
+            self.training = True
+
+        def change(self, p, grad):
+            if not self.training:
+                raise RuntimeError("not in train mode")
+            return super().change(p, grad)
+
+    assert seen(ScheduleFree(parameter(4, 6)))
 
 
 def test_the_trial_lets_a_step_be_compiled():

@@ -42,7 +42,7 @@ _PARTS: dict[int, tuple[tuple[int, ...], tuple[slice, ...]]] = {
     3: ((16, 12, 100), (slice(3, 11), slice(3, 7), slice(37, 87))),
 }
 _STEPS_OF_PARTS = 12  # some compute a preconditioner every ten steps
-_RATE = 1e-2  # a schedule may begin with a rate that no 16-bit parameter shows
+_RATE = 1e-2  # a schedule may begin with a rate that no 16-bit parameter shows; 1 of those that find one themselves
 
 _log = logging.getLogger("tp_invariant")
 
@@ -54,7 +54,7 @@ def check_cuts(optimizer: Optimizer) -> None:
     kind: Any = type(optimizer)
     for group in optimizer.param_groups:
         cut = {(p.dtype, p.device): p for p in reversed(group["params"]) if _ends_in_a_vector(p) and p.requires_grad}
-        told = _options(kind, group)
+        told = _options(optimizer, group)
         for (dtype, device), p in cut.items():
             if _sees_cuts(kind, told, dtype, device):
                 chosen = ", ".join(f"{name}=True" for name in ("fused", "foreach") if dict(told).get(name))
@@ -85,17 +85,25 @@ def shard_that_is_no_part(optimizer: Optimizer) -> tuple[Tensor, int] | None:
                 and 0 <= getattr(p, "partition_dim", -1) < p.dim()
             ):
                 shards.setdefault((p.dim(), p.partition_dim, p.dtype, p.device), p)
-        told = tuple((name, _RATE if name == "lr" and value else value) for name, value in _options(kind, group))
+        highest = max(group.get("initial_lr") or 0, group.get("lr") or 0)
+        rate = 1.0 if highest > 0.1 else _RATE
+        told = tuple((name, rate if name == "lr" and value else value) for name, value in _options(optimizer, group))
         for (dims, dim, dtype, device), p in shards.items():
             if _sees_others(kind, told, dims, dim, dtype, device):
                 return p, dim
     return None
 
 
-def _options(kind: type[Optimizer], group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What the class is told to make an optimizer of a group's options, as far as they are its arguments."""
-    named = [name for name in inspect.signature(kind).parameters if name in group and name != "params"]
-    told = ((name, _hashable(group[name])) for name in named)
+def _options(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The arguments of the class and of those that it derives from, which have the rest of **arguments.
+
+    They are in the group; or, if they are numbers or names, may be attributes of the optimizer.
+    """
+    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
+    held = {**own, **group}
+    inits = [inspect.signature(vars(base)["__init__"]) for base in type(optimizer).__mro__ if "__init__" in vars(base)]
+    named = dict.fromkeys(name for init in inits for name in init.parameters if name in held and name != "params")
+    told = ((name, _hashable(held[name])) for name in named)
     return tuple((name, value) for name, value in told if isinstance(value, Hashable))
 
 
@@ -142,6 +150,7 @@ def _sees_others(
     shape, parts = _PARTS[dims]
     generator = torch.Generator().manual_seed(0)
     (whole,), grads = (_drawn(n, shape, -4, generator).to(device, dtype) for n in (1, _STEPS_OF_PARTS))
+    grads += grads[:1].clone()  # a direction in which some make their rate larger
     size = parts[dim].stop - parts[dim].start
     try:
         with _trial(device):
@@ -176,7 +185,10 @@ def _stepped(
 ) -> Tensor:
     step = inspect.unwrap(kind.step)  # without the hooks of all optimizers, which are for a user's
     parameter = nn.Parameter(start.clone(memory_format=torch.contiguous_format))
-    made = kind([parameter], **dict(options))
+    own = inspect.signature(kind).parameters
+    made = kind([parameter], **{name: value for name, value in options if name in own})
+    made.param_groups[0].update((name, value) for name, value in options if name in made.param_groups[0])
+    getattr(made, "train", lambda: None)()  # of the schedulefree package
     for grad in grads:
         parameter.grad = grad.clone(memory_format=torch.contiguous_format)
         step(made)
