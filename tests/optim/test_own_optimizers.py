@@ -248,6 +248,15 @@ def test_options_of_classes_that_it_derives_from_are_tried():
         cuts.check_cuts(marked)
 
 
+def test_groups_that_differ_in_their_rate_alone_are_tried_together():
+    groups = [{"params": parameter(5, 7), "lr": 0.1 / n, "weight_decay": n % 2} for n in range(1, 9)]
+    for group in groups:
+        mark_sharded(group["params"][0], 1, 1)
+    with mock.patch.object(cuts, "_sees_cuts", return_value=False) as tried:
+        cuts.check_cuts(torch.optim.AdamW(groups))
+    assert tried.call_count == 2
+
+
 def test_optimizers_that_must_be_told_to_train_are_tried():
     class ScheduleFree(OfRows):
         training = False

@@ -52,19 +52,23 @@ def check_cuts(optimizer: Optimizer) -> None:
     if getattr(optimizer, "takes_shards", False):
         return
     kind: Any = type(optimizer)
+    cut: dict[tuple, tuple[tuple[tuple[str, Any], ...], Tensor]] = {}
     for group in optimizer.param_groups:
-        cut = {(p.dtype, p.device): p for p in reversed(group["params"]) if _ends_in_a_vector(p) and p.requires_grad}
         told = _options(optimizer, group)
-        for (dtype, device), p in cut.items():
-            if _sees_cuts(kind, told, dtype, device):
-                chosen = ", ".join(f"{name}=True" for name in ("fused", "foreach") if dict(told).get(name))
-                raise ValueError(
-                    f"{kind.__name__}({chosen}) steps an element of a {dtype} parameter on {device.type} otherwise "
-                    f"where the parameter is cut elsewhere, and a shard of shape {tuple(local_of(p).shape)} is cut "
-                    f"inside of a vector: what it trains would depend on the degree. Let every shard have a multiple "
-                    f"of {ALIGNED} elements, or step float32 parameters (master weights of 16-bit ones) with "
-                    "fused=False, or set ATEN_CPU_CAPABILITY=default in the environment of all ranks, at every degree"
-                )
+        others = tuple(option for option in told if option[0] != "lr")  # each group may have a rate of its own
+        for p in group["params"]:
+            if _ends_in_a_vector(p) and p.requires_grad:
+                cut.setdefault((others, p.dtype, p.device), (told, p))
+    for told, p in cut.values():
+        if _sees_cuts(kind, told, p.dtype, p.device):
+            chosen = ", ".join(f"{name}=True" for name in ("fused", "foreach") if dict(told).get(name))
+            raise ValueError(
+                f"{kind.__name__}({chosen}) steps an element of a {p.dtype} parameter on {p.device.type} otherwise "
+                f"where the parameter is cut elsewhere, and a shard of shape {tuple(local_of(p).shape)} is cut "
+                f"inside of a vector: what it trains would depend on the degree. Let every shard have a multiple "
+                f"of {ALIGNED} elements, or step float32 parameters (master weights of 16-bit ones) with "
+                "fused=False, or set ATEN_CPU_CAPABILITY=default in the environment of all ranks, at every degree"
+            )
 
 
 def shard_that_is_no_part(optimizer: Optimizer) -> tuple[Tensor, int] | None:
