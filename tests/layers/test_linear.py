@@ -321,6 +321,21 @@ def test_a_replaced_parameter_keeps_its_marks(replace):
     assert layer.partition_stride == 2
 
 
+def called_with_whole_weights(tp_group):
+    """Each rank would compute all of a column-parallel product, and a row-parallel layer would sum equal ones."""
+    for parallel_mode in ("column", "row"):
+        layer = tpi.Linear(8, 16, parallel_mode=parallel_mode, tp_group=tp_group)
+        whole, own = tpi.full_state_dict(layer), {n: p.detach().clone() for n, p in layer.named_parameters()}
+        x = torch.ones(2, 8 if parallel_mode == "column" else 8 // tp_group.size())
+        assert torch.equal(torch.func.functional_call(layer, own, (x,)), layer(x))
+        with pytest.raises(ValueError, match=rf"on rank {tp_group.rank()} has the shape \(16, 8\) of the whole weight"):
+            torch.func.functional_call(layer, whole, (x,))
+
+
+def test_whole_weights_in_a_functional_call_are_refused():
+    run_ranks(called_with_whole_weights, 2)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_from_linear(mode):
     full = nn.Linear(24, 48, dtype=torch.bfloat16).requires_grad_(False)

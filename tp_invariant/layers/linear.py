@@ -230,7 +230,13 @@ class Linear(ShardedModule, nn.Linear):
         if stride is None:  # a replacement for the weight (torch.func.functional_call): use the last known stride
             stride = self._stride
             if weight is not None and not torch.compiler.is_compiling():
-                self._mark_replacement("weight", weight, self._spec("weight", stride))
+                spec, whole = self._spec("weight", stride), (self.out_features, self.in_features)
+                if spec.dim is not None and self.group.size > 1 and tuple(local_of(weight).shape) == whole:
+                    raise ValueError(
+                        f"the weight that {self._name} is called with on rank {self.group.rank} has the shape {whole} of "
+                        f"the whole weight. Give this rank's part along dim {spec.dim}, or a DTensor of it"
+                    )
+                self._mark_replacement("weight", weight, spec)
         if self.group.mesh is not None and stride != self._stride:
             raise ValueError(
                 f"weight.partition_stride={stride!r} was set on rank {self.group.rank} of a layer that was made with "
