@@ -233,8 +233,8 @@ class Linear(ShardedModule, nn.Linear):
                 spec, whole = self._spec("weight", stride), (self.out_features, self.in_features)
                 if spec.dim is not None and self.group.size > 1 and tuple(local_of(weight).shape) == whole:
                     raise ValueError(
-                        f"the weight that {self._name} is called with on rank {self.group.rank} has the shape {whole} of "
-                        f"the whole weight. Give this rank's part along dim {spec.dim}, or a DTensor of it"
+                        f"the weight that {self._name} is called with on rank {self.group.rank} has the shape {whole} "
+                        f"of the whole weight. Give this rank's part along dim {spec.dim}, or a DTensor of it"
                     )
                 self._mark_replacement("weight", weight, spec)
         if self.group.mesh is not None and stride != self._stride:
