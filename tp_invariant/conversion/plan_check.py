@@ -214,7 +214,8 @@ def _difference(value: Tensor, exact: Tensor, least: float = 0.0) -> float:
     What is NaN, infinite or beyond float32 in `exact` (a mask) is no part of a norm; `value` must have the same there.
     """
     if (beyond := ~(exact.abs() <= _LARGEST)).any():
-        if not torch.allclose(*(x[beyond].clamp(-_LARGEST, _LARGEST) for x in (value, exact)), 0, 0, equal_nan=True):
+        mine, theirs = (x[beyond].clamp(-_LARGEST, _LARGEST) for x in (value, exact))
+        if not torch.allclose(mine, theirs, 0, 0, equal_nan=True):
             return float("inf")
         value, exact = value[~beyond], exact[~beyond]
     size = max(float(exact.norm()), least * exact.numel() ** 0.5)
