@@ -226,14 +226,17 @@ def test_hidden_states_of_each_layer_are_whole():
 
 
 def retained_on_rank(tp_group, sequence_parallel, mode=True):
-    """Gradients of hidden states; the loss uses one of them itself, and backward runs twice."""
+    """Gradients of hidden states; the loss uses one itself. Backward runs twice, and once more after a reset."""
     model = parallelize(hf_models.build("qwen3"), tp_group, sequence_parallel=sequence_parallel)
     with tpi.set_tp_invariant_mode(mode):
         output = model(**hf_models.batch(), output_hidden_states=True, use_cache=False)
         for x in output.hidden_states:
             x.retain_grad()
         loss, found = output.loss + output.hidden_states[1].square().sum(), []
-        for _ in range(2):
+        for run in range(3):
+            if run == 2:
+                for x in output.hidden_states:
+                    x.grad = None
             loss.backward(retain_graph=True)
             found.append([x.grad.clone() for x in output.hidden_states])
     return found
@@ -245,8 +248,9 @@ def test_gradients_of_hidden_states_that_are_retained():
         for got in run_ranks(retained_on_rank, 2, sequence_parallel):
             assert_bitwise_equal(got, expected)
     assert testing.digest(run_ranks(retained_on_rank, 2, True, False)[0]) != testing.digest(expected)
-    for once, twice in zip(*expected, strict=True):
+    for once, twice, again in zip(*expected, strict=True):
         assert_bitwise_equal(once + once, twice)
+        assert_bitwise_equal(once, again)
 
 
 def attention_weights_on_rank(tp_group, implementation, mode):

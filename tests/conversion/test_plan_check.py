@@ -507,6 +507,45 @@ def test_verify_compares_bytes_with_one_rank(what):
     assert run_ranks(bytes_on_rank, 2, "nothing", True, ("colwise", "rowwise")) == ["", ""]
 
 
+class Mask(nn.Module):
+    """A mask of causal attention; as a module it is one of those whose outputs are compared."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = dict(infinite=-torch.inf, least=torch.finfo(x.dtype).min, nan=torch.nan)[self.what]
+        return x.new_full(x.shape[1:2] * 2, hidden).triu(1)
+
+
+class Masked(nn.Module):
+    def __init__(self, what: str, wrong: bool) -> None:
+        super().__init__()
+        self.up, self.mask, self.down, self.wrong = nn.Linear(HIDDEN, 32), Mask(what), nn.Linear(32, HIDDEN), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.mask(x).nan_to_num(nan=-torch.inf).softmax(-1)
+        y = self.up(x)
+        return self.down(y - y.mean(-1, keepdim=True) if self.wrong else y) + weights @ x
+
+
+def verified_masks(tp_group, what, wrong):
+    torch.manual_seed(0)
+    x, plan = torch.randn(2, 6, HIDDEN), {"up": "colwise", "down": "rowwise"}
+    try:
+        tpi.parallelize(Masked(what, wrong), tp_group, plan, verify=True, example_inputs=x)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ("infinite", "least", "nan"))
+def test_verify_takes_masks(what):
+    assert run_ranks(verified_masks, 2, what, False) == ["", ""]
+    assert all("the output of down is off by" in text for text in run_ranks(verified_masks, 2, what, True))
+
+
 def test_verify_at_tp_1():
     assert verified(None, ("fused", "norm right", "whole"), True) == dict.fromkeys(("fused", "norm right", "whole"), "")
 

@@ -51,7 +51,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.experts, self.up, self.drop = nn.Linear(8, 8), nn.Linear(8, 9), nn.Dropout(0.1)
         self.conv, self.hooked = nn.Conv1d(8, 8, 1), nn.Linear(8, 8)
-        self.hooked.register_forward_hook(lambda *args: None)
+        self.hooked.register_forward_hook(print)
 
 
 def refused_on_rank(tp_group):
@@ -80,7 +80,8 @@ def test_all_that_cannot_be_honoured_in_one_error():
             "  up: out_features=9 is not divisible by TP degree=2",
             "  drop: dropout p=0.1: its mask would depend on the degree; set p to 0",
             "  conv: style 'rowwise' needs an nn.Linear, not a Conv1d",
-            "  hooked: has hooks, which the module in its place would not have: register them afterwards",
+            "  hooked: has hooks (print), which the module in its place would not have: register them, or call what "
+            "does (gradient_checkpointing_enable, say), afterwards",
         ]
 
 
@@ -105,8 +106,26 @@ def test_what_a_module_has_and_its_class_has_not(name, index):
     """The module in its place would be without it, silently."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 8), nn.SiLU())
     CHANGED[name](model[index])
-    wanted = "has a forward of its own, given to this module" if name == "a forward" else "has hooks, which the module"
+    wanted = "has a forward of its own, given to this module" if name == "a forward" else "has hooks ("
     assert f"\n  {index}: {wanted}" in refusal(model, {"1": "colwise"})
+
+
+def test_the_class_s_own_forward_given_to_a_module():
+    """As accelerate leaves it, when it removes its hook."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.SiLU())
+    model[0].forward = model[0].forward
+    parallelize(model, None, {"0": "colwise"})
+    assert isinstance(model[0], tpi.Linear)
+
+
+def test_a_hook_of_gradient_checkpointing_is_named():
+    model = hf_models.build("llama")
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()  # as the line before does in some versions
+    text = refusal(model)
+    assert (
+        "make_inputs_require_grads), which the module in its place would not have: register them, or call what" in text
+    )
 
 
 def test_a_forward_given_to_an_activation_is_called():

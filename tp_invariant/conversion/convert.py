@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
@@ -333,15 +334,27 @@ class _SequenceHooks:
         """All tokens of `x`. They lie beside the model's path, so `retain_grad` is served by the gradient of `x`."""
         whole = gather_sequence(x, self.group, SEQUENCE_DIM)
         if self.group.size > 1 and whole.requires_grad and not torch.compiler.is_compiling():
-            reference, before = weakref.ref(whole), None
+            reference = weakref.ref(whole)
+            before: tuple[int, Tensor | None] | None = None  # in which backward `whole` was met, and its `grad` then
+
+            def note(grad: Tensor) -> None:
+                nonlocal before
+                asked = reference()
+                before = _current_graph_task_id(), None if asked is None else asked.grad
 
             def fill(grad: Tensor) -> None:
                 nonlocal before
                 asked = reference()
-                if asked is not None and asked.retains_grad:
-                    full = gather_sequence(grad.detach(), self.group, SEQUENCE_DIM)
-                    # what is there now, of a use of `asked` itself, is in the gradient of `x` already
-                    asked.grad = before = full if before is None or asked.grad is None else before + full
+                if asked is None or not asked.retains_grad:
+                    return
+                full = gather_sequence(grad.detach(), self.group, SEQUENCE_DIM)
+                if before is None:
+                    asked.register_hook(note)
+                    before = _current_graph_task_id(), None
+                # what this backward has added, of a use of `asked` itself, is in the gradient of `x` already
+                earlier = before[1] if before[0] == _current_graph_task_id() else asked.grad
+                asked.grad = full if earlier is None else earlier + full
+                before = -1, None
 
             x.register_hook(fill)
         return whole

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..core.dtensors import local_of, sharded_already
 from ..core.elementwise import PositionInvariantActivation
+from ..core.module_hooks import has_own_forward, hooks_of
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import experts_of, problem_with_experts
@@ -343,9 +344,13 @@ class Survey:
         if name in self.swaps and len(self.problems) == before:
             if not name:
                 self._problem(name, "the model itself cannot be swapped in place: wrap it, say in an nn.Sequential")
-            elif _has_hooks(module):
-                self._problem(name, "has hooks, which the module in its place would not have: register them afterwards")
-            elif "forward" in vars(module) and not _is_activation(module):
+            elif hooks := hooks_of(module):
+                self._problem(
+                    name,
+                    f"has hooks ({', '.join(hooks)}), which the module in its place would not have: register them, or "
+                    "call what does (gradient_checkpointing_enable, say), afterwards",
+                )
+            elif has_own_forward(module) and not _is_activation(module):
                 self._problem(
                     name,
                     "has a forward of its own, given to this module and not to its class, which the module in its "
@@ -595,12 +600,6 @@ class Survey:
 
 
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Of any kind, on the module or on its parameters."""
-    held = any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
-    return held or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 def _is_activation(module: nn.Module) -> bool:

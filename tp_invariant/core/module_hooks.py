@@ -1,7 +1,13 @@
-"""Hooks of modules under keys that are the same in every layer, so that equal layers share one compiled graph."""
+"""Hooks of modules under keys that are the same in every layer, so that equal layers share one compiled graph.
+
+And what was given to a module, and not to its class, which a module in its place would be without.
+"""
 
 from __future__ import annotations
 
+from types import MethodType
+
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -23,3 +29,20 @@ def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
             found[key] = found.pop(handle.id)
     handle.id = key  # type: ignore[assignment]
     return handle
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The names of its hooks, of any kind, and of those of its parameters."""
+    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks")]
+    kinds += [hooks for p in module.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    hooks = (hook for kind in kinds if isinstance(kind, dict) for hook in kind.values() if callable(hook))
+    return list(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a call of the module calls another forward than its class's.
+
+    accelerate leaves the class's forward on a module when it removes its hook.
+    """
+    own = vars(module).get("forward")
+    return own is not None and own != MethodType(type(module).forward, module)

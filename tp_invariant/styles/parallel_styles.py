@@ -27,6 +27,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.dtensors import sharded_already
+from ..core.module_hooks import has_own_forward
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule
@@ -218,7 +219,7 @@ def _check_replaceable(style: Any, module: nn.Module, group: Group) -> None:
     if already := sharded_already(module):
         raise ValueError(f"{what}: {already}")
     hooks = any(hooks for name, hooks in module.__dict__.items() if name.endswith("_hooks"))
-    if hooks or "forward" in module.__dict__:
+    if hooks or has_own_forward(module):
         raise ValueError(
             f"{what}: the module has {'hooks' if hooks else 'a forward of its own'}, made for the module that it was: "
             "register them afterwards. One that another tool has sharded has them, too"
