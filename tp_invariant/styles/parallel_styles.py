@@ -27,7 +27,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import share_error
 from ..consistency.same_weights import check_same_model
 from ..core.dtensors import sharded_already
-from ..core.module_hooks import has_own_forward
+from ..core.module_hooks import has_own_forward, hooks_of
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule
@@ -218,10 +218,10 @@ def _check_replaceable(style: Any, module: nn.Module, group: Group) -> None:
         raise ValueError(f"{what}: the module is a layer of this library already; apply one style to it, once")
     if already := sharded_already(module):
         raise ValueError(f"{what}: {already}")
-    hooks = any(hooks for name, hooks in module.__dict__.items() if name.endswith("_hooks"))
-    if hooks or has_own_forward(module):
+    if (hooks := hooks_of(module)) or has_own_forward(module):
+        held = f"hooks ({', '.join(hooks)})" if hooks else "a forward of its own"
         raise ValueError(
-            f"{what}: the module has {'hooks' if hooks else 'a forward of its own'}, made for the module that it was: "
-            "register them afterwards. One that another tool has sharded has them, too"
+            f"{what}: the module has {held}, made for the module that it was: register them afterwards. One that "
+            "another tool has sharded has them, too"
         )
     check_replaceable(module, group.rank)
