@@ -127,6 +127,15 @@ def trained(tp_group, make, kind="group", mode=True, steps=3):
     return testing.full_parameters(model)
 
 
+def test_parts_fill_vectors_and_begin_inside_of_blocks():
+    for shape, parts in cuts._PARTS.values():
+        numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+        for dim, part in enumerate(parts):
+            of_part = numbers.narrow(dim, part.start, part.stop - part.start)
+            assert of_part.numel() % cuts.ALIGNED == 0 and of_part.numel() > 4096
+            assert of_part.flatten()[0] % 8
+
+
 def test_an_elementwise_optimizer_of_the_users_has_the_bits_of_one_rank():
     (expected,) = run_ranks(trained, 1, Elementwise)
     for kind in ("group", "mesh"):

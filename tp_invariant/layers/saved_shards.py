@@ -55,7 +55,8 @@ def _watch() -> None:
         caller = sys._getframe(1).f_locals  # of save or async_save
         own_planner = caller.get("planner")
         # a planner of the user's own may know what is a part
-        if not caller.get("no_dist") and (own_planner is None or type(own_planner).__module__.startswith("torch.")):
+        knows = own_planner is not None and not type(own_planner).__module__.startswith("torch.")
+        if dist.is_initialized() and not caller.get("no_dist") and not knows:
             _refuse(result, caller.get("process_group"))
         return result
 

@@ -39,7 +39,7 @@ _CUTS = (slice(0, 1), slice(0, 31), slice(3, 500), slice(77, 930), slice(450, 47
 _PARTS: dict[int, tuple[tuple[int, ...], tuple[slice, ...]]] = {
     1: ((12800,), (slice(2101, 8501),)),
     2: ((128, 100), (slice(33, 97), slice(37, 87))),
-    3: ((16, 12, 100), (slice(3, 11), slice(3, 7), slice(37, 87))),
+    3: ((128, 5, 33), (slice(33, 97), slice(1, 4), slice(13, 29))),
 }
 _STEPS_OF_PARTS = 12  # some compute a preconditioner every ten steps
 _RATE = 1e-2  # a schedule may begin with a rate that no 16-bit parameter shows; 1 of those that find one themselves
