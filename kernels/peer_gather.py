@@ -31,6 +31,7 @@ EPOCHS = 2**19 - 2  # even, as halves take turns; with TAGS and one more, so tha
 _TAGS, _EPOCHS = tl.constexpr(TAGS), tl.constexpr(EPOCHS)
 
 _WARPS = 8
+_MAX_KNOWN = 1024
 
 
 @triton.jit(
@@ -87,7 +88,7 @@ def _launch(index: int | None, size: int) -> Launch:
     return Launch(_gather_kernel, num_warps=_WARPS, num_stages=1, sanitize_overflow=False)
 
 
-def _words(x: Tensor) -> Tensor:
+def words_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.int32)
 
 
@@ -100,36 +101,52 @@ def blocks_of(words: int) -> int:
     return -(-words // BLOCK)
 
 
-def peer_gather(
-    x: Tensor, out: Tensor, dim: int, table: Tensor, states: Tensor, rank: int, capacity: int, tag: int, limit: int
-) -> Tensor:
-    """Every rank's x in `out`, on the current stream of x's device.
+class PeerGather:
+    """The kernel for one table of buffers, with what does not change from call to call at hand.
 
     Args:
-        x: [R, C] (dim 1) or any shape (dim 0), contiguous; C, or all of it, a multiple of 4 bytes; at most `capacity`
-            words.
-        out: P times x, contiguous: [R, P C] (dim 1), the ranks' columns side by side, or rank-major (dim 0).
-        dim: along which the ranks' x stand.
         table: [P], int64: where each rank's buffer of `buffer_bytes(capacity, P)` bytes is, zeros at first, as this
             process sees them.
         states: [blocks_of(capacity)], int32, this rank's, zeros at first; one for each table.
-        capacity: words that the buffer has room for, of each rank. The same on all ranks, as are:
-        tag: 0 to TAGS - 1.
+        capacity: words that the buffer has room for, of each rank. The same on all ranks, as is:
         limit: after how many looks (about a microsecond each) the kernel gives up.
     """
-    size, words = table.shape[0], x.nbytes // 4
-    if dim == 1:
-        row = x.shape[1] * x.element_size() // 4
-        places = row, size * row, row
-    else:
-        places = words, 0, words
-    index = x.get_device() if x.is_cuda else None
-    launch = _launch(index, size)
-    numbers = (rank, words, *places, capacity, tag, limit, size, next_power_of_2(size), BLOCK)
-    tensors = x, out, table, states
-    with launch_on(x, "peer_gather"):
-        if launch.direct:
-            launch(index, *(t.data_ptr() for t in tensors), *numbers, grid=(blocks_of(words), 1, 1))
-        else:
-            launch(index, _words(x), _words(out), table, states, *numbers, grid=(blocks_of(words), 1, 1))
-    return out
+
+    def __init__(self, table: Tensor, states: Tensor, rank: int, capacity: int, limit: int) -> None:
+        self._table, self._states = table, states
+        self._rank, self._size, self._capacity, self._limit = rank, table.shape[0], capacity, limit
+        self._addresses = table.data_ptr(), states.data_ptr()
+        self._index = table.get_device() if table.is_cuda else None
+        self._launch = _launch(self._index, self._size)
+        self._known: dict[tuple, tuple] = {}  # by sizes: the numbers before and after the tag, and the grid
+
+    def __call__(self, x: Tensor, out: Tensor, dim: int, tag: int) -> Tensor:
+        """Every rank's x in `out`, on the current stream of x's device.
+
+        Args:
+            x: [R, C] (dim 1) or any shape (dim 0), contiguous; C, or all of it, a multiple of 4 bytes; at most
+                `capacity` words.
+            out: P times x, contiguous: [R, P C] (dim 1), the ranks' columns side by side, or rank-major (dim 0).
+            dim: along which the ranks' x stand.
+            tag: 0 to TAGS - 1, the same on all ranks.
+        """
+        key = x.nbytes, x.nbytes if dim == 0 else x.shape[1] * x.element_size()
+        before, after, grid = self._known.get(key) or self._find(*key)
+        launch, index = self._launch, self._index
+        with launch_on(x, "peer_gather"):
+            if launch.direct:
+                launch(index, x.data_ptr(), out.data_ptr(), *self._addresses, *before, tag, *after, grid=grid)
+            else:
+                tensors = words_of(x), words_of(out), self._table, self._states
+                launch(index, *tensors, *before, tag, *after, grid=grid)
+        return out
+
+    def _find(self, nbytes: int, row_bytes: int) -> tuple:
+        size, words, row = self._size, nbytes // 4, row_bytes // 4
+        places = (words, 0, words) if row == words else (row, size * row, row)
+        before = self._rank, words, *places, self._capacity
+        after = self._limit, size, next_power_of_2(size), BLOCK
+        if len(self._known) >= _MAX_KNOWN:  # sizes that change all the time
+            self._known.clear()
+        found = self._known[nbytes, row_bytes] = before, after, (blocks_of(words), 1, 1)
+        return found

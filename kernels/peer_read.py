@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, launch_on, next_power_of_2
-from .peer_gather import EPOCHS, TAGS, _words
+from .peer_gather import EPOCHS, TAGS, words_of
 
 VECTOR = 16  # bytes that a thread moves at a time
 CHUNKS = 128
@@ -156,7 +156,7 @@ class PeerRead:
             if launch.direct:
                 launch(self._index, x.data_ptr(), out.data_ptr(), *self._addresses, *before, tag, *after)
             else:
-                launch(self._index, _words(x), _words(out), self._table, self._states, *before, tag, *after)
+                launch(self._index, words_of(x), words_of(out), self._table, self._states, *before, tag, *after)
         return out
 
     def _find(self, key: tuple) -> tuple:

@@ -374,27 +374,32 @@ class _KnownOfHeads(NamedTuple):
     of_blocks: KnownCall
     of_heads: KnownCall
     of_x: KnownCall
-    of_weight: KnownCall
+    of_weight: KnownCall | None
+    sums: tuple  # the layout of what of_heads makes, seen as [heads, H]
 
 
 def norm_backward_of_heads(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool,
-    zero_centered: bool,
+    zero_centered: bool, folded: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx and dweight of a norm over each head of x [.., heads, H], contiguous like dy: `norm_backward_input`, and one
-    partial sum for each head over all tokens, in blocks of rows_per_sum; dweight is their sum in head order."""
-    key = key_of(("norm_backward_of_heads", rms, zero_centered, rows_per_sum), dy, x, weight, mean, rstd)
+    partial sum for each head over all tokens, in blocks of rows_per_sum; dweight is their sum in head order. Not
+    `folded`: those sums instead of dweight, float32 [heads, H]."""
+    key = key_of(("norm_backward_of_heads", rms, zero_centered, rows_per_sum, folded), dy, x, weight, mean, rstd)
     known = find(key)
     if known is not None:
-        _, of_blocks, of_heads, of_x, of_weight = known
+        _, of_blocks, of_heads, of_x, of_weight, sums_layout = known
         new, at_dy, at_x, at_rstd = of_blocks.new, dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
         at_mean = at_rstd if rms or mean is None else mean.data_ptr()
-        (_, blocks_layout), (heads_layout,), (x_layout, _), (weight_layout,) = [call.layouts for call in known[1:]]
-        blocks, sums, dx, dweight = new(*blocks_layout), new(*heads_layout), new(*x_layout), new(*weight_layout)
-        at_blocks, at_sums, at_dx, at_dweight = blocks.data_ptr(), sums.data_ptr(), dx.data_ptr(), dweight.data_ptr()
+        blocks, sums, dx = new(*of_blocks.layouts[1]), new(*sums_layout), new(*of_x.layouts[0])
+        at_blocks, at_sums, at_dx = blocks.data_ptr(), sums.data_ptr(), dx.data_ptr()
         of_blocks.at(at_dy, at_x, at_x, at_mean, at_rstd, 0, at_blocks)
         of_heads.at(at_blocks, at_sums, at_sums)
         of_x.at(at_dy, at_x, weight.data_ptr(), at_mean, at_rstd, at_dx, 0)
+        if of_weight is None:
+            return dx, sums
+        dweight = new(*of_weight.layouts[0])
+        at_dweight = dweight.data_ptr()
         of_weight.at(at_sums, at_dweight, at_dweight)
         return dx, dweight
     heads, h = x.shape[-2:]
@@ -404,15 +409,17 @@ def norm_backward_of_heads(
     flat = fold_partial_sums(blocks)
     sums = flat.view(heads, h)
     dx = norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
-    dweight, _ = fold_weight_gradients(sums, weight.dtype, None)
+    dweight, _ = fold_weight_gradients(sums, weight.dtype, None) if folded else (sums, None)
     found = [
         find(key_of(("norm_weight_partial_sums", rms, False, rows_per_sum, False), *rows, None, *by_head)),
         find(key_of(("fold_partial_sums", None, None), blocks)),
         find(key_of(("norm_backward_input", rms, zero_centered, None, False), dy, x, weight, mean, rstd)),
-        find(key_of(("fold_weight_gradients", weight.dtype, None), sums)),
     ]
+    if folded:
+        found.append(find(key_of(("fold_weight_gradients", weight.dtype, None), sums)))
     if all(found):
-        keep(key, _KnownOfHeads(found[0].index, *found))
+        layout_of_sums = tuple(sums.shape), sums.stride(), sums.dtype
+        keep(key, _KnownOfHeads(found[0].index, *found, *(() if folded else (None,)), layout_of_sums))
     return dx, dweight
 
 

@@ -257,7 +257,7 @@ def attentions() -> None:
 def peers() -> None:
     table, states = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
     for dim in (0, 1):
-        peer_gather.peer_gather(torch.zeros(4, 8), torch.zeros(16, 8), dim, table, states, 0, 64, 1, 3)
+        peer_gather.PeerGather(table, states, 0, 64, 3)(torch.zeros(4, 8), torch.zeros(16, 8), dim, 1)
     for blocks in (1, 4):
         peer_read.PeerRead(table, states, 0, 8, 3)(torch.zeros(4, 8), torch.zeros(16, 8), blocks, 32, False, 1)
     unread.among_nan(torch.zeros(2, 4, 8), 1, 4, 8)

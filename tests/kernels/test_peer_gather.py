@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tp_invariant.kernels import launch
-from tp_invariant.kernels.peer_gather import BLOCK, EPOCHS, TAGS, blocks_of, buffer_bytes, peer_gather
+from tp_invariant.kernels.peer_gather import BLOCK, EPOCHS, TAGS, PeerGather, blocks_of, buffer_bytes
 
 interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs Triton's interpreter: no GPU here")
 
@@ -48,7 +48,7 @@ class Peers:
                 self.send(source, x, tag)
         x = xs[self.rank]
         out = torch.empty(x.shape[0], self.size * x.shape[1], dtype=x.dtype) if dim else x.new_empty(len(xs), *x.shape)
-        return peer_gather(x, out, dim, self.table, self.states, self.rank, self.capacity, tag, limit)
+        return PeerGather(self.table, self.states, self.rank, self.capacity, limit)(x, out, dim, tag)
 
 
 def bytes_of(seed, *shape):
@@ -102,7 +102,7 @@ def test_another_flag_is_waited_for():
             peers.states -= 2
         out = xs[0].new_empty(2, *xs[0].shape)
         with pytest.raises(Exception, match="a rank has not come to a gather"):
-            peer_gather(xs[0], out, 0, peers.table, peers.states, 0, peers.capacity, 0, 3)
+            PeerGather(peers.table, peers.states, 0, peers.capacity, 3)(xs[0], out, 0, 0)
 
 
 @interpreted
@@ -110,7 +110,7 @@ def test_a_block_under_way_is_waited_for():
     peers, xs = Peers(2, BLOCK, rank=0), [bytes_of(rank, 1, 64) for rank in range(2)]
     peers.states.fill_(-1)
     with pytest.raises(Exception, match="another one on this GPU"):
-        peer_gather(xs[0], xs[0].new_empty(2, *xs[0].shape), 0, peers.table, peers.states, 0, BLOCK, 0, 3)
+        PeerGather(peers.table, peers.states, 0, BLOCK, 3)(xs[0], xs[0].new_empty(2, *xs[0].shape), 0, 0)
 
 
 @interpreted

@@ -214,6 +214,11 @@ class PeerCopies:
         m.mark(buffer.index, lane)
         return Lease(m, buffer, stream)
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare_for_graphs` has nothing left to do."""
+        return self.captured is not None and len(self._buffers) == self._provided
+
     def prepare_for_graphs(self, machine: Callable[[], GraphMachine]) -> None:
         """Collective: as many buffers for CUDA graphs as there are outside them."""
         if self.captured is None:

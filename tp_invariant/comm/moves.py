@@ -19,7 +19,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.layout import fresh_view
 from . import collectives, peer_copies, peer_reads, small_gathers
 from .collectives import Group, Pending, prefetch_group
 
@@ -95,14 +94,12 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: list[int], col_sizes: list[int]
 
 def start_gather_dim(x: Tensor, dim: int, group: Group, *, overlapped: bool = False) -> Pending:
     """Every rank's x, concatenated along `dim` in rank order."""
-
-    def copy() -> Pending | None:
-        return peer_copies.start_gather_dim(x, dim, group)
-
-    pending = small_gathers.start_gather_dim(x, dim, group)
-    if pending is None:
-        pending = _first(lambda: peer_reads.start_gather_dim(x, dim, group), copy, overlapped)
-    return collectives.start_gather_dim(x, dim, group) if pending is None else pending
+    ways = [peer_reads.start_gather_dim, peer_copies.start_gather_dim]
+    for way in (small_gathers.start_gather_dim, *(reversed(ways) if overlapped else ways)):
+        pending = way(x, dim, group)
+        if pending is not None:
+            return pending
+    return collectives.start_gather_dim(x, dim, group)
 
 
 def gather_along(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -126,9 +123,9 @@ def gather_by_rank(x: Tensor, group: Group) -> Tensor:
 def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """All `size` rows (dim 0) or columns of a matrix that `layout.split_sizes` splits over ranks."""
     if x.shape[dim] * group.size == size:
-        pending = small_gathers.start_gather(x, group, dim)
+        pending = small_gathers.start_gather(x, group, dim, (size, x.shape[1]) if dim == 0 else (x.shape[0], size))
         if pending is not None:
-            return fresh_view(pending.wait(), (size, x.shape[1]) if dim == 0 else (x.shape[0], size))
+            return pending.wait()
         pending = peer_reads.start_gather_dim(x, dim, group)
         if pending is not None:
             return pending.wait()

@@ -77,7 +77,9 @@ _connected = weakref.WeakKeyDictionary()
 def copies_of(group: Group, device: torch.device) -> PeerCopies | str:
     """The group's PeerCopies, or why it has none: the same on every rank. Collective the first time."""
     assert group.process_group is not None
-    of_group = _connected.setdefault(group.process_group, {})
+    of_group = _connected.get(group.process_group)
+    if of_group is None:
+        of_group = _connected[group.process_group] = {}
     if device not in of_group:
         found = connect(group, device)
         name = f"the group of {group.size} ranks of rank {dist.get_rank()}"
@@ -92,6 +94,9 @@ def copies_of(group: Group, device: torch.device) -> PeerCopies | str:
 
 def prepare_for_graphs(group: Group, device: torch.device) -> None:
     """Before a capture, in the steps that warm up, two at least: buffers for the CUDA graph. Collective."""
+    known = _connected.get(group.process_group, {}).get(device) if group.process_group is not None else None
+    if isinstance(known, PeerCopies) and known.is_prepared:
+        return
     choice = transport()
     if choice == "nccl" or group.size == 1 or device.type != "cuda" or is_capturing():
         return

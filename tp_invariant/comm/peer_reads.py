@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, Pending, is_capturing, stored, whole_shape
+from .collectives import Group, Pending, is_capturing, stored, stream_is_captured, whole_shape
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, driver, looks_of
 from .small_gathers import Channel, OnStream
@@ -33,10 +33,11 @@ class PeerReads:
     """What a group has on a device: a channel for eager moves and one for captured ones. `moves` counts them."""
 
     def __init__(self, machine: CudaMachine, eager: Channel, captured: Channel, looks: int, slot: int) -> None:
+        from ..kernels.launch import empty_beside
         from ..kernels.peer_gather import TAGS
         from ..kernels.peer_read import PeerRead
 
-        self._machine, self._tags, self.size = machine, TAGS, machine.size
+        self._machine, self._tags, self.size, self._empty = machine, TAGS, machine.size, empty_beside
         kernel = functools.partial(PeerRead, rank=machine.rank, slot=slot, limit=looks)
         self.eager, self.captured = eager, captured
         self._eagerly, self._in_graphs = (kernel(c.table, c.states) for c in (eager, captured))
@@ -49,11 +50,11 @@ class PeerReads:
         """What every rank sends to this one, in a new tensor of this shape; the arguments are PeerRead's."""
         stream = self._machine.current()
         capture, channel, kernel = None, self.eager, self._eagerly
-        if torch.cuda.is_current_stream_capturing():
+        if stream_is_captured():
             capture, channel, kernel = driver().capture(stream.cuda_stream), self.captured, self._in_graphs
-        out = x.new_empty(shape)  # first: where no memory is left, this was no move
+        out = self._empty(x, tuple(shape))  # first: where no memory is left, this was no move
         kernel(x, out, blocks, row, side_by_side, channel.next(stream, capture) % self._tags)
-        return OnStream(out, self._machine, stream, None)
+        return OnStream(out, self._machine, stream)
 
 
 def _connect(group: Group, machine: CudaMachine, device: torch.device) -> PeerReads | None:

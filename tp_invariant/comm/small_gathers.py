@@ -12,17 +12,16 @@ gathers of a group come in the same order on all ranks. Those of a process come 
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.layout import fresh_view
-from .collectives import Group, Pending, is_capturing, is_first, stored, whole_shape
+from .collectives import Group, Pending, is_capturing, is_first, stored, stream_is_captured, whole_shape
 from .peer_copies import copies_of, transport
 from .peer_memory import CudaMachine, Shared, driver, looks_of
 from .wire import gather_objects
@@ -64,31 +63,31 @@ class SmallGathers:
     """What a group has on a device: a channel for eager gathers and one for captured ones."""
 
     def __init__(self, machine: CudaMachine, eager: Channel, captured: Channel, looks: int) -> None:
-        from ..kernels.peer_gather import TAGS, peer_gather
+        from ..kernels.launch import empty_beside
+        from ..kernels.peer_gather import TAGS, PeerGather
 
-        self._machine, self._looks, self.size = machine, looks, machine.size
-        self._kernel, self._tags = peer_gather, TAGS
+        self._machine, self._tags, self.size, self._empty = machine, TAGS, machine.size, empty_beside
+        kernel = functools.partial(PeerGather, rank=machine.rank, capacity=_capacity(machine.size), limit=looks)
         self.eager, self.captured = eager, captured
+        self._eagerly, self._in_graphs = (kernel(c.table, c.states) for c in (eager, captured))
 
-    def gather(self, x: Tensor, dim: int, finish: Callable[[Tensor], Tensor] | None = None) -> Pending:
-        """Of all ranks' x: rank-major [P, ...x] (dim 0), or of [R, C] the columns side by side, [R, P C] (dim 1)."""
+    def gather(self, x: Tensor, dim: int, shape: tuple[int, ...]) -> Pending:
+        """Of all ranks' x, in this shape: one after another (dim 0), or of [R, C] the columns side by side (dim 1)."""
         stream = self._machine.current()
-        capture = driver().capture(stream.cuda_stream) if is_capturing() else None
-        channel = self.eager if capture is None else self.captured
-        number, rank, size = channel.next(stream, capture), self._machine.rank, self.size
-        out = x.new_empty((x.shape[0], size * x.shape[1]) if dim else (size, *x.shape))
-        capacity = _capacity(size)
-        self._kernel(x, out, dim, channel.table, channel.states, rank, capacity, number % self._tags, self._looks)
-        return OnStream(out, self._machine, stream, finish)
+        capture, channel, kernel = None, self.eager, self._eagerly
+        if stream_is_captured():
+            capture, channel, kernel = driver().capture(stream.cuda_stream), self.captured, self._in_graphs
+        # first: where no memory is left, this was no gather
+        out = self._empty(x, shape)
+        kernel(x, out, dim, channel.next(stream, capture) % self._tags)
+        return OnStream(out, self._machine, stream)
 
 
 class OnStream(Pending):
     """What a kernel on `stream` makes."""
 
-    def __init__(
-        self, result: Tensor, machine: CudaMachine, stream: Any, finish: Callable[[Tensor], Tensor] | None
-    ) -> None:
-        super().__init__(result, None, finish=finish)
+    def __init__(self, result: Tensor, machine: CudaMachine, stream: Any) -> None:
+        super().__init__(result, None)
         self._machine, self._stream = machine, stream
 
     def wait(self) -> Tensor:
@@ -123,7 +122,9 @@ def gathers_of(group: Group, device: torch.device) -> SmallGathers | None:
     """The group's SmallGathers, None where it has none: the same on every rank. Collective the first time, which
     cannot be in a capture: then there are none yet."""
     assert group.process_group is not None
-    of_group = _connected.setdefault(group.process_group, {})
+    of_group = _connected.get(group.process_group)
+    if of_group is None:
+        of_group = _connected[group.process_group] = {}
     if device not in of_group:
         if is_capturing():
             return None
@@ -133,13 +134,12 @@ def gathers_of(group: Group, device: torch.device) -> SmallGathers | None:
     return of_group[device]
 
 
-def start_gather(
-    x: Tensor, group: Group, dim: int = 0, finish: Callable[[Tensor], Tensor] | None = None
-) -> Pending | None:
-    """Every rank's x, of the same shape, rank-major [P, ...x] (dim 0) or, of [R, C], side by side [R, P C] (dim 1).
+def start_gather(x: Tensor, group: Group, dim: int = 0, shape: tuple[int, ...] | None = None) -> Pending | None:
+    """Every rank's x, of the same shape, rank-major [P, ...x] (dim 0) or, of [R, C], side by side [R, P C] (dim 1); or
+    the same elements in another `shape`.
 
     None where NCCL (or gloo) is to do it: TP_INVARIANT_TRANSPORT is not auto, x is none of a few bytes on a GPU, or the
-    group's ranks cannot write into each other's memory. The same on every rank. `finish` makes the result of it.
+    group's ranks cannot write into each other's memory. The same on every rank.
     """
     if not x.is_cuda or group.size == 1 or not 0 < group.size * x.nbytes <= MOST_BYTES or transport() != "auto":
         return None
@@ -149,12 +149,13 @@ def start_gather(
     if gathers is None:
         return None
     x = stored(x)
-    return gathers.gather(x if x.data_ptr() % 4 == 0 else x.clone(), dim, finish)
+    if shape is None:
+        shape = (x.shape[0], group.size * x.shape[1]) if dim else (group.size, *x.shape)
+    return gathers.gather(x if x.data_ptr() % 4 == 0 else x.clone(), dim, shape)
 
 
 def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
     """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
     if group.size * local.nbytes > MOST_BYTES or not is_first(local, dim):
         return None
-    shape = whole_shape(local, dim, group)
-    return start_gather(local, group, finish=lambda major: fresh_view(major, shape))
+    return start_gather(local, group, shape=whole_shape(local, dim, group))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.collectives import Group, gather_dim
-from ..comm.moves import start_gather_major
+from ..comm.moves import gather_along, start_gather_major
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import applier, once_differentiable
 from ..core.dtensors import is_dtensor, with_dtensors
@@ -130,12 +130,16 @@ def _gradients(
     if not x.is_contiguous():
         x = flatten_tokens(x).view(x.shape)  # the same
     rms, zero_centered = call.rms, call.zero_centered
-    whole = call.heads_dim == x.dim() - 2 and call.group.size == 1  # all heads are here, those of a token in a row
-    if whole and x.is_cuda and need_x and need_weight and not need_bias:
-        x = x.contiguous()  # rows may lie evenly where a token's heads do not: a slice of each head
+    # the heads of a token in a row
+    if call.heads_dim == x.dim() - 2 and x.is_cuda and need_x and need_weight and not need_bias:
+        x, whole = x.contiguous(), call.group.size == 1  # rows may lie evenly where a token's heads do not: a slice
         dx, dweight = kernels.norm_backward_of_heads(
-            dy, x, weight, mean, rstd, rows_per_sum=ROWS_PER_SUM, rms=rms, zero_centered=zero_centered
-        )
+            dy, x, weight, mean, rstd,
+            rows_per_sum=ROWS_PER_SUM, rms=rms, zero_centered=zero_centered, folded=whole,
+        )  # fmt: skip
+        if not whole:
+            sums = gather_along(dweight, 0, call.group)
+            dweight, _ = kernels.fold_weight_gradients(sums, weight.dtype, None)
         return dx, dweight, None
     if need_weight or need_bias:
         whole_sums = call.heads_dim is None and call.sharding.partial_sums_fit(x.shape, ROWS_PER_SUM)

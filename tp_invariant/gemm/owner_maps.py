@@ -79,7 +79,8 @@ class ShardedWeight(NamedTuple):
     def wait(self, pending: Pending, owner_map: str) -> RankMajor:
         """Waits for B, then starts the gather of the weight that is expected to be used next."""
         buffer = pending.wait()
-        if buffer.is_cuda:  # its gather may have been started on another stream
+        # its gather may have been started on another stream; a lent buffer is not memory of torch's allocator
+        if buffer.is_cuda and not pending.leased:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         scheduler.start_next_weight(self.group)
         return RankMajor(buffer, self.layout(owner_map).k_dim_that_arrives(self.cols), self.stride)

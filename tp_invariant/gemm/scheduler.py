@@ -67,7 +67,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from ..comm.collectives import Group, Pending, is_capturing
+from ..comm.collectives import Group, Pending, is_capturing, stream_is_captured
 from ..comm.moves import start_exchange_rows, start_gather_dim, start_gather_major
 from ..core.fsdp import resharded_whole
 from ..core.layout import split_sizes
@@ -286,7 +286,7 @@ def _stream(x: Tensor) -> int | None:
 
 
 def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and stream_is_captured()
 
 
 def _end(pending: Pending) -> None:
@@ -442,10 +442,9 @@ class Scheduler:
             return False
         of = self._of(layout.group)
         if not of.entries:  # mostly so, and asked for every product
-            early = of.early.get(_capturing(weight))
-            if early is None or early.weight is not weight or early.use.layout != layout:
+            if not any([early.weight is weight and early.use.layout == layout for early in of.early.values()]):
                 return False
-        return self._is_here(of, of.use(weight, layout), weight)
+        return self._is_here(of, of.use(weight, layout), weight, _capturing(weight))
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
@@ -454,7 +453,7 @@ class Scheduler:
         of = self._of(layout.group)
         of.drop_unused(self.keep)
         use = of.use(weight, layout)
-        if use.resharded is not None or self._is_here(of, use, weight):
+        if use.resharded is not None or self._is_here(of, use, weight, False):
             return
         of.drop(use)
         of.entries[use] = _Entry(use, weight, self._start(weight, layout, early=True), round=of.schedule.rounds)
@@ -473,7 +472,7 @@ class Scheduler:
             of.drop_unused(self.keep)
         kept = of.entries.get(use)
         if capturing:
-            if kept is not None and self._serves(kept, use, weight):
+            if kept is not None and self._serves(kept, use, weight, capturing):
                 self._captured.append(kept.pending.result)
                 return _there(kept.pending.result)
             if not self.ahead_in_graphs:
@@ -481,14 +480,14 @@ class Scheduler:
         task = _backward_task()
         of.schedule.note(use, _phase_of(task, grad), task)
         entry = of.early.get(capturing)
-        if self._serves(entry, use, weight):
+        if self._serves(entry, use, weight, capturing):
             del of.early[capturing]
         else:
             of.drop_early(capturing)
             entry = None
         if capturing:
             return self._start(weight, layout, early=False) if entry is None else entry.pending
-        if entry is None and self._serves(kept, use, weight):
+        if entry is None and self._serves(kept, use, weight, capturing):
             entry = kept
         if entry is not kept or not self.keep:
             of.drop(use, unless=entry)
@@ -512,7 +511,7 @@ class Scheduler:
             return
         weight, layout = _alive_or_like(use.weight, use.like), use.layout
         capturing = _capturing(weight)
-        if (capturing and not self.ahead_in_graphs) or self._is_here(of, use, weight):
+        if (capturing and not self.ahead_in_graphs) or self._is_here(of, use, weight, capturing):
             return
         if not self._watching:  # optimizers of others write through .data
             self._watching = True
@@ -532,18 +531,19 @@ class Scheduler:
         # a kept weight would hold a lent buffer for good
         return start_weight(weight, layout, early=early, lend=not self.keep, for_graphs=self.ahead_in_graphs)
 
-    def _is_here(self, of: _OfGroup, use: _Use, weight: Tensor) -> bool:
-        early = of.early.get(_capturing(weight))
-        return self._serves(early, use, weight) or self._serves(of.entries.get(use), use, weight)
+    def _is_here(self, of: _OfGroup, use: _Use, weight: Tensor, capturing: bool) -> bool:
+        if self._serves(of.early.get(capturing), use, weight, capturing):
+            return True
+        return bool(of.entries) and self._serves(of.entries.get(use), use, weight, capturing)
 
-    def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor) -> bool:
+    def _serves(self, entry: _Entry | None, use: _Use, weight: Tensor, capturing: bool) -> bool:
         if entry is None or entry.use is not use or entry.state != _state(weight):
             return False
         if self.keep and entry.pending.leased:  # started before `keep` was set
             return False
         if entry.task not in (-1, _backward_task()):  # started by itself inside another backward
             return False
-        return entry.pending.waited or entry.captured == _capturing(weight)
+        return entry.pending.waited or entry.captured == capturing
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
