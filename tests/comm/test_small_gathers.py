@@ -61,9 +61,10 @@ def through_owners(tp_group, owner_map, rows):
     """Row-parallel forward with small gathers (emulated with gloo) and without: both results, and their number."""
     group, calls = resolve_group(tp_group), []
 
-    def start(x, group, dim=0):
+    def start(x, group, dim=0, shape=None):
         calls.append(dim)
-        return mock.Mock(wait=lambda: gather_dim(x, 1, group) if dim else gather_major(x, group), leased=False)
+        gathered = gather_dim(x, 1, group) if dim else gather_major(x, group)
+        return mock.Mock(wait=lambda: gathered if shape is None else gathered.view(shape), leased=False)
 
     torch.manual_seed(0)
     layer = tpi.Linear(48, 32, parallel_mode="row", tp_group=tp_group, owner_map=owner_map)

@@ -254,7 +254,8 @@ class Pending:
     the caller that took it is its only reader, and calls `release`.
     """
 
-    leased = exclusive = False
+    leased = exclusive = for_all_streams = waited = False
+    _arrived: torch.cuda.Event | None = None
 
     def __init__(
         self,
@@ -266,8 +267,6 @@ class Pending:
     ) -> None:
         self._result, self._work, self._operand, self._group = received, work, operand, group
         self._finish = finish
-        self._arrived: torch.cuda.Event | None = None
-        self.for_all_streams = self.waited = False
 
     def wait(self) -> Tensor:
         """The result; raises the errors of wire.wait."""

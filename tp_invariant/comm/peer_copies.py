@@ -46,7 +46,9 @@ def transport() -> str:
     """
     if in_torch_graph():
         return "nccl"
-    text = os.environ._data.get(_KEY, b"auto")  # type: ignore[attr-defined]  # a third of what os.environ.get takes
+    text = os.environ._data.get(_KEY)  # type: ignore[attr-defined]  # a third of what os.environ.get takes
+    if text is None:
+        return "auto"
     choice = _CHOICES.get(text)
     if choice is None:
         choice = os.fsdecode(text)

@@ -299,6 +299,7 @@ def _end(pending: Pending) -> None:
 class _OfGroup:
     """What is known of one group: two groups of a process, perhaps used by two threads, have nothing in common."""
 
+    group: Group | None = None
     schedule: Schedule = field(default_factory=Schedule)
     uses: dict[tuple[int, WeightLayout], _Use] = field(default_factory=dict)  # by the weight's id
     # kept ones, and those that were prefetched
@@ -421,7 +422,7 @@ class Scheduler:
         self, keep: int = 0, ahead: bool = True, ahead_in_graphs: bool = False, share_tokens: bool = True
     ) -> None:
         self.keep, self.ahead, self.ahead_in_graphs, self.share_tokens = keep, ahead, ahead_in_graphs, share_tokens
-        self._groups: dict[Group, _OfGroup] = {}
+        self._groups: dict[Any, _OfGroup] = {}  # by process group, which hashes faster than a Group
         self._captured: list[Tensor] = []
         self._watching = False
 
@@ -431,20 +432,26 @@ class Scheduler:
     def _of(self, group: Group) -> _OfGroup:
         if in_torch_graph():
             return _OfGroup()  # dropped with all that it notes and holds
-        of = self._groups.get(group)
-        return self._groups.setdefault(group, _OfGroup()) if of is None else of
+        key = group.process_group
+        of = self._groups.get(group if key is None else key)
+        return self._groups.setdefault(group if key is None else key, _OfGroup(group)) if of is None else of
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def holds_weight(self, weight: Tensor, layout: WeightLayout) -> bool:
         """Whether `layout` of `weight` as it is now is here or on its way."""
+        return self.holds_any(weight, layout)[0]
+
+    def holds_any(self, weight: Tensor, *layouts: WeightLayout) -> list[bool]:
+        """`holds_weight` of each of some layouts over one group."""
         if weight.is_inference():  # has no version to go by
-            return False
-        of = self._of(layout.group)
+            return [False] * len(layouts)
+        of, capturing = self._of(layouts[0].group), _capturing(weight)
         if not of.entries:  # mostly so, and asked for every product
-            if not any([early.weight is weight and early.use.layout == layout for early in of.early.values()]):
-                return False
-        return self._is_here(of, of.use(weight, layout), weight, _capturing(weight))
+            early = of.early.get(capturing)
+            if early is None or early.weight is not weight:
+                return [False] * len(layouts)
+        return [self._is_here(of, of.use(weight, layout), weight, capturing) for layout in layouts]
 
     def prefetch_weight(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is already here or on its way."""
@@ -652,9 +659,10 @@ class Scheduler:
         it the time before starts now.
         """
         task = _backward_task()
-        for group, of in list(self._groups.items()):
+        for of in list(self._groups.values()):
             of.schedule.note(place, _phase_of(task, torch.is_grad_enabled()), task)
-            self.start_next_weight(group)
+            assert of.group is not None
+            self.start_next_weight(of.group)
             of.called = None
 
     def clear(self) -> None:
