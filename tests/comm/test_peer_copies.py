@@ -136,8 +136,10 @@ class HostDriver:
     def __init__(self):
         self.waits = []
 
-    def copy(self, stream, to, source, nbytes):
-        ctypes.memmove(to, source, nbytes)
+    def copy_each(self, stream, copies, captured):
+        assert not captured
+        for to, source, nbytes in copies:
+            ctypes.memmove(to, source, nbytes)
 
     def flags(self, stream, operations, count):
         assert len(operations) == 6 * count  # CUstreamBatchMemOpParams has 48 bytes

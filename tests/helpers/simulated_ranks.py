@@ -115,14 +115,15 @@ class SimMachine:
         self.buffers += 1
         return True
 
-    def copy(self, stream, peer, buffer, offset, source, begin, nbytes):
-        def move():
+    def copy(self, stream, buffer, source, blocks):
+        def move(peer, offset, begin, nbytes):
             for i in range(nbytes):
                 self.world.memory[peer][buffer][offset + i] = source[begin + i]
                 yield "stepped"
 
-        self.copied += nbytes
-        self.put(stream, move())
+        for block in blocks:
+            self.copied += block[-1]
+            self.put(stream, move(*block))
 
     def flags(self, stream, buffer, number, *, tell=None, until=None):
         peers = [peer for peer in range(self.size) if peer != self.rank]

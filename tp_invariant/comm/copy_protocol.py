@@ -40,6 +40,10 @@ class Flag(IntEnum):
     ARRIVED = 1  # my block is in yours
 
 
+# of a copy: the peer it goes to, where it lands in the buffer there, where it begins in the source, and its bytes
+Block = tuple[int, int, int, int]
+
+
 class Machine(Protocol):
     """Streams, buffers that peers can write to (numbered alike on all ranks), and flags. It only launches."""
 
@@ -70,7 +74,10 @@ class Machine(Protocol):
         """One more buffer, on all ranks or, False, on none."""
         ...
 
-    def copy(self, stream: Any, peer: int, buffer: int, offset: int, source: Any, begin: int, nbytes: int) -> None: ...
+    def copy(self, stream: Any, buffer: int, source: Any, blocks: Sequence[Block]) -> None:
+        """Each block, in any order."""
+        ...
+
     def flags(
         self, stream: Any, buffer: int, number: int, *, tell: Flag | None = None, until: Flag | None = None
     ) -> None:
@@ -200,17 +207,16 @@ class PeerCopies:
         self._number = self._number % 0xFFFFFFFF + 1  # 0 is what flags hold at first
         buffer.number, buffer.lent = self._number, True
 
-        def send(to: Any, peer: int) -> None:
-            begin, count = sent[peer]
-            m.copy(to, peer, buffer.index, m.rank * count, source, begin, count)
-
+        peers = [*range(m.rank + 1, m.size), *range(m.rank)]  # one after another: every rank is sent to by one then
+        blocks = [(peer, m.rank * count, begin, count) for peer in peers for begin, count in (sent[peer],)]
+        begin, count = sent[m.rank]
+        own = [(m.rank, m.rank * count, begin, count)]
         if not early:  # a copy within a device is a kernel: now, as the next GEMM may take every SM
-            send(lane if self.claims else stream, m.rank)
-        for step in range(1, m.size):  # in each step every rank is sent to by one
-            send(lane, (m.rank + step) % m.size)
+            m.copy(lane if self.claims else stream, buffer.index, source, own)
+        m.copy(lane, buffer.index, source, blocks)
         m.flags(lane, buffer.index, buffer.number, tell=Flag.ARRIVED)
         if early:  # needed after the GEMM that is launched next, where SMs come free
-            send(lane, m.rank)
+            m.copy(lane, buffer.index, source, own)
         m.mark(buffer.index, lane)
         return Lease(m, buffer, stream)
 

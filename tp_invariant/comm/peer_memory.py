@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
+from .copy_protocol import Block
 from .exchange_store import meeting_of
 from .watch import timeout_of
 from .wire import gather_objects
@@ -36,6 +37,8 @@ _CHECK_VALUE, _CHECK_SECONDS = 0x600D, 30.0
 
 # of cuda.h
 _WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_EQUAL, _WORDS = 1, 2, 1, 6
+# CUmemcpyAttributes of all copies of a batch, and the copy that they begin with: the source is read in stream order
+_IN_STREAM_ORDER, _OF_THE_FIRST = (ctypes.c_uint32 * 6)(1), (ctypes.c_size_t * 1)(0)
 
 
 class Driver:
@@ -46,6 +49,10 @@ class Driver:
         self._flags, self._copy = library.cuStreamBatchMemOp_v2, library.cuMemcpyDtoDAsync_v2
         self._flags.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._batch = getattr(library, "cuMemcpyBatchAsync_v2", None)  # CUDA 13
+        if self._batch is not None:
+            pointers = [ctypes.c_void_p] * 3
+            self._batch.argtypes = [*pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, ctypes.c_void_p]
         self._capture = library.cuStreamGetCaptureInfo
         self._capture.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_uint64)]
         self._explain = library.cuGetErrorString
@@ -62,6 +69,17 @@ class Driver:
 
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def copy_each(self, stream: int, copies: Sequence[tuple[int, int, int]], captured: bool) -> None:
+        """Of each copy where to, where from and how many bytes, in any order; a graph holds none that are a batch."""
+        if self._batch is None or captured or len(copies) < 2:
+            for copy in copies:
+                self.copy(stream, *copy)
+            return
+        array = ctypes.c_uint64 * len(copies)
+        to, source, nbytes = (array(*column) for column in zip(*copies, strict=True))
+        status = self._batch(to, source, nbytes, len(copies), _IN_STREAM_ORDER, _OF_THE_FIRST, 1, stream)
+        self._check(status, "cuMemcpyBatchAsync")
 
     def capture(self, stream: int) -> int | None:
         """The number of the CUDA graph that the stream is captured in; None if in none."""
@@ -219,14 +237,12 @@ class CudaMachine:
         found = shared.views.get((dtype, shape))
         return shared.view(dtype, shape) if found is None else found
 
-    def copy(
-        self, stream: torch.cuda.Stream, peer: int, buffer: int, offset: int, source: Tensor, begin: int, nbytes: int
-    ) -> None:
-        self._copy(stream, self._buffers[buffer].addresses[peer] + offset, source, begin, nbytes)
+    in_graphs = False
 
-    def _copy(self, stream: torch.cuda.Stream, to: int, source: Tensor, begin: int, nbytes: int) -> None:
-        if nbytes:
-            self._driver.copy(stream.cuda_stream, to, source.data_ptr() + begin, nbytes)
+    def copy(self, stream: torch.cuda.Stream, buffer: int, source: Tensor, blocks: Sequence[Block]) -> None:
+        addresses, at = self._buffers[buffer].addresses, source.data_ptr()
+        copies = [(addresses[peer] + offset, at + begin, nbytes) for peer, offset, begin, nbytes in blocks if nbytes]
+        self._driver.copy_each(stream.cuda_stream, copies, self.in_graphs)
 
     # flags
 
@@ -264,7 +280,7 @@ class CudaMachine:
         self.follow(lane, self.current())
         for peer in range(self.size):
             if peer != self.rank:
-                self._copy(lane, self._word(peer, _COPIED, 0, self.rank), value, 0, 4)
+                self._driver.copy(lane.cuda_stream, self._word(peer, _COPIED, 0, self.rank), value.data_ptr(), 4)
         self.flags(lane, 0, _CHECK_VALUE, tell=_TOLD)
         deadline, peers = time.monotonic() + _CHECK_SECONDS, [rank for rank in range(self.size) if rank != self.rank]
         words = self._words.own.view(torch.int32).view(4, MOST_BUFFERS, self.size)
@@ -282,6 +298,8 @@ class CudaMachine:
 
 class GraphMachine(CudaMachine):
     """peer_copies.Machine for what a CUDA graph holds: its flags are kernels that count by themselves."""
+
+    in_graphs = True
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group, device)
