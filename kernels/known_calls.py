@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .launch import Launch, allocator, interpreting, is_observed, layout
+from .recent_calls import RecentCalls
 
 
 class KnownCall(NamedTuple):
@@ -46,6 +47,22 @@ class KnownCall(NamedTuple):
 
 _MAX_KNOWN = 4096
 _known: dict[tuple, Any] = {}
+_recent = RecentCalls()
+
+
+def find_call(options: tuple, *tensors: Tensor | None) -> tuple[tuple | None, Any]:
+    """The key of a call and what is kept under it, None if nothing is or it was on another device; `key_of` and `find`
+    for a call of several tensors. Where something is found the key may be None."""
+    if is_observed():
+        return None, None
+    known = _recent.find(options, tensors)
+    if known is not None and known.index == torch._C._cuda_getDevice():
+        return None, known
+    key = key_of(options, *tensors)
+    known = find(key)
+    if known is not None:
+        _recent.keep(options, tensors, known)
+    return key, known
 
 
 def key_of(options: tuple, *tensors: Tensor | None) -> tuple | None:
@@ -76,4 +93,5 @@ def keep(key: tuple | None, known: Any) -> None:
         return
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
+        _recent.clear()
     _known[key] = known

@@ -46,7 +46,8 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
     Raises ValueError if that device cannot run Triton kernels, or the tensor has no memory, as fake ones have none;
     `operation` names the caller in the message.
     """
-    if tensor.is_cuda and tensor.data_ptr() and tensor.get_device() == torch._C._cuda_getDevice():
+    index = tensor.get_device() if tensor.is_cuda else -1
+    if index >= 0 and tensor.data_ptr() and index == torch._C._cuda_getDevice():
         return _NO_CONTEXT
     if tensor.data_ptr() == 0 and tensor.numel():
         raise ValueError(

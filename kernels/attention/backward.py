@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find, keep, key_of
+from ..known_calls import find_call, keep
 from ..launch import Launch, allocator, cdiv, contiguous_strides, empty, launch_on
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
@@ -433,8 +433,7 @@ def backward(
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     key = None
     if lengths is None and mask is None:
-        key = key_of(("attention backward", spec), q, k, v, dout, out, lse)
-        known = find(key)
+        key, known = find_call(("attention backward", spec), q, k, v, dout, out, lse)
         if known is not None:
             dq, dk, dv, delta = _repeat(known, dout, q, k, v, out, lse)
             return dq, dk, dv, None if sinks is None else sink_grads(sinks, delta, lse), None

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import DTYPES
-from ..known_calls import find, keep, key_of
+from ..known_calls import find_call, keep
 from ..launch import Launch, allocator, can_overlap, cdiv, launch_on
 from .backward import backward
 from .merge import finish, fold, merge_kernel
@@ -399,8 +399,7 @@ def forward(
     """
     key = None
     if lengths is None and sinks is None and mask is None:
-        key = key_of(("attention", spec, CHUNK), q, k, v)
-        known = find(key)
+        key, known = find_call(("attention", spec, CHUNK), q, k, v)
         if known is not None:
             return _repeat(known, q, k, v)
     if q.dtype not in DTYPES:

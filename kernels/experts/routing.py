@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find, key_of, remember
+from ..known_calls import find_call, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from ..rowwise.norm import _load, _row, _rows, row_chunk
 from . import reference_routing
@@ -322,8 +322,8 @@ def choose(
     slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError
     for another dtype, and ValueError for shapes that differ and as `top_k`.
     """
-    key = key_of(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
-    if (known := find(key)) is not None:
+    key, known = find_call(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
+    if known is not None:
         weights, index, y, *totals = known.results()
         known.run(choice, scores, weights, index, y, *(totals or [y]))
         return weights, index, y, totals[0] if totals else None
@@ -353,8 +353,8 @@ def choose_backward(
 
     With a total dscores = (dy - sum of dy y) / total, the sum in the order of slots, where dy = dweights times scale.
     """
-    key = key_of(("choose_backward", experts, scale), dweights, index, y, total)
-    if (known := find(key)) is not None:
+    key, known = find_call(("choose_backward", experts, scale), dweights, index, y, total)
+    if known is not None:
         (dscores,) = known.results()
         known.run(dweights, index, y, y if total is None else total, dscores)
         return dscores
@@ -403,8 +403,8 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
     `gather_rows` of their inverse, where all rows of the tokens are here: x is read once. Errors as for `combine`.
     """
-    key = key_of(("spread_rows",), x, places)
-    if (known := find(key)) is not None:
+    key, known = find_call(("spread_rows",), x, places)
+    if known is not None:
         (rows,) = known.results()
         known.run(x, places, rows)
         return rows
@@ -443,8 +443,8 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     places: int64 [T, k], rows' indices; they are checked on a CPU only. In fp32, where products and sums round on their
     own, then rounded once to rows' dtype. Raises TypeError for a dtype and ValueError for what else does not fit.
     """
-    key = key_of(("combine",), rows, weights, places)
-    if (known := find(key)) is not None:
+    key, known = find_call(("combine",), rows, weights, places)
+    if known is not None:
         (y,) = known.results()
         known.run(rows, rows if weights is None else weights, places, y)
         return y
@@ -498,8 +498,8 @@ def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) 
     dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
     `combine`.
     """
-    key = key_of(("combine_backward",), dy, weights, rows, places)
-    if (known := find(key)) is not None:
+    key, known = find_call(("combine_backward",), dy, weights, rows, places)
+    if known is not None:
         drows, dots = known.results()
         known.run(dy, rows, places, dots, weights, drows)
         return drows, dots

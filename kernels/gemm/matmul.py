@@ -26,7 +26,15 @@ from ..launch import cdiv, interpreting, launch_on, layout
 from .aligned_copies import copied_matmul
 from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
-from .matmul_tma import call_key, rank_major_operands, repeat_call, tma_matmul, tma_operands
+from .matmul_tma import (
+    call_key,
+    keep_recent,
+    rank_major_operands,
+    repeat_call,
+    repeat_recent,
+    tma_matmul,
+    tma_operands,
+)
 from .matmul_tma import remember_together as remember_together  # for who selects this module
 from .matmul_tma import repeat_together as repeat_together
 from .operands import check_bias, check_kinds, check_operands
@@ -300,10 +308,15 @@ def matmul_rank_major(
         ValueError: shapes that do not fit each other, a stride that does not divide K/P, an invalid b_k_dim,
             different devices, a promote_every that is not a multiple of 128.
     """
+    facts = "rank major", b_k_dim, stride, out_dtype, promote_every
+    ordinary = type(stride) is type(b_k_dim) is int and (promote_every is None or type(promote_every) is int)
+    if ordinary and (c := repeat_recent(facts, a, b, bias)) is not None:
+        return c
     key = call_key(a, b, bias, out_dtype, promote_every)
-    if key is not None and type(stride) is int:
+    if key is not None and ordinary:
         key = (b_k_dim, stride, key)
         if (c := repeat_call(key, a, b, bias)) is not None:
+            keep_recent(facts, key, a, b, bias)
             return c
     _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
 from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, is_observed, layout
+from ..recent_calls import RecentCalls
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
 from .output import extent, written
@@ -343,7 +344,8 @@ _MAX_PREPARED = 4096
 _prepared: dict[tuple, Prepared] = {}
 _NONE: tuple[None, None] = (None, None)
 _prepared_together: dict[tuple, tuple[int | None, tuple | None]] = {}  # with their device's index
-autotune.on_change += [lambda: _prepared.clear(), lambda: _prepared_together.clear()]
+_recent = RecentCalls()  # of both: a Prepared, or a device's index and products
+autotune.on_change += [lambda: _prepared.clear(), lambda: _prepared_together.clear(), lambda: _recent.clear()]
 
 
 def call_key(
@@ -381,19 +383,41 @@ def repeat_call(
     return written(out) if prepared.into(out, a.data_ptr(), b.data_ptr(), at_bias) else None
 
 
+def repeat_recent(facts: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+    """`repeat_call` of a call that `keep_recent` was told of, without its key: facts are all of that but the layouts of
+    the operands, of one type in all calls."""
+    prepared = None if is_observed() else _recent.find(facts, (a, b, bias))
+    if prepared is None or prepared.index != torch._C._cuda_getDevice():
+        return None
+    c: Tensor = prepared(a.data_ptr(), b.data_ptr(), None if bias is None else bias.data_ptr())
+    return c
+
+
+def keep_recent(facts: tuple, key: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """For a call with this key, which was repeated."""
+    _recent.keep(facts, (a, b, bias), _prepared[key])
+
+
 def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, tuple | None]:
     """A key for products of these tensors, and what `remember_together` has stored under it for the current device.
 
-    facts: all that the products depend on besides the tensors. A key of None: nothing can be remembered.
+    facts: all that the products depend on besides the tensors. Nothing can be remembered where neither is there.
     """
     if not _prepared:  # no Hopper, say
         return None, None
+    index, found = _recent.find(facts, tensors) or _NONE
+    if found is not None and index == torch._C._cuda_getDevice():
+        return None, found
     try:
         key = (facts, *[None if x is None else layout(x) for x in tensors])
     except (AttributeError, RuntimeError):  # no tensor, or one without memory
         return None, None
-    index, found = _prepared_together.get(key, _NONE)
-    return key, found if index == torch._C._cuda_getDevice() else None
+    known = _prepared_together.get(key, _NONE)
+    index, found = known
+    if found is None or index != torch._C._cuda_getDevice():
+        return key, None
+    _recent.keep(facts, tensors, known)
+    return key, found
 
 
 def remember_together(key: tuple, *products: tuple[Any, ...] | int | None) -> None:

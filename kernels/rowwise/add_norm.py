@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find, key_of, remember
+from ..known_calls import find_call, remember
 from ..launch import Launches, interpreting, launch_on
 from .norm import _keep, _load, _load_factor, _mean, _row, _rows, row_chunk
 from .norm_checks import as_rows, check, check_forward
@@ -72,8 +72,8 @@ def add_norm_forward(
     x, residual: [.., H] of one shape and dtype, bfloat16, float16 or float32, any strides. The rest as for
     `norm_forward`, which raises the same errors.
     """
-    key = key_of(("add_norm_forward", eps, rms, zero_centered), x, residual, weight, bias)
-    if (known := find(key)) is not None:
+    key, known = find_call(("add_norm_forward", eps, rms, zero_centered), x, residual, weight, bias)
+    if known is not None:
         s, y, rstd = known.results()
         mean = None if rms else torch.empty_like(rstd)
         known.run(x, residual, weight, weight if bias is None else bias, s, y, rstd if mean is None else mean, rstd)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm.output import written
-from ..known_calls import find, key_of, remember
+from ..known_calls import find_call, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .gated_checks import ACTIVATIONS, check_gated
 
@@ -80,8 +80,8 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     activation: "silu", "gelu_tanh" or "clamped_silu". Raises TypeError for a dtype and ValueError for what else does
     not fit.
     """
-    key = key_of(("gated_forward", activation), gate, up)
-    if (known := find(key)) is not None:
+    key, known = find_call(("gated_forward", activation), gate, up)
+    if known is not None:
         (y,) = known.results()
         known.run(gate, up, gate, y, y)
         return y
@@ -98,8 +98,10 @@ def gated_backward(
 
     out: tensors to write into, of gate's shape and dtype and any strides, such as the halves of one.
     """
-    key = None if out is None else key_of(("gated_backward", activation), dy, gate, up, *out)
-    if out is not None and (known := find(key)) is not None:
+    key = known = None
+    if out is not None:
+        key, known = find_call(("gated_backward", activation), dy, gate, up, *out)
+    if out is not None and known is not None:
         known.run(gate, up, dy, *out)
         return written(out[0]), written(out[1])
     outs = {} if out is None else {"dgate": out[0], "dup": out[1]}

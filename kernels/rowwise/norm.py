@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import KnownCall, find, keep, key_of, remember
+from ..known_calls import KnownCall, find, find_call, keep, key_of, remember
 from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
 from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
@@ -296,8 +296,7 @@ def norm_forward(
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
-    key = key_of(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
-    known = find(key)
+    key, known = find_call(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
     if known is not None:
         launch, index, new, (of_y, of_rstd), numbers, grid = known
         y, rstd = new(*of_y), new(*of_rstd)
@@ -385,8 +384,8 @@ def norm_backward_of_heads(
     """dx and dweight of a norm over each head of x [.., heads, H], contiguous like dy: `norm_backward_input`, and one
     partial sum for each head over all tokens, in blocks of rows_per_sum; dweight is their sum in head order. Not
     `folded`: those sums instead of dweight, float32 [heads, H]."""
-    key = key_of(("norm_backward_of_heads", rms, zero_centered, rows_per_sum, folded), dy, x, weight, mean, rstd)
-    known = find(key)
+    options = "norm_backward_of_heads", rms, zero_centered, rows_per_sum, folded
+    key, known = find_call(options, dy, x, weight, mean, rstd)
     if known is not None:
         _, of_blocks, of_heads, of_x, of_weight, sums_layout = known
         new, at_dy, at_x, at_rstd = of_blocks.new, dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
@@ -428,8 +427,7 @@ def _launch_backward(
     zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
-    key = key_of((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
-    known = find(key)
+    key, known = find_call((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
     if known is not None:
         launch, index, new, (of_dx, of_sums), numbers, grid = known
         dx, sums = new(*of_dx), new(*of_sums)
@@ -496,8 +494,7 @@ def fold_weight_gradients(
 def _launch_fold(
     operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    key = key_of((operation, weight_dtype, bias_dtype), sums)
-    known = find(key)
+    key, known = find_call((operation, weight_dtype, bias_dtype), sums)
     if known is not None:
         launch, index, new, results, numbers, grid = known
         made = new(*results[0])

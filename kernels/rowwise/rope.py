@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find, key_of, remember
+from ..known_calls import find_call, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .rope_checks import check_rope
 
@@ -109,8 +109,7 @@ def rope(
     one dtype, bfloat16, float16 or float32, any strides. The results are dense, their dims in the order of the strides
     of what they are made of. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
     """
-    key = key_of(("rope", interleaved, backward), q, k, cos, sin)
-    known = find(key)
+    key, known = find_call(("rope", interleaved, backward), q, k, cos, sin)
     if known is not None:
         made_q, *more = known.results()
         made_k = more[0] if more else None

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ..known_calls import find, key_of, remember
+from ..known_calls import find_call, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .torch_gated_checks import check_torch_gated
 
@@ -130,8 +130,7 @@ def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     activation: "silu", "gelu", "gelu_tanh" or "relu". Raises TypeError for a dtype and ValueError for what else does
     not fit.
     """
-    key = key_of(("torch_gated_forward", activation), gate, up)
-    known = find(key)
+    key, known = find_call(("torch_gated_forward", activation), gate, up)
     if known is not None:
         (y,) = known.results()
         known.run(gate, up, gate, y, y)
@@ -149,8 +148,7 @@ def torch_gated_backward(
 
     out: tensors to write into, of gate's shape and dtype, such as the halves of one.
     """
-    key = key_of(("torch_gated_backward", activation, out is None), dy, gate, up, *(out or ()))
-    known = find(key)
+    key, known = find_call(("torch_gated_backward", activation, out is None), dy, gate, up, *(out or ()))
     if known is not None:
         dgate, dup = known.results() if out is None else out
         known.run(gate, up, dy, dgate, dup)

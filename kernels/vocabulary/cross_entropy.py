@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find, key_of, remember
+from ..known_calls import find_call, remember
 from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
 from .loss_spec import LossSpec, as_rows
 
@@ -366,8 +366,7 @@ def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spe
 
 def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) of a vocabulary in one part, with the bits of the three functions, see loss_spec."""
-    key = key_of(("whole_losses", spec), logits, target)
-    known = find(key)
+    key, known = find_call(("whole_losses", spec), logits, target)
     if known is not None:
         losses, stats = known.results()
         known.run(logits, target, losses, stats)
@@ -396,8 +395,7 @@ def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor
 
 def sum_of_tokens(losses: Tensor, target: Tensor, spec: LossSpec, *, mean: bool) -> tuple[Tensor, Tensor | None]:
     """(total, count or None), see loss_spec. One order for each number of tokens."""
-    key = key_of(("sum_of_tokens", spec.ignore_index, mean), losses, target)
-    known = find(key)
+    key, known = find_call(("sum_of_tokens", spec.ignore_index, mean), losses, target)
     if known is not None:
         total, *count = known.results()
         known.run(losses, target, total, *(count or (total,)))
@@ -421,8 +419,7 @@ def logits_grad(
     spec: LossSpec,
 ) -> Tensor:  # fmt: skip
     """dlogits [.., N] of one part of the vocabulary, by the formula at the top, see loss_spec."""
-    key = key_of(("logits_grad", spec, columns, first), grad, logits, target, stats, count)
-    known = find(key)
+    key, known = find_call(("logits_grad", spec, columns, first), grad, logits, target, stats, count)
     if known is not None:
         (dx,) = known.results()
         known.run(grad, logits, target, stats, stats if count is None else count, dx)

@@ -17,6 +17,7 @@ import tp_invariant as tpi
 from tp_invariant import gemm
 from tp_invariant.gemm import gemm_fn
 from tp_invariant.kernels.gemm import matmul, matmul_tma
+from tp_invariant.kernels.recent_calls import RecentCalls
 from tp_invariant.testing import assert_bitwise_equal
 
 TOKENS, K, N = (2, 4), 32, 16
@@ -77,6 +78,7 @@ def served(monkeypatch):
     monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, n, out_dtype: True)
     for known in ("_prepared", "_prepared_together"):
         monkeypatch.setattr(matmul_tma, known, {})
+    monkeypatch.setattr(matmul_tma, "_recent", RecentCalls())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

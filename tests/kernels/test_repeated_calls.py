@@ -18,6 +18,7 @@ from tp_invariant.kernels.attention.spec import AttentionSpec
 from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.launch import Launch
+from tp_invariant.kernels.recent_calls import RecentCalls
 from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, torch_gated
 from tp_invariant.kernels.vocabulary import cross_entropy as loss
 from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
@@ -53,6 +54,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "interpreting", lambda: False, raising=False)
         monkeypatch.setattr(module, "launch_on", lambda *args: contextlib.nullcontext())
     known_calls._known.clear()
+    monkeypatch.setattr(known_calls, "_recent", RecentCalls())
     yield recorded
     known_calls._known.clear()
 
@@ -379,6 +381,7 @@ def products(launches, monkeypatch):
     monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 132)
     monkeypatch.setattr(matmul_tma, "_prepared", {})
     monkeypatch.setattr(matmul_tma, "_prepared_together", {})
+    monkeypatch.setattr(matmul_tma, "_recent", RecentCalls())
     monkeypatch.setattr(Launch, "direct", True)
     matmul_tma._plan.cache_clear()
     yield launches

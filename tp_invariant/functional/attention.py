@@ -441,15 +441,27 @@ class _Attention(torch.autograd.Function):
         cu_k: Tensor | None,
         options: tuple,
     ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
-        ctx.options = options
+        out: Tensor
+        ctx.options, ctx.spec = options, None
+        if sinks is None and mask is None and cu_q is None:  # as a rule, and in fewer calls of Python
+            ctx.spec = _spec(*options[2:])
+            out, lse = _kernel(q).forward(q, k, v, ctx.spec)
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            out, lse = _forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
+            ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
         return out
 
     @staticmethod
     @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options
+        saved = ctx.saved_tensors
+        if ctx.spec is not None:
+            if not torch.is_grad_enabled():
+                dq, dk, dv, _, _ = _kernel(saved[0]).backward(dout, *saved, ctx.spec)
+                return dq, dk, dv, None, None, None, None, None
+            saved = *saved, None, None, None, None
+        arguments = dout, *saved, ctx.needs_input_grad[4], *ctx.options
         if torch.is_grad_enabled():  # create_graph=True: a function whose own backward refuses
             return _gradients(ctx, _AttentionBackward.apply(*arguments))[:8]
         return *_eager_backward(*arguments), None, None, None
