@@ -176,6 +176,7 @@ def resolve_owner_map(
     """`owner_map`; for "auto" the cheaper one of rows and cols by cost_model.py."""
     if owner_map != "auto":
         return owner_map
+    rows_cached, cols_cached = scheduler.holds_any(weight.local, weight.layout("rows"), weight.layout("cols"))
     problem = Problem(
         a_shard.shape[0],
         weight.cols,
@@ -183,7 +184,8 @@ def resolve_owner_map(
         weight.group.size,
         scatter_rows,
         a_shard.element_size(),
-        *scheduler.holds_any(weight.local, weight.layout("rows"), weight.layout("cols")),
+        rows_cached,
+        cols_cached,
         scheduler.ahead and not in_torch_graph(),
         scheduler.keep > 0 and not weight.grad and not in_torch_graph(),
         overlapped,
