@@ -1,6 +1,6 @@
 """Gathers and exchanges by NCCL, by copy engine and by a kernel that reads peers' memory, alone and beside GEMMs.
 
-    torchrun --nproc-per-node 4 benchmarks/bench_transport.py --out benchmarks/results/transport_h200
+    torchrun --nproc-per-node 4 benchmarks/bench_transport.py --out benchmarks/results/transport_h100
 
 What they move, and what the GEMMs lose. Each transfer of so many MB (all that a rank has afterwards) is started, waited
 for and released, one after another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes
