@@ -58,10 +58,10 @@ def find_call(options: tuple, *tensors: Tensor | None) -> tuple[tuple | None, An
     known = _recent.find(options, tensors)
     if known is not None and known.index == torch._C._cuda_getDevice():
         return None, known
-    key = key_of(options, *tensors)
+    key, now = key_of(options, *tensors), _recent.now
     known = find(key)
     if known is not None:
-        _recent.keep(options, tensors, known)
+        _recent.keep(options, tensors, known, now)
     return key, known
 
 

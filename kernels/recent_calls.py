@@ -51,13 +51,14 @@ def _check_of(*tensors: Tensor) -> Callable[..., bool] | None:
 @functools.cache
 def _tells_apart() -> bool:
     """Whether the check of this torch, which is not public, tells layouts from each other."""
-    x = torch.zeros(2, 3, 4)
+    new = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")  # whatever a program's defaults are
+    x = new(2, 3, 4)
     is_like = _check_of(x)
-    if is_like is None or not is_like(torch.ones(2, 3, 4)):
+    if is_like is None or not is_like(new(2, 3, 4)):
         return False
     others = [
-        torch.zeros(2, 3, 5), torch.zeros(3, 2, 4), torch.zeros(2, 4, 3).mT, torch.zeros(2, 3, 8)[..., ::2], x[0],
-        torch.zeros(6, 4), x.int(), x.double(), torch._neg_view(x), x.to("meta"), torch.nn.Parameter(x), [0.0], None,
+        new(2, 3, 5), new(3, 2, 4), new(2, 4, 3).mT, new(2, 3, 8)[..., ::2], x[0], new(6, 4), x.int(), x.double(),
+        torch._neg_view(x), x.to("meta"), torch.nn.Parameter(x), [0.0], None,
     ]  # fmt: skip
     return not any([is_like(other) for other in others])
 
@@ -74,9 +75,17 @@ class RecentCalls:
         self._known: dict[tuple, list[_Entry]] = {}
         self._missed = 0
 
+    @property
+    def now(self) -> dict:
+        """Where `keep` writes to, until `clear`: what is looked up after this was asked for, is kept or is dropped."""
+        return self._known
+
     def find(self, facts: Hashable, tensors: Sequence[Tensor | None]) -> Any:
         """What `keep` was told of such a call, else None."""
-        entries = self._known.get(_place(facts, tensors))
+        try:
+            entries = self._known.get(_place(facts, tensors))
+        except (RuntimeError, TypeError):  # of tensors without sizes, or with symbolic ones
+            return None
         if entries is None:
             return None
         given = [x for x in tensors if x is not None]
@@ -90,10 +99,13 @@ class RecentCalls:
                 return found
         return None
 
-    def keep(self, facts: Hashable, tensors: Sequence[Tensor | None], found: Any) -> None:
-        """`found` is what is known of this call; not for tensors that are intercepted, or have no memory."""
+    def keep(self, facts: Hashable, tensors: Sequence[Tensor | None], found: Any, now: dict) -> None:
+        """`found` is what is known of this call; not for tensors that are intercepted, or have no memory.
+
+        now: as it was before `found` was looked up. If another thread has called `clear` since, nothing is kept.
+        """
         place = _place(facts, tensors)
-        entries = self._known.get(place, [])
+        entries = now.get(place, [])
         if len(entries) >= _MOST:
             self._missed += 1
             if self._missed % _PATIENCE:
@@ -104,11 +116,11 @@ class RecentCalls:
         check = _check_of(*given)
         if check is None:
             return
-        if len(self._known) >= _MAX_PLACES:
-            self._known.clear()
+        if len(now) >= _MAX_PLACES:
+            now.clear()
         present = len(given) if len(given) == len(tensors) else [x is not None for x in tensors]
         # a new list: another thread may be going through this one
-        self._known[place] = [_Entry(check, present, found), *entries][:_MOST]
+        now[place] = [_Entry(check, present, found), *entries][:_MOST]
 
     def clear(self) -> None:
-        self._known.clear()
+        self._known = {}

@@ -395,7 +395,9 @@ def repeat_recent(facts: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> Te
 
 def keep_recent(facts: tuple, key: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     """For a call with this key, which was repeated."""
-    _recent.keep(facts, (a, b, bias), _prepared[key])
+    now, prepared = _recent.now, _prepared.get(key)
+    if prepared is not None:  # another thread may have cleared them
+        _recent.keep(facts, (a, b, bias), prepared, now)
 
 
 def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, tuple | None]:
@@ -412,11 +414,12 @@ def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None
         key = (facts, *[None if x is None else layout(x) for x in tensors])
     except (AttributeError, RuntimeError):  # no tensor, or one without memory
         return None, None
+    now = _recent.now
     known = _prepared_together.get(key, _NONE)
     index, found = known
     if found is None or index != torch._C._cuda_getDevice():
         return key, None
-    _recent.keep(facts, tensors, known)
+    _recent.keep(facts, tensors, known, now)
     return key, found
 
 

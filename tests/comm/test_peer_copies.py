@@ -194,6 +194,32 @@ class HostMachine(peer_memory.CudaMachine):
         return True
 
 
+@pytest.mark.parametrize("case", ("batch", "no batch", "not supported", "captured", "one copy", "fails"))
+def test_copies_to_several_peers_are_one_call_where_they_can_be(case):
+    calls = []
+
+    def batch(to, source, nbytes, count, attributes, first, kinds, stream):
+        assert list(attributes) == [1, 0, 0, 0, 0, 0] and list(first) == [0] and kinds == 1
+        calls.append(("batch", *zip(to, source, nbytes, strict=True), stream))
+        return {"not supported": 801, "fails": 700}.get(case, 0)
+
+    driver = object.__new__(peer_memory.Driver)
+    driver._batch = None if case == "no batch" else batch
+    driver._copy = lambda to, source, nbytes, stream: calls.append((to, source, nbytes, stream))
+    driver._explain = lambda status, text: None
+    copies = [(100, 1, 8), (200, 9, 8)][: 1 if case == "one copy" else 2]
+    if case == "fails":
+        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with CUDA error 700"):
+            driver.copy_each(7, copies, False)
+        return
+    for _ in range(2):
+        driver.copy_each(7, copies, case == "captured")
+    alone = [(*copy, 7) for copy in copies]
+    together = ("batch", *copies, 7)
+    want = {"batch": [together] * 2, "not supported": [together, *alone * 2]}
+    assert calls == want.get(case, alone * 2)
+
+
 @pytest.mark.parametrize("size", (2, 3))
 def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
     words = 4 * 4 * peer_memory.MOST_BUFFERS * size

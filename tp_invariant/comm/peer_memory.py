@@ -37,6 +37,7 @@ _CHECK_VALUE, _CHECK_SECONDS = 0x600D, 30.0
 
 # of cuda.h
 _WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_EQUAL, _WORDS = 1, 2, 1, 6
+_NOT_SUPPORTED = 801
 # CUmemcpyAttributes of all copies of a batch, and the copy that they begin with: the source is read in stream order
 _IN_STREAM_ORDER, _OF_THE_FIRST = (ctypes.c_uint32 * 6)(1), (ctypes.c_size_t * 1)(0)
 
@@ -79,6 +80,9 @@ class Driver:
         array = ctypes.c_uint64 * len(copies)
         to, source, nbytes = (array(*column) for column in zip(*copies, strict=True))
         status = self._batch(to, source, nbytes, len(copies), _IN_STREAM_ORDER, _OF_THE_FIRST, 1, stream)
+        if status == _NOT_SUPPORTED:  # here: it has copied nothing
+            self._batch = None
+            return self.copy_each(stream, copies, captured)
         self._check(status, "cuMemcpyBatchAsync")
 
     def capture(self, stream: int) -> int | None:
