@@ -51,8 +51,7 @@ _recent = RecentCalls()
 
 
 def find_call(options: tuple, *tensors: Tensor | None) -> tuple[tuple | None, Any]:
-    """The key of a call and what is kept under it, None if nothing is or it was on another device; `key_of` and `find`
-    for a call of several tensors. Where something is found the key may be None."""
+    """`key_of` a call and what `find` finds by it, sooner where such a call was found before; then the key is None."""
     if is_observed():
         return None, None
     known = _recent.find(options, tensors)

@@ -77,7 +77,7 @@ class RecentCalls:
 
     @property
     def now(self) -> dict:
-        """Where `keep` writes to, until `clear`: what is looked up after this was asked for, is kept or is dropped."""
+        """Where `keep` writes. `clear` puts another in its place, so that what was looked up before it is dropped."""
         return self._known
 
     def find(self, facts: Hashable, tensors: Sequence[Tensor | None]) -> Any:

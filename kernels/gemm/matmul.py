@@ -312,8 +312,8 @@ def matmul_rank_major(
     ordinary = type(stride) is type(b_k_dim) is int and (promote_every is None or type(promote_every) is int)
     if ordinary and (c := repeat_recent(facts, a, b, bias)) is not None:
         return c
-    key = call_key(a, b, bias, out_dtype, promote_every)
-    if key is not None and ordinary:
+    key = call_key(a, b, bias, out_dtype, promote_every) if ordinary else None
+    if key is not None:
         key = (b_k_dim, stride, key)
         if (c := repeat_call(key, a, b, bias)) is not None:
             keep_recent(facts, key, a, b, bias)

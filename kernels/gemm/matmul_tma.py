@@ -384,8 +384,10 @@ def repeat_call(
 
 
 def repeat_recent(facts: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`repeat_call` of a call that `keep_recent` was told of, without its key: facts are all of that but the layouts of
-    the operands, of one type in all calls."""
+    """`repeat_call` of a call that `keep_recent` was told of, without its key.
+
+    facts: all that the key holds but the layouts of the operands; each of one type in all calls.
+    """
     prepared = None if is_observed() else _recent.find(facts, (a, b, bias))
     if prepared is None or prepared.index != torch._C._cuda_getDevice():
         return None
@@ -403,7 +405,8 @@ def keep_recent(facts: tuple, key: tuple, a: Tensor, b: Tensor, bias: Tensor | N
 def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, tuple | None]:
     """A key for products of these tensors, and what `remember_together` has stored under it for the current device.
 
-    facts: all that the products depend on besides the tensors. Nothing can be remembered where neither is there.
+    facts: all that the products depend on besides the tensors. Products may come without a key; where both are None,
+    nothing can be remembered.
     """
     if not _prepared:  # no Hopper, say
         return None, None

@@ -202,8 +202,8 @@ def repeat_products(
     """A key for products of these tensors, and the products if `remember_products` has stored them under it, else None.
 
     The key holds `facts` and all of the tensors but their addresses and values; it is None where a gemm_fn of a user
-    applies, or nothing can be remembered. A product is a function of the addresses of a, b and the bias. What is
-    remembered has passed the checks of `gemm`.
+    applies, where nothing can be remembered, and where the products were found without it. A product is a function of
+    the addresses of a, b and the bias. What is remembered has passed the checks of `gemm`.
     """
     if gemm_fn is not None or _default is not None or not a.is_cuda:
         return None, None
