@@ -35,6 +35,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tp_invariant.core.amx import avoid_trapped_units
 from tp_invariant.testing import checks as testing
@@ -117,15 +118,16 @@ IMPORTED_BY_RANKS = [
 
 @pytest.fixture(scope="session", autouse=True)
 def whole_pool(request):
-    """In a run of several files, whichever asks first for ranks on CPUs starts as many as any file needs.
+    """Whichever test asks first for ranks on CPUs starts as many as any test needs.
 
-    A pool that is too small is replaced by a larger one, and starting ranks takes seconds. Its ranks are forked with
-    what all of them import sooner or later: by itself each of eight would take four seconds for it. A run of one file
-    or of the fast tier, which may need two ranks alone, gets what it asks for.
+    A pool that is too small is replaced by a larger one, and starting ranks takes seconds. In a run of several files
+    the ranks are forked with what all of them import sooner or later: by itself each of eight would take four seconds
+    for it. The fast tier, which may need two ranks alone, gets what it asks for.
     """
-    if len({item.path for item in request.session.items}) == 1 or request.config.getoption("-m") == "fast":
+    if request.config.getoption("-m") == "fast":
         yield
         return
+    several = len({item.path for item in request.session.items}) > 1
     pools, shared_pool = rank_pool._pools, testing.shared_pool
 
     def at_its_largest(size, device):
@@ -134,9 +136,23 @@ def whole_pool(request):
         with mock.patch.object(rank_pool, "imported_by_starters", imported):
             return shared_pool(max(size, MOST_RANKS), device)
 
-    imported = [name for name in IMPORTED_BY_RANKS if importlib.util.find_spec(name.partition(".")[0])]
+    imported = [name for name in IMPORTED_BY_RANKS if several and importlib.util.find_spec(name.partition(".")[0])]
     with mock.patch.object(testing, "shared_pool", at_its_largest):
         yield
+
+
+@pytest.fixture
+def mode_on(monkeypatch):
+    """The mode is on, here and on the ranks. For a whole file: `pytestmark = pytest.mark.usefixtures("mode_on")`."""
+    monkeypatch.setenv("TP_INVARIANT_MODE", "1")
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def pytest_configure(config):

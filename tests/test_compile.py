@@ -23,6 +23,7 @@ from compiled_steps import (
 from cpu_compiler import needs_compiler
 from functorch.compile import make_boxed_func
 from layer_cases import Case, assert_cases_invariant
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -42,12 +43,6 @@ from tp_invariant.gemm import gemm
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 
 ON_ON_OFF = (True, True, False)
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 2)
 
 
 # --- each layer -----------------------------------------------------------------------------------------------------

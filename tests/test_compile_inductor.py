@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cpu_compiler import needs_compiler
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -27,7 +28,6 @@ from tp_invariant.examples.train_in_one_graph import Model, make_parser
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 VOCABULARY, HIDDEN, HEADS, KV_HEADS = 72, 64, 4, 2
 ON, OFF = True, False
 

@@ -29,7 +29,6 @@ def on_ranks(degree, *arguments, mode=True):
 
 
 def test_the_same_bits_at_every_degree(tmp_path):
-    tpi.testing.run_ranks(_nothing, 4, device="cpu")
     adapter = str(tmp_path / "adapter")
     losses, digest = on_ranks(2, "6", "--save", adapter)
     assert on_ranks(1, "6") == (losses, digest)
@@ -72,10 +71,6 @@ def test_dp_needs_ranks(capsys):
     with pytest.raises(SystemExit):
         main([*SMALL, "1", "--dp", "1"])
     assert "--dp 1 needs a number of ranks that it divides: torchrun" in capsys.readouterr().err
-
-
-def _nothing(tp_group):
-    """Does nothing; calling it starts the pool at its full size."""
 
 
 def test_alone(capsys):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 import tp_invariant as tpi
@@ -21,7 +22,6 @@ from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 DEGREES = (2, 3)
 K, N = 24, 36
 Strides = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # by name: shape and strides

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,22 +33,9 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_hf.py"
 SMALL = ["--device", "cpu", "--batch", "1", "--sequence-length", "32"]
 
 
-def run_ranks(fn, world, *args):
-    return tpi.testing.run_ranks(fn, world, *args, device="cpu")
-
-
 def train(tp_group, arguments):
     """One rank's part of a run."""
     run(tp_group, make_parser().parse_args([*SMALL, *arguments]), torch.device("cpu"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(_nothing, 4)
-
-
-def _nothing(tp_group):
-    """Does nothing; calling it starts the pool at its full size."""
 
 
 def resumed_and_straight(folder, mode, steps, *extra):

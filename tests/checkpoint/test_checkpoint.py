@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,15 +19,6 @@ from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.testing import RankError, assert_bitwise_equal, digest
 
 VOCABULARY, HIDDEN, FFN = 45, 16, 48  # 45 ids: padded at every degree
-
-
-def run_ranks(fn, world, *args):
-    return tpi.testing.run_ranks(fn, world, *args, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 class Model(nn.Module):
@@ -78,9 +70,7 @@ def unsharded():
     return dict(Model(None, pad=1).state_dict())
 
 
-@pytest.fixture(autouse=True)
-def mode_on(monkeypatch):
-    monkeypatch.setenv("TP_INVARIANT_MODE", "1")
+pytestmark = pytest.mark.usefixtures("mode_on")
 
 
 # --- on ranks -------------------------------------------------------------------------------------------------------

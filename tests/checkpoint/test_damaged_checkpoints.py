@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -33,10 +34,6 @@ from tp_invariant.testing import RankError, assert_bitwise_equal, digest
 OLD = Path(__file__).parent / "checkpoint_1"  # written by the version before digests, at TP=2
 OLD_MODEL = "b3958e5186236bcbd3dd9b2dbf861e4b36584841fb5f93629e84693021fe46bf"
 OLD_STATE = "ae57af5a0981a09ff849b1fdbba2a60ae5a35c74081a6c9e6b68756db56a0b62"
-
-
-def run_ranks(fn, world, *args):
-    return tpi.testing.run_ranks(fn, world, *args, device="cpu")
 
 
 class Model(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import pickle
 import weakref
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,8 +21,6 @@ from tp_invariant import testing
 from tp_invariant.core import dtensors, pieces, random_fills
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.optim import step_checks
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 class Model(nn.Module):
@@ -99,10 +97,7 @@ def load_both_ways(make_other, folders, full):
     return results
 
 
-@pytest.fixture(autouse=True)
-def on():
-    with tpi.set_tp_invariant_mode(True):
-        yield
+pytestmark = pytest.mark.usefixtures("mode_on")
 
 
 def test_our_checkpoints_and_full_states(tmp_path):

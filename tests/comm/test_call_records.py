@@ -1,7 +1,6 @@
 """Ranks that make different calls later than the first, on gloo: every rank gets an error, and no process aborts."""
 
 import copy
-import functools
 import itertools
 import mmap
 import re
@@ -14,12 +13,12 @@ import meshes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm import call_records
 from tp_invariant.comm.call_records import ALL_GATHER, ALL_REDUCE, BYTES, CallRecords, call_context
 from tp_invariant.comm.collectives import gather_major, resolve_group
@@ -28,7 +27,6 @@ from tp_invariant.functional.regions import gather_sequence
 from tp_invariant.layers import parallel_norm, vocab_embedding
 from tp_invariant.testing import RankError
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 ODD = 1  # the rank that is not like the others
 
 

@@ -32,11 +32,6 @@ from tp_invariant.testing import assert_bitwise_equal
 GPUS = torch.cuda.device_count()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
-
-
 # --- raw ------------------------------------------------------------------------------------------------------------
 
 

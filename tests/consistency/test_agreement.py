@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm import collectives, liveness
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.consistency import agreement, environment
@@ -25,17 +25,7 @@ from tp_invariant.gemm.scheduler import scheduler
 from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 ODD = 1  # the rank that is not like the others
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(_nothing, 8)
-
-
-def _nothing(tp_group):
-    """Starts one pool that is large enough for every case."""
 
 
 def other_gemm(a, b, *, bias=None, out_dtype=None):

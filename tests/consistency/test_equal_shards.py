@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -16,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_invariant as tpi
 from tp_invariant import testing
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 class Model(nn.Module):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -23,8 +24,6 @@ from tp_invariant import testing
 from tp_invariant.consistency import penalties
 from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 # of w [8, 6], sharded along dim 0, and v [6, 8], along dim 1; b [6] is whole
 REFUSED = {

@@ -1,17 +1,14 @@
 """Buffers are compared as parameters are (tests/consistency/test_agreement.py), before parallelize changes anything."""
 
-import functools
 import re
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.testing import RankError
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 BUFFERS = ("1.running_mean", "1.num_batches_tracked", "3.inv_freq", "3.seen")
 

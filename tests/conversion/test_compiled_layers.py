@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 from typing import Any
 
@@ -11,6 +10,7 @@ import hf_models
 import pytest
 import torch
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tp_invariant as tpi
@@ -19,12 +19,6 @@ from tp_invariant.core import module_hooks
 from tp_invariant.testing import assert_bitwise_equal
 
 LAYERS = 4
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 2)
 
 
 def compile_layers(model: Any, dynamic: bool | None = None, backend: str = "aot_eager") -> CompileCounterWithBackend:

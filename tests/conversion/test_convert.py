@@ -14,6 +14,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -24,18 +25,12 @@ from tp_invariant.examples import swap_linear
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 STEPS = {"qwen3": 4}  # of others 2; every second one with padding
 # (family, degree, sequence_parallel)
 CASES = [
     *((family, 4, sp) for family in hf_models.FAMILIES for sp in (False, True)),
     *((family, 2, False) for family in ("qwen3", "phi3")),
 ]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def train_on_rank(tp_group, family, dtype, sequence_parallel, mode, steps):

@@ -16,6 +16,7 @@ import model_types
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,8 +26,6 @@ from tp_invariant.conversion import convert, gated_blocks, rotary_forwards
 from tp_invariant.conversion.gated_blocks import Recipe, recipe_of, recognise_activation
 from tp_invariant.conversion.rotary_forwards import RotationKind, rotation_of
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 def forwards(model: nn.Module) -> dict[str, int]:

@@ -10,11 +10,9 @@ import functools
 import mixture_layouts
 import torch
 from mixture_layouts import EXPERTS, FAMILIES, LAYOUTS, ROUTERS, SAMPLE, TABLE, TIED
+from ranks import run_ranks
 
-from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 def pytest_generate_tests(metafunc):

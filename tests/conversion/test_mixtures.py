@@ -11,6 +11,7 @@ import hf_models
 import pytest
 import torch
 from meshes import mesh_or_group
+from ranks import run_ranks
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -18,14 +19,8 @@ from tp_invariant.comm.collectives import Group
 from tp_invariant.layers.experts import Experts
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 FAMILIES = sorted(hf_models.MIXTURES)
 ONE_RANK = Group(None, 0, 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 def train_on_rank(tp_group, family, options, mode=True, steps=2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from typing import Any
 
@@ -11,6 +10,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -19,13 +19,7 @@ from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.conversion.gradient_flow import FirstForward, IncompleteGradient
 from tp_invariant.conversion.plans import own_plan
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 HIDDEN, HEADS, HEAD = 16, 4, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda group: None, 2)
 
 
 class Gain(nn.Module):

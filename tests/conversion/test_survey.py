@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -22,8 +22,6 @@ from tp_invariant.conversion.plans import STYLES, Part, own_plan, resolve
 from tp_invariant.conversion.shape_probe import ProbeError, ShardedInput, sharded_inputs
 from tp_invariant.hugging_face import models as hugging_face
 from tp_invariant.hugging_face.masks import attend
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 # --- plans ----------------------------------------------------------------------------------------------------------
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from meshes import mesh_or_group
+from ranks import run_ranks
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.functional.regions import expand_heads
 from tp_invariant.functional.routing import Routing, route
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 
 FUNCTIONS = {
     "linear": lambda x: tpi.Linear(8, 8)(x).sum(),

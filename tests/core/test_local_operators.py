@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from unittest import mock
 
 import pytest
 import torch
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -18,8 +18,6 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core import local_operators
 from tp_invariant.core.dtensors import as_local, is_dtensor
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 PLACEMENTS = ([Shard(0)], [Shard(1)], [Replicate()])
 SHAPES = ((16, 8), (5, 6), (7, 2))  # over two ranks the second and third are cut unevenly, too
@@ -34,11 +32,6 @@ MAKE = {
     "SGD, momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
     "SGD, for-loop": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """DDP's and FSDP2's gradient sums in a fixed order: no bucket size, order or wrapping changes a bit, and the scale."""
 
-import functools
 import inspect
 import re
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
@@ -19,8 +19,6 @@ from tp_invariant import testing
 from tp_invariant.data_parallel import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook
 from tp_invariant.data_parallel import fixed_order as data_parallel
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 SHAPES = {"a": (9, 13), "b": (61,), "c": (16, 10), "d": (3,), "e": (2, 40)}
 LARGE = {"a": (512, 640), "b": (4099,), "c": (64, 33), "d": (3,), "e": (1024, 1024), "f": (300, 77)}
@@ -33,19 +31,6 @@ ON_GPUS = {
     )
     for world in (2, 4)
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Leaf(torch.nn.Module):

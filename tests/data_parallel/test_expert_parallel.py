@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,6 @@ from tp_invariant.integrations.ranks import Ranks
 from tp_invariant.testing import assert_bitwise_equal, full_parameters, wide_randn
 from tp_invariant.testing.rank_pool import discard_pool
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 ONE_RANK = Group(None, 0, 1)
 HIDDEN, INNER, EXPERTS = 8, 16, 8
 

@@ -11,6 +11,7 @@ import hf_models
 import pytest
 import torch
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,7 +23,6 @@ from tp_invariant.data_parallel import MicroBatchTree, TokenCount, fix_reduction
 from tp_invariant.layers.experts import Experts
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 ONE_RANK = Group(None, 0, 1)
 HIDDEN, INNER, EXPERTS = 8, 16, 8
 

@@ -1,6 +1,5 @@
 """Gradients summed over micro-batches and ranks: one tree, the same bits at every DP and TP degree, the right sum."""
 
-import functools
 import math
 import re
 from unittest import mock
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -18,25 +18,10 @@ from tp_invariant.data_parallel import MicroBatchTree, TokenCount, fix_reduction
 from tp_invariant.data_parallel.binary_tree import BinaryTree
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 SHAPES = {"a": (7, 13), "b": (31,), "c": (5, 2, 3), "scalar": (), "empty": (0, 3)}
 GPUS = torch.cuda.device_count()
 DEGREES_ON_GPUS = [degree for degree in (1, 2, 4, 8) if degree <= GPUS]
 on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def tree_sum(summands):

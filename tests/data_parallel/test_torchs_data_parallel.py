@@ -6,12 +6,11 @@ Sums of two ranks have one order, so that no fixed_order_hook is needed.
 from __future__ import annotations
 
 import contextlib
-import functools
 
-import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -22,13 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_invariant as tpi
 from tp_invariant import testing
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 class Block(nn.Module):

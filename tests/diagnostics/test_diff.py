@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -17,24 +18,6 @@ from tp_invariant.diagnostics.cli import main as cli
 from tp_invariant.testing import RankError
 
 HIDDEN, FFN = 128, 1024  # sums long enough to show their order
-
-
-def run_ranks(fn, world, *args):
-    return tpi.testing.run_ranks(fn, world, *args, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(_nothing, 4)
-
-
-def _nothing(tp_group):
-    """Does nothing; calling it starts the pool at its full size."""
-
-
-@pytest.fixture
-def mode_on(monkeypatch):
-    monkeypatch.setenv("TP_INVARIANT_MODE", "1")
 
 
 # --- the hash -------------------------------------------------------------------------------------------------------

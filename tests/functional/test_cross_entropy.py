@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from same_as_alone import assert_as_alone, run_all
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,15 +29,9 @@ from tp_invariant.kernels.select import select
 from tp_invariant.kernels.vocabulary import cross_entropy as triton_kernels
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 DEGREES = (2, 3, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPUS = testing.gpu_ranks()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.diagnostics.verify_case import error, wide
 from tp_invariant.gemm import bundled, gemm
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 K, N, TOKENS, MICRO_BATCHES = 40, 48, (24, 7), 3
 DEGREES = (2, 4, 8)
@@ -146,12 +143,6 @@ SETUPS = [
     WHOLE.with_(sequence_parallel=True, gemm_fn="promoted"),
     WHOLE.with_(norm=True, sequence_parallel=True, autocast=True, megatron=True),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    """One pool of eight ranks for every degree."""
-    run_ranks(lambda group: None, 8)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)

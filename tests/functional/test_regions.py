@@ -13,11 +13,6 @@ from tp_invariant.functional.regions import gather_features, gather_sequence, sc
 from tp_invariant.testing import assert_bitwise_equal
 
 
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
-
-
 def forward_and_adjoint(fn, x, grad):
     x = x.clone().requires_grad_()
     y = fn(x)

@@ -1,28 +1,20 @@
 """Column-parallel layers that are given what gather_sequence returned: nobody gathers a gradient that nobody reads."""
 
-import functools
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.functional import linear, regions
 from tp_invariant.testing import assert_bitwise_equal
 from tp_invariant.testing.rank_pool import discard_pool
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 TOKENS, BATCH, K, N = 16, 3, 256, 128
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 def tensors(dtype, dim, layers=3):

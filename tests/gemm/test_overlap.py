@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
@@ -20,13 +20,6 @@ from tp_invariant.gemm import gemm
 from tp_invariant.gemm import scheduler as scheduling
 from tp_invariant.gemm.scheduler import Scheduler, scheduler
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 class Block(torch.nn.Module):

@@ -1,13 +1,12 @@
 """Owner maps: the same bits as one rank with all of K, whichever rank computes which part."""
 
-import functools
 import itertools
 import re
 
 import pytest
 import torch
+from ranks import run_ranks
 
-from tp_invariant import testing
 from tp_invariant.comm import wire
 from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.core.layout import shard, split_sizes
@@ -16,14 +15,7 @@ from tp_invariant.gemm.cost_model import Problem, choose, costs_of
 from tp_invariant.gemm.owner_maps import OWNER_MAPS, ShardedWeight, check_owner_map, sharded_product
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 def problem(t, n, k, dtype):

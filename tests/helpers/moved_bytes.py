@@ -1,14 +1,10 @@
 """Shared by the tests of collectives: data of any bit patterns, and cases that each rank checks by itself."""
 
-import functools
-
 import pytest
 import torch
+from ranks import run_ranks
 
-from tp_invariant import testing
 from tp_invariant.comm.collectives import resolve_group
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAN_WITH_PAYLOAD = {torch.bfloat16: 0x7FC1, torch.float16: 0x7E01, torch.float32: 0x7FC00001}

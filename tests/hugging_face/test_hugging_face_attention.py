@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from ranks import run_ranks
 from torch import nn
 from transformers import DynamicCache, StaticCache, masking_utils
 
@@ -24,14 +25,12 @@ from tp_invariant.hugging_face.masks import VisibleKeys, attend, visible_keys
 from tp_invariant.kernels.attention import reference, spec
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 IDS = torch.randint(3, hf_models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pool():
+def registered():
     tpi.hugging_face.register_attention()
-    run_ranks(lambda tp_group: None, 4)
 
 
 @pytest.fixture

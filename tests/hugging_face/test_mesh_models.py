@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,13 +31,6 @@ from tp_invariant.comm import meeting
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.hugging_face.saving import install_saving
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def mesh_or_group(tp_group: Any, kind: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 from unittest import mock
@@ -13,19 +12,13 @@ import pytest
 import torch
 from accelerate import state as accelerate_state
 from meshes import init_device_mesh, mesh_or_group, shard_fully
+from ranks import run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import types
 import warnings
@@ -15,19 +14,13 @@ import hf_models
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group, shard_fully
+from ranks import run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:

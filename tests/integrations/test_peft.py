@@ -27,15 +27,10 @@ pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installe
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as LinearOfPeft
 from peft.utils.save_and_load import _get_tp_info
+from ranks import run_ranks
 from safetensors.torch import load_file
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 STEPS = {"qwen3": 10, "llama": 4, "phi3": 4, "qwen2_moe": 4, "gpt_oss": 4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def register(config: LoraConfig) -> LoraConfig:

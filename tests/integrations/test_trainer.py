@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import transformers
 from accelerate import state as accelerate_state
 from meshes import init_device_mesh, mesh_or_group, shard_fully
+from ranks import run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
@@ -24,14 +24,8 @@ from tp_invariant.testing import assert_bitwise_equal
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.Trainer, "_prepare_for_training"), reason="the Trainer refuses this version"
 )
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 STEPS = 10
 EXAMPLES = 14  # in micro-batches of 2, of which a step has 2: an epoch ends with a step of one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 class Examples(Dataset):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,13 @@ import torch
 import transformers
 from accelerate import state as accelerate_state
 from meshes import init_device_mesh, mesh_or_group, shard_fully
+from ranks import run_ranks
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
 
 pytest.importorskip("trl", reason="the extra tp-invariant[trl] is not installed")
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def tokenizer() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -12,17 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshes import mesh_or_group
+from ranks import run_ranks
 from same_as_alone import assert_as_alone
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
 from tp_invariant.functional.routing import route
 from tp_invariant.graphs import checks as graph_checks
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 BATCH, SEQUENCE, HIDDEN, INNER = 2, 12, 16, 24
 ONE_RANK = Group(None, 0, 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from typing import Any
 from unittest import mock
@@ -12,29 +11,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshes import mesh_or_group
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import tp_invariant as tpi
-from tp_invariant import checkpoint, testing
+from tp_invariant import checkpoint
 from tp_invariant.functional import experts
 from tp_invariant.layers import adapters
 from tp_invariant.layers import experts as experts_layer
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 HIDDEN, INNER, EXPERTS = 16, 24, 4
 ROUTING = tpi.Routing(2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
-
-
-@pytest.fixture(autouse=True)
-def mode_on(monkeypatch):
-    monkeypatch.setenv("TP_INVARIANT_MODE", "1")
+pytestmark = pytest.mark.usefixtures("mode_on")
 
 
 def build(tp_group: Any, seed: int = 0, **options: Any) -> tpi.MixtureOfExperts:

@@ -1,6 +1,5 @@
 """The gradient norm and clipping: the same bits at every degree and on every rank, and torch's values."""
 
-import functools
 import math
 import re
 
@@ -8,17 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.core.layout import shard, unshard
 from tp_invariant.layers import grad_partial_sums, parameters
 from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 # name: (shape, sharded dim or None, partition_stride); every size divides by 8 x stride, and so by 3 where it is 48
 PARAMETERS = {
@@ -35,11 +32,6 @@ PARAMETERS = {
     "expert.weight": ((6, 48, 5), 1, 1),
 }
 DEGREES = (1, 2, 3, 4, 8)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 def full_gradients(dtype=torch.float32, scale=1.0, spread=6):
@@ -344,14 +336,6 @@ def test_another_norm_type(norm_type):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tpi.clip_grad_norm_(p, 1.0, tp_group=None, norm_type=norm_type)
     assert_bitwise_equal(p.grad, torch.ones(2))
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def refused(p, text, tp_group=None):

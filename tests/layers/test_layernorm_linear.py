@@ -20,12 +20,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEGREES = (2, 3, 4, 8)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    """One pool of eight ranks for every degree."""
-    run_ranks(lambda group: None, 8)
-
-
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_matrix(norm, degree):

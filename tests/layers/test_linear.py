@@ -10,29 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run, run_all
+from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional import stock
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import RankError, assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 MODES = ("column", "row")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OWNER_MAPS = ("replicate", "rows", "cols", "auto")
 FIXED = OWNER_MAPS[:3]  # "auto" takes one of these before any product: test_matrix has it at every degree
 DEGREES = (2, 3, 4, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    """One pool of eight ranks for every degree."""
-    run_ranks(lambda group: None, 8)
 
 
 def sizes(mode: str, degree: int, stride: int) -> tuple[int, int]:

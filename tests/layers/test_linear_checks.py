@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import re
 from contextlib import ExitStack, contextmanager
@@ -12,12 +11,12 @@ from typing import ClassVar
 import meshes
 import pytest
 import torch
+from ranks import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.consistency import agreement
 from tp_invariant.consistency.agreement import AgreedCalls
 from tp_invariant.core.dtensors import local_of
@@ -27,13 +26,6 @@ from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.layers import linear as layers_linear
 from tp_invariant.layers import parallel_norm
 from tp_invariant.testing import assert_bitwise_equal
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 2)
 
 
 def other_gemm(a, b, *, bias=None, out_dtype=None):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 
 import cloudpickle
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,14 +18,8 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 SIZE, HEADS, KV = 32, 8, 4
 PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "sinks": "colwise", "": "local_params", "o": "rowwise"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 class Block(nn.Module):

@@ -1,7 +1,6 @@
 """Norms and clipping of models that mix groups, of parameters that lost their marks, and of ranks that differ."""
 
 import contextlib
-import functools
 import math
 import os
 import warnings
@@ -9,23 +8,17 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils import parametrizations
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.layers.parameters import mark_sharded, named_shard_specs
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 MODES = (True, False)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 def group_of(ranks):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -17,13 +17,7 @@ from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.layers.parallel_norm import recognise_norm
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 SHAPE = (2, 24, 8, 40)  # [B, S, heads, D]; for heads_dim 1, [B, heads, S, D]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
 
 
 def data(heads_dim: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:

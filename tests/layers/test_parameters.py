@@ -1,29 +1,21 @@
 """Parameters: Megatron's attributes, the way to full tensors and back, and values that do not depend on the degree."""
 
 import copy
-import functools
 import io
 import pickle
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_major
 from tp_invariant.layers.parameters import is_sharded, mark_sharded, named_shard_specs
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 DEGREES = (1, 2, 4)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 def attributes(module):

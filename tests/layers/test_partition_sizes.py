@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.core.layout import deinterleave, shard, unshard
 from tp_invariant.testing import RankError, assert_bitwise_equal, full_grads, full_parameters
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 DEGREES = (2, 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda group: None, 3)
 
 
 # --- the layout -----------------------------------------------------------------------------------------------------

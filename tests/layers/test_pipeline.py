@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from unittest import mock
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshes import init_device_mesh
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -26,7 +26,6 @@ from tp_invariant.layers import grad_norm
 from tp_invariant.testing import full_grads, full_parameters
 from tp_invariant.testing.rank_pool import discard_pool
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 RANKS, MICRO_BATCHES, TOKENS, HIDDEN, VOCABULARY = 8, 6, 16, 32, 48
 
 

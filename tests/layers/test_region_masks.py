@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from meshes import mesh_or_group
+from ranks import run_ranks
 from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.layers import linear, region_masks
 from tp_invariant.regions import gather_sequence
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 
 
 def _attention(x, p):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 NORMS = {"RMSNorm": dict(zero_centered_gamma=True), "LayerNorm": dict(bias=True)}
 every_norm = pytest.mark.parametrize("kind", NORMS)
 

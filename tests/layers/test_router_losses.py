@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.testing import assert_bitwise_equal, full_grads, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 BATCH, SEQUENCE, EXPERTS = 3, 8, 5
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from same_as_alone import assert_as_alone, run_all
 from torch import Tensor, nn
 
@@ -21,15 +21,9 @@ from tp_invariant.core.layout import shard
 from tp_invariant.kernels.vocabulary.reference_embedding import OCCURRENCES_PER_SUM, embedding_grad
 from tp_invariant.testing import assert_bitwise_equal, raw_bytes, wide_randn
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 DEGREES = (2, 3, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPUS = testing.gpu_ranks()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 @dataclasses.dataclass(frozen=True)

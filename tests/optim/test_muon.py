@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -15,18 +14,7 @@ from tp_invariant import testing
 from tp_invariant.gemm import bundled_gemm_fn
 from tp_invariant.optim.muon import newton_schulz
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
-
-
-@pytest.fixture(autouse=True)
-def on():
-    with tpi.set_tp_invariant_mode(True):
-        yield
+pytestmark = pytest.mark.usefixtures("mode_on")
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_or_group
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim.optimizer import Optimizer
@@ -18,13 +19,6 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.layers.parameters import mark_sharded
 from tp_invariant.optim import cuts
-
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 2)
 
 
 class Own(Optimizer):

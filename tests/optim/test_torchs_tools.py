@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, mesh_or_group
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import _redistribute
 from torch.nn.utils import parametrizations, prune
@@ -19,20 +20,10 @@ from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.optim import step_checks
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
-
 KINDS = ("group", "mesh")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 4)
-
-
-@pytest.fixture(autouse=True)
-def on():
-    with tpi.set_tp_invariant_mode(True):
-        yield
+pytestmark = pytest.mark.usefixtures("mode_on")
 
 
 class Block(nn.Module):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 import tp_invariant as tpi
 from tp_invariant.kernels.gemm import reference
@@ -22,13 +23,7 @@ from tp_invariant.testing import RankError, assert_bitwise_equal, assert_slice_i
 from tp_invariant.testing import checks as testing
 
 # as where there is no GPU: these tests are of the tools alone
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 assert_tp_invariant = functools.partial(testing.assert_tp_invariant, device="cpu")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pool():
-    run_ranks(lambda tp_group: None, 8)
 
 
 @pytest.fixture(scope="module")

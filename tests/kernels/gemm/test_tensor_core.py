@@ -268,18 +268,13 @@ def test_refusals():
 LAYER = Case("row", 256, 24, (12,), dtype=torch.bfloat16, gemm_fn=matmul, micro_batches=1)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    run_ranks(lambda tp_group: None, 4, device="cpu")
-
-
 @pytest.mark.parametrize("degree", [2, 4])
-def test_a_layer_has_the_same_bits_at_every_degree(pool, degree):
+def test_a_layer_has_the_same_bits_at_every_degree(degree):
     column = LAYER.with_(parallel_mode="column", in_features=24, out_features=256)
     assert_cases_invariant([LAYER, LAYER.with_(sequence_parallel=True), column], degree)
 
 
-def test_a_layer_runs_on_it(pool):
+def test_a_layer_runs_on_it():
     """Its forward, dgrad and wgrad; and, the negative control, other bits with the mode off at TP=2."""
     mine, data = run(None, LAYER), LAYER.full_data()
     assert_bitwise_equal(mine["y0"], matmul(data["x0"], data["weight"].t(), bias=data["bias"]))
