@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from unittest import mock
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn.utils import parametrizations, prune
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
-from tp_invariant.optim import step_checks
 
 KINDS = ("group", "mesh")
 
@@ -248,49 +246,6 @@ def test_stages_with_and_without_a_tensor_parallel_group_agree():
     assert found[2][2] == found[3][3] == found[2][0] == found[3][1] == [1.0]
 
 
-def scaled_by_torch(tp_group):
-    said = []
-    for form in FORMS:
-        model, _ = with_grads(tp_group, "group")
-        before = testing.full_parameters(model)
-        optimizer = torch.optim.AdamW(model.parameters(), **form)
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        said.append(refused(TypeError, lambda scaler=scaler, optimizer=optimizer: scaler.step(optimizer)))
-        testing.assert_bitwise_equal(testing.full_parameters(model), before)
-    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-    return said
-
-
-def test_torchs_scaler_over_plain_shards_is_refused():
-    for rank, said in enumerate(run_ranks(scaled_by_torch, 2)):
-        for text in said:
-            assert text.startswith("torch.amp.grad_scaler.GradScaler steps a parameter of shape")
-            assert f"on rank {rank} of 2" in text and "Use tp_invariant.optim.GradScaler" in text
-    with pytest.raises(testing.RankError, match="Use tp_invariant"):
-        run_ranks(scaled, 2, "group", torch.amp.GradScaler, FORMS[0], 1)
-
-
-def read_once(tp_group):
-    """How often steps have asked parameters for their group: the first two, a third, and one of more parameters."""
-    model, _ = with_grads(tp_group, "group")
-    optimizer, counts = torch.optim.SGD(model.down.parameters(), lr=1e-3), []
-    with mock.patch.object(step_checks, "carried_group", wraps=step_checks.carried_group) as asked:
-        for step in range(5):
-            if step == 3:
-                optimizer.add_param_group({"params": [*model.norm.parameters()]})
-            optimizer.step()
-            counts.append(asked.call_count)
-            asked.reset_mock()
-    return counts
-
-
-def test_steps_read_what_parameters_carry_until_all_is_compared():
-    for first, second, third, more, again in run_ranks(read_once, 2):
-        assert first and second and more and third == again == 0
-
-
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 MAKE = {
@@ -322,86 +277,6 @@ def test_elementwise_optimizers_have_the_bits_of_one_rank(name):
     for kind in KINDS:
         for result in run_ranks(optimized, 2, kind, name):
             testing.assert_bitwise_equal(result, expected)
-
-
-def at_cuts(tp_group, kind):
-    """What steps of shards that end inside of a vector say, by the optimizer; "" for those that are taken."""
-    texts = {}
-    for name, dtype, make in (
-        ("fused", torch.float32, functools.partial(torch.optim.AdamW, fused=True)),
-        ("fused, one by one", torch.float32, functools.partial(torch.optim.AdamW, foreach=False)),
-        ("SGD", torch.bfloat16, torch.optim.SGD),
-        ("AdamW", torch.bfloat16, torch.optim.AdamW),
-        ("of the user's", torch.bfloat16, type("Own", (torch.optim.SGD,), {})),
-    ):
-        layer = tpi.Linear(4, 4, parallel_mode="column", dtype=dtype, tp_group=mesh_or_group(tp_group, kind))
-        layer(torch.ones(2, 4, dtype=dtype)).sum().backward()
-        optimizer = make(layer.parameters(), lr=0.1)
-        before = testing.full_parameters(layer)
-        try:
-            optimizer.step()
-            texts[name] = ""
-        except ValueError as error:
-            texts[name] = str(error)
-            testing.assert_bitwise_equal(testing.full_parameters(layer), before)
-            with tpi.set_tp_invariant_mode(False):
-                optimizer.step()
-        assert not torch.equal(testing.full_parameters(layer)["weight"], before["weight"])
-    return texts
-
-
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="shows what the vector loops of x86 leave over",
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_optimizers_that_see_cuts(kind):
-    """That trained weights differ otherwise is shown by tests/test_optimizers.py::test_what_does_not_hold."""
-    for texts in run_ranks(at_cuts, 2, kind):
-        assert texts["fused"].startswith(
-            "AdamW(fused=True) steps an element of a torch.float32 parameter on cpu otherwise where the "
-            "parameter is cut elsewhere, and a shard of shape (2, 4) is cut inside of a vector"
-        )
-        assert texts["SGD"].startswith("SGD() steps an element of a torch.bfloat16 parameter")
-        assert [name for name, text in texts.items() if text] == ["fused", "SGD", "of the user's"]
-    assert set(run_ranks(at_cuts, 1, kind)[0].values()) == {""}
-
-
-def refused_optimizers(tp_group):
-    model, _ = with_grads(tp_group, "group")
-    before = testing.full_parameters(model)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-
-    class Lamb(torch.optim.SGD):
-        pass
-
-    class SingleDeviceMuonWithAuxAdam(torch.optim.SGD):
-        pass
-
-    for optimizer, words in {
-        torch.optim.Muon(matrices): "Muon makes whole matrices orthogonal: use tp_invariant.optim.Muon",
-        torch.optim.Adafactor(matrices): "Adafactor keeps means over the rows and columns of whole matrices",
-        torch.optim.LBFGS(matrices): "LBFGS takes products of whole gradients",
-        SingleDeviceMuonWithAuxAdam(matrices): "WithAuxAdam makes whole matrices orthogonal",
-        Lamb(matrices): "Lamb scales by the norms of whole parameters",
-    }.items():
-        text = refused(TypeError, lambda optimizer=optimizer: optimizer.step(lambda: 0.0))
-        assert f"{words}" in text and f"on rank {tp_group.rank()} of 2" in text
-    testing.assert_bitwise_equal(testing.full_parameters(model), before)
-    knowing = SingleDeviceMuonWithAuxAdam(matrices, lr=0.0)
-    knowing.takes_shards = True
-    knowing.step()
-    model, _ = with_grads(tp_group, "mesh")
-    refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step)  # torch's own
-    refused(NotImplementedError, torch.optim.SGD(model.parameters(), fused=True).step)  # torch's own
-    testing.assert_bitwise_equal(testing.full_parameters(model), before)
-
-
-def test_optimizers_that_need_whole_parameters_are_refused_on_plain_shards():
-    run_ranks(refused_optimizers, 2)
-    alone = [nn.Parameter(torch.ones(4, 4))]
-    alone[0].grad = torch.eye(4)
-    torch.optim.Adafactor(alone).step()  # whole parameters are anyone's
 
 
 def torchs_muon_and_lbfgs(tp_group, kind):

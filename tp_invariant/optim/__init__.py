@@ -3,5 +3,6 @@
 from . import step_checks as step_checks
 from .grad_scaler import GradScaler
 from .muon import Muon
+from .trial import check
 
-__all__ = ["GradScaler", "Muon"]
+__all__ = ["GradScaler", "Muon", "check"]

@@ -20,10 +20,9 @@ from ..layers.parameters import carried_group
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler whose ranks all skip a step where one of them has found an infinite or NaN gradient.
 
-    An overflow may be in one rank's shard alone. torch's own scaler agrees on it for DTensors; of plain shards each
-    rank would go by its own, so that one steps and another skips, and their scales part: refused (step_checks.py). This
-    one gathers one number over each group that the optimizer's parameters carry, or whose mesh they are on, and takes
-    the largest, which adds nothing on the wire. Everything else is torch's.
+    An overflow may be in one rank's shard alone. torch's own scaler agrees on it for DTensors; over plain shards
+    each rank would go by its own overflows, so that one steps and another skips. This one gathers one number over each
+    group that the optimizer's parameters carry, or whose mesh they are on, and takes the largest.
 
     Args:
         pp_group: a ProcessGroup or 1-D DeviceMesh of pipeline stages, whose parameters are others: they agree, too.

@@ -62,7 +62,7 @@ class Muon(torch.optim.Muon):
         lr .. adjust_lr_fn: torch.optim.Muon's.
     """
 
-    takes_shards = True  # for step_checks.py
+    takes_shards = True  # for `check`
 
     def __init__(
         self, params: Any, *args: Any, split_stacked: bool = True, gemm_fn: GemmFn | None = None, **kwargs: Any
