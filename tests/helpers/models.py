@@ -1,4 +1,4 @@
-"""Small models of this library's layers, for tests of what acts on a model: states, optimizers, norms, data parallel."""
+"""Small models of this library's layers, for tests of states, optimizers, norms and data parallelism."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from .graph_breaks import outside_of_graphs
 
 _is_of_a_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
-at_formulas: Callable[[], None] | None = None  # called before each formula of a gradient in eager mode
-
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """function.apply, for a function without setup_context, in two thirds of the host's time, of ordinary tensors.
@@ -85,8 +83,6 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = False) -
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
-        if not traced and at_formulas is not None:
-            at_formulas()
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
-from ..consistency import penalties
 from ..consistency.same_draws import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
@@ -76,7 +75,6 @@ def mark_sharded(
     parameter.tp_group = None if alone else group  # type: ignore[attr-defined]
     if group is not None and not alone:
         _in_use[id(group)] = group
-        penalties.watch()
 
 
 def _is_placed_over(parameter: DTensor, group: Group) -> bool:
