@@ -153,7 +153,7 @@ def test_what_is_known_of_fully_shards_memory_holds_none_and_is_checked():
         assert fsdp.resharded_whole(other) is None and len(looks) == 2
         memory = whole.untyped_storage()._cdata
         whole.data = torch.zeros(2, 3)  # as if the address had gone to another storage
-        assert memory in fsdp._known and fsdp._of_memory(fsdp._known, memory) is None
+        assert memory in fsdp._records and fsdp._of_memory(fsdp._records, memory) is None
         assert fsdp.resharded_whole(whole.detach()) is whole and len(looks) == 3
     dead = weakref.ref(whole)
     del whole

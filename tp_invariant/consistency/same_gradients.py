@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -74,27 +73,6 @@ def _name(group: Group) -> str:
     return str(getattr(group.process_group, "group_name", ""))
 
 
-_mark = lru_cache(maxsize=256)(mark)
-
-
-class FactsToCompare:
-    """A call's arguments, hashed once: for a caller that asks with the same ones again."""
-
-    __slots__ = ("_hash", "value")
-
-    def __init__(self, value: tuple) -> None:
-        self.value, self._hash = value, hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, FactsToCompare) and self.value == other.value)
-
-    def __repr__(self) -> str:  # which is what ranks compare
-        return repr(self.value)
-
-
 class Question(NamedTuple):
     """A comparison over a group.
 
@@ -138,14 +116,14 @@ def compare(questions: Sequence[Question], device: torch.device, caller: str, *,
 
 def _ask(question: Question, device: torch.device, caller: str, at_once: bool) -> str | None:
     group, flushes = question.group, device.type == "cpu" and flushes_subnormals()
-    mark = _mark((question.facts, flushes))
+    own_mark = mark((question.facts, flushes))
     assert group.process_group is not None
     known = _known.setdefault(group.process_group, set())
     place = group_device(group, device)
     digests = _digests(question.whole, place)
-    own = torch.stack([torch.full((), mark, dtype=torch.int64, device=place), digests.sum()])
+    own = torch.stack([torch.full((), own_mark, dtype=torch.int64, device=place), digests.sum()])
     everyone = gather_major(own, group)
-    if place.type == "cuda" and (caller, mark) in known and not at_once and not is_call_check_enabled():
+    if place.type == "cuda" and (caller, own_mark) in known and not at_once and not is_call_check_enabled():
         on_host = torch.empty(everyone.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         on_host.copy_(everyone, non_blocking=True)
         event = torch.cuda.Event()
@@ -155,12 +133,12 @@ def _ask(question: Question, device: torch.device, caller: str, at_once: bool) -
         )
         return None
     answers = everyone.tolist()
-    if any(marked != mark for marked, _ in answers):
+    if any(marked != own_mark for marked, _ in answers):
         check_agreement({**question.named_facts(), FLUSHES: flushes}, group, device, set())
         raise RuntimeError(f"the {group.size} ranks of tp_group disagree about what {caller} is given")
     if len(known) >= _MAX_KNOWN:
         known.clear()
-    known.add((caller, mark))
+    known.add((caller, own_mark))
     return _difference(answers, digests, group, question.names, caller, question.why)
 
 

@@ -18,7 +18,6 @@ checkpoint, results of torch's own collectives, and parameters that replace the 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -341,7 +340,7 @@ class FirstForward:
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.handle: Any = None
         self.passed = False  # whether a forward has had a graph, and nothing wrong in it
-        self.seen: tuple[bool, list[Any]] | None = None  # of the last check: whether the mode was on, what was frozen
+        self.seen: tuple[bool, set[str]] | None = None  # of the last check: whether the mode was on, what was frozen
         if group.size > 1:  # alone, every gradient is complete
             self.handle = model.register_forward_hook(self, with_kwargs=True)
 
@@ -354,12 +353,12 @@ class FirstForward:
         mode = is_tp_invariant_mode_enabled()
         if self.seen is not None:
             before, frozen = self.seen
-            thawed = any([(p := reference()) is not None and p.requires_grad for reference in frozen])
+            thawed = any(p.requires_grad for name, p in model.named_parameters() if name in frozen)
             if before >= mode and not thawed:
                 return
         if check_gradient_flow(model, output, (args, kwargs)):
             self.passed, mode = True, mode or not _names_of_parts(model)
-            frozen = [weakref.ref(p) for p in model.parameters() if not p.requires_grad]
+            frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
             self.seen = mode, frozen
             if mode and not frozen:
                 self.handle.remove()

@@ -7,17 +7,18 @@ While a model has these, as the root has them after a forward alone, its gradien
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 
 from .dtensors import is_dtensor
 
-# The tensors that fully_shard gathers into, by their storage, as of the last look. Weakly, and checked when read: a
-# storage that is gone may leave its address to another.
-_known: dict[int, WeakIdRef] = {}
+# fully_shard's records of parameters, by the storage that each is gathered into, as of the last search. Never the
+# tensors themselves: torch moves no parameter that has a weak reference. A storage that is gone may leave its address
+# to another, so what is read is checked.
+_records: dict[int, weakref.ref[Any]] = {}
 
 
 def resharded_whole(weight: Tensor) -> Tensor | None:
@@ -28,16 +29,18 @@ def resharded_whole(weight: Tensor) -> Tensor | None:
     The same on every rank: while a forward or a backward uses a weight of fully_shard's, its module is alive, since
     fully_shard's hooks hold it. What other modules a process has or had plays no part.
     """
-    global _known
+    global _records
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
         return None
     memory = weight.untyped_storage()._cdata
-    whole = _of_memory(_known, memory)
+    whole = _of_memory(_records, memory)
     if whole is None:
-        # another thread's look may be older than this one, so what is read is this one's
-        _known = known = {whole.untyped_storage()._cdata: WeakIdRef(whole) for whole in _wholes(fsdp.FSDPState)}
-        whole = _of_memory(known, memory)
+        # another thread's search may be older than this one, so what is read is this one's
+        _records = records = {
+            whole.untyped_storage()._cdata: weakref.ref(record) for record, whole in _wholes(fsdp.FSDPState)
+        }
+        whole = _of_memory(records, memory)
     return whole
 
 
@@ -51,16 +54,17 @@ def sharded_parameters(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
     return {id(whole): part for whole, part in found if id(whole) in asked}
 
 
-def _of_memory(known: dict[int, WeakIdRef], memory: int) -> Tensor | None:
-    reference = known.get(memory)
-    whole = None if reference is None else reference()
+def _of_memory(records: dict[int, weakref.ref[Any]], memory: int) -> Tensor | None:
+    reference = records.get(memory)
+    record = None if reference is None else reference()
+    whole = None if record is None else _whole(record)
     return whole if whole is not None and whole.untyped_storage()._cdata == memory else None
 
 
-def _wholes(kind: type) -> Iterator[Tensor]:
-    for whole in map(_whole, _of_fsdp(kind)):
-        if type(whole) in (Tensor, nn.Parameter):
-            yield whole
+def _wholes(kind: type) -> Iterator[tuple[Any, Tensor]]:
+    for record in _of_fsdp(kind):
+        if type(whole := _whole(record)) in (Tensor, nn.Parameter):
+            yield record, whole
 
 
 def _of_fsdp(kind: type) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
 from ..consistency.differences import mark
-from ..consistency.same_gradients import FactsToCompare, Question, compare, maximal_groups
+from ..consistency.same_gradients import Question, compare, maximal_groups
 from ..core.bits import tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.fsdp import sharded_parameters
@@ -32,7 +32,6 @@ from ..functional.main_grad import refuse_fused
 from .grad_partial_sums import (
     SINGLE_RANK,
     HeldGradient,
-    KnownSums,
     MeshLayout,
     norm_of,
     partial_sums_of,
@@ -40,10 +39,8 @@ from .grad_partial_sums import (
     scale,
     shape_of,
 )
-from .known_clips import ClipKey, KnownClip, KnownQuestion, find, key_of, remember
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 
-_MAX_QUESTIONS = 16  # kept of one call: options that change from step to step have one each
 _LOCAL_ERROR = "an error before the call"  # if ranks differ in it, consistency/agreement.py shows no other difference
 
 _USUAL_CAUSES = (
@@ -127,13 +124,13 @@ def clip_grad_norm_(
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
-    call = ClipCall.of(parameters, None if tp_group is None else resolve_group(tp_group))
+    call = ClipCall(parameters, None if tp_group is None else resolve_group(tp_group))
     stages = SINGLE_RANK if pp_group is None else resolve_group(pp_group)
     options = {"norm_type, max_norm and error_if_nonfinite": (norm_type, max_norm, error_if_nonfinite)}
     invariant = is_tp_invariant_mode_enabled()
-    counted, sums = call.with_grad, call.sums
+    counted = call.with_grad
     if stages.size > 1:
-        counted, sums = [held for held in counted if not _is_shared(held.parameter)], KnownSums()
+        counted = [held for held in counted if not _is_shared(held.parameter)]
     own = torch.zeros(0, device=call.device)  # what of this stage is added up
     place = messages = call.device
     if stages.size > 1:
@@ -147,16 +144,15 @@ def clip_grad_norm_(
             own = _largest(counted).unsqueeze(0)
         elif counted and invariant:
             _check_devices(counted, call.rank)
-            own = partial_sums_of(counted, sums)
+            own = partial_sums_of(counted)
     except (TypeError, ValueError, RuntimeError) as error:
         share_error(error, stages, messages, set())  # the other stages would wait
         raise
     if stages.size > 1:
         check_agreement({"the TP-invariant mode": invariant, **options}, stages, messages, set())
-        place, anew = _device_of_stages(call, stages)
+        place = _device_of_stages(call, stages)
         own = own.to(place)
-        if anew:
-            _refuse_counted_twice(counted, stages, messages)
+        _refuse_counted_twice(counted, stages, messages)
     if norm_type == math.inf:
         total = torch.cat([own.new_zeros(1), _of_all_stages(own, stages)]).max()
     elif invariant:
@@ -168,7 +164,6 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the total norm of the gradients is {total.item()}: it cannot be clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    call.remember()
     grads = [held.local for held in call.with_grad]
     scale(grads, coefficient)
     if total.device.type == "cpu" and not torch.isfinite(total):  # see cross_entropy.py: a CPU makes several NaNs
@@ -182,18 +177,15 @@ def _is_shared(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "shared", False))
 
 
-def _device_of_stages(call: ClipCall, stages: Group) -> tuple[torch.device, bool]:
+def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
     """Where the stages' norms are added: on the device of this stage's parameters, or, if it has none, of the others'.
-
-    And whether some stage has parameters that its calls before did not have.
 
     Raises:
         RuntimeError: on every stage, if some have parameters on CPUs and others on GPUs.
     """
     messages = group_device(stages, call.device)
     kind = 0 if not call.held else 2 if call.device.type == "cuda" else 1
-    news = torch.tensor([kind, call._known is None], device=messages)
-    kinds, anew = gather_major(news, stages).view(-1, 2).t().tolist()
+    kinds = gather_major(torch.tensor([kind], device=messages), stages).flatten().tolist()
     if {1, 2} <= {*kinds}:
         on_cpus = [stage for stage, kind in enumerate(kinds) if kind == 1]
         raise RuntimeError(
@@ -205,15 +197,18 @@ def _device_of_stages(call: ClipCall, stages: Group) -> tuple[torch.device, bool
     else:
         place = call.device if 1 in kinds else messages
     compare_environments(stages, place)
-    return place, any(anew)
+    return place
 
 
 def _refuse_counted_twice(counted: list[HeldGradient], stages: Group, messages: torch.device) -> None:
     """Raises: RuntimeError: on every stage: two hold one parameter, which is known by its values and its gradient."""
+    hashed = [
+        torch.stack([tensor_hash(held.local), tensor_hash(local_of(held.parameter)), held.local.any().long()]).cpu()
+        for held in counted
+    ]
     own = []
-    for held in counted:
-        hashes = torch.stack([tensor_hash(held.local), tensor_hash(local_of(held.parameter))]).tolist()
-        if bool(held.local.any()):
+    for held, (*hashes, has_values) in zip(counted, [each.tolist() for each in hashed], strict=True):
+        if has_values:
             own += [held.number, mark((held.local.dtype, held.local.shape, hashes))]
     found: dict[int, list[str]] = {}
     for stage, values in enumerate(_of_each_stage(torch.tensor(own, dtype=torch.int64, device=messages), stages)):
@@ -261,9 +256,6 @@ class ClipCall:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
         self.error: Exception | None = None
-        self.sums = KnownSums()
-        self._known: KnownClip | None = None
-        self._key: tuple[list[Tensor], ClipKey] | None = None  # under which `remember` puts what is known
         self.held: list[HeldGradient] = []
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
@@ -299,44 +291,6 @@ class ClipCall:
         except (TypeError, ValueError, RuntimeError) as error:
             self.error = self.error or error
 
-    @classmethod
-    def of(cls, parameters: Iterable[Tensor] | Tensor, given: Group | None) -> ClipCall:
-        """The call, with what the last one of the same parameters found out if all is as it was then."""
-        everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        key = key_of(everything, given) if everything and not torch.compiler.is_compiling() else None
-        known = None if key is None else find(everything, key)
-        if key is None or known is None:
-            call = cls(everything, given)
-            if key is not None:
-                call._key = everything, key
-            return call
-        call = cls.__new__(cls)
-        call.given, call.error, call.sums, call._known, call._key = given, None, known.sums, known, None
-        call.held = [
-            HeldGradient(everything[index], index, over, key.grads[index], key.locals[index], layout)
-            for index, over, layout in known.held
-        ]
-        call.device, call.maximal_groups, call.rank = known.device, known.groups, known.rank
-        call.with_grad = [call.held[at] for at in known.with_grad]
-        return call
-
-    def remember(self) -> None:
-        """For the next call of the same parameters; once this one was found right on all ranks."""
-        if self._key is None or self.error is not None:
-            return
-        everything, key = self._key
-        place = {held.number: at for at, held in enumerate(self.held)}
-        known = KnownClip(
-            key.facts,
-            [(held.number, held.over, held.layout) for held in self.held],
-            [place[held.number] for held in self.with_grad],
-            self.maximal_groups,
-            self.rank,
-            self.device,
-        )
-        known.sums = self.sums
-        remember(everything, known)
-
     def agree(self, caller: str, options: Mapping[str, Any]) -> None:
         """Compares the call and the gradients of replicated parameters across ranks, then raises `error`, if any."""
         if self.maximal_groups and self.held:
@@ -355,16 +309,8 @@ class ClipCall:
             # equal on all ranks that have an error: then each rank raises its own
             return Question(compared_group, (_LOCAL_ERROR,), lambda: {_LOCAL_ERROR: text}, (), list, "")
         mode = is_tp_invariant_mode_enabled()
-        key = compared_group, mode, *options.values()
-        known = None if self._known is None else self._known.questions.get(key)
-        if known is None:
-            facts = FactsToCompare((mode, tuple(options.values()), tuple(self._gradient_facts(compared_group))))
-            known = KnownQuestion(facts, _whole_over(self.with_grad, compared_group))
-            if self._known is not None:
-                if len(self._known.questions) >= _MAX_QUESTIONS:
-                    self._known.questions.clear()
-                self._known.questions[key] = known
-        gradients = known.facts.value[-1]
+        gradients = tuple(self._gradient_facts(compared_group))
+        facts = mode, tuple(options.values()), gradients
 
         def named_facts() -> dict[str, Any]:
             each = {
@@ -376,14 +322,11 @@ class ClipCall:
                 **each,
             }
 
-        whole = [self.with_grad[at] for at in known.whole]
-        shapes = dict(gradients)  # without what holds their memory
-        numbers = [held.number for held in whole]
-
-        def names() -> list[str]:
-            return [f"the gradient of parameter {n} with shape {tuple(shapes[n][1])}" for n in numbers]
-
-        return Question(compared_group, known.facts, named_facts, [held.local for held in whole], names, _USUAL_CAUSES)
+        whole = _whole_over(self.with_grad, compared_group)
+        # a list of texts, since an error may be raised in a later call: the gradients' memory is free until then
+        names = [f"the gradient of parameter {h.number} with shape {tuple(shape_of(h.parameter))}" for h in whole]
+        grads = [held.local for held in whole]
+        return Question(compared_group, facts, named_facts, grads, lambda: names, _USUAL_CAUSES)
 
     def _gradient_facts(self, compared_group: Group) -> list[tuple[int, tuple | None]]:
         """(number, `_facts` of its gradient, or None without one) for each parameter."""
@@ -435,8 +378,8 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
     return carried
 
 
-def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[int]:
-    """Indices of those of which all ranks of the group hold the same part of the gradient, by attributes and
+def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[HeldGradient]:
+    """Those of which all ranks of the group hold the same part of the gradient, by attributes and
     placements."""
     ranks = set(ranks_of(compared_group))
     known: dict[int, bool] = {}
@@ -450,7 +393,7 @@ def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[int
             known[id(layout)] = found
         return found
 
-    return [at for at, held in enumerate(all_held) if held.over.size == 1 and is_whole(held.layout)]
+    return [held for held in all_held if held.over.size == 1 and is_whole(held.layout)]
 
 
 # --- what is checked ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -203,44 +203,19 @@ def _gather_plan(facts: tuple[tuple[int, int, int, int, Stride, int], ...], devi
     return _GatherPlan(selected, torch.cat(positions).to(device))
 
 
-class KnownSums:
-    """What one call found out of gradients for the next call with gradients of the same layouts.
-
-    slices   for each gradient, a _SlicedGradient's fields after `local`; None for one whose memory is not as it is held
-    orders   by device: the groups over which partial sums are gathered, and where they go
-    """
-
-    def __init__(self) -> None:
-        self.slices: list[tuple | None] | None = None
-        self.orders: dict[torch.device, tuple[list[Group], _GatherPlan | None]] = {}
-
-    def sliced(self, held: Sequence[HeldGradient]) -> list[_SlicedGradient]:
-        if self.slices is None:
-            parts = list(map(_sliced_gradient, held))
-            self.slices = [part[1:] if part.local is h.local else None for part, h in zip(parts, held, strict=True)]
-            return parts
-        return [
-            _sliced_gradient(h) if known is None else _SlicedGradient(h.local, *known)
-            for h, known in zip(held, self.slices, strict=True)
-        ]
-
-
 def _range(start: int, stop: int) -> Tensor:
     return torch.arange(start, stop, device="cpu")  # not on torch's default device
 
 
-def _in_tp1_order(partial_sums: Tensor, parts: Sequence[_SlicedGradient], known: KnownSums) -> Tensor:
+def _in_tp1_order(partial_sums: Tensor, parts: Sequence[_SlicedGradient]) -> Tensor:
     """This rank's partial sums [n] -> those of the whole model, in TP=1's order."""
     from ..kernels.cached_tensors import hold_until_read
 
-    if type(partial_sums) is not Tensor:  # fake tensors must not be kept
-        groups, order = _order_of(parts, partial_sums.device, _gather_plan.__wrapped__)
-    elif (found := known.orders.get(partial_sums.device)) is not None:
-        groups, order = found
-    else:
-        groups, order = known.orders[partial_sums.device] = _order_of(parts, partial_sums.device, _gather_plan)
-    if order is None:
-        return partial_sums
+    groups = list(dict.fromkeys(part.group for part in parts if part.group.size > 1))
+    if not groups:
+        return partial_sums  # every rank has all of them
+    make = _gather_plan if type(partial_sums) is Tensor else _gather_plan.__wrapped__  # fake tensors must not be kept
+    order = make(_slices_of(parts, groups), partial_sums.device)
     hold_until_read(order.positions, *order.selected)
     with_zero = F.pad(partial_sums, (0, 1))
     gathered = [
@@ -249,15 +224,12 @@ def _in_tp1_order(partial_sums: Tensor, parts: Sequence[_SlicedGradient], known:
     return torch.cat([with_zero, *gathered])[order.positions]
 
 
-def _order_of(
-    parts: Sequence[_SlicedGradient], device: torch.device, make: Callable[..., _GatherPlan]
-) -> tuple[list[Group], _GatherPlan | None]:
-    """The groups over which partial sums are gathered, and their plan; None if every rank has all of them."""
-    groups = list(dict.fromkeys(part.group for part in parts if part.group.size > 1))
-    if not groups:
-        return groups, None
+def _slices_of(
+    parts: Sequence[_SlicedGradient], groups: Sequence[Group]
+) -> tuple[tuple[int, int, int, int, Stride, int], ...]:
+    """What `_gather_plan` is given."""
     numbers = {group: number for number, group in enumerate(groups)}
-    facts = tuple(
+    return tuple(
         (
             part.local.shape[part.dim] if part.local.dim() else 1,
             part.rows,
@@ -268,7 +240,6 @@ def _order_of(
         )
         for part in parts
     )
-    return groups, make(facts, device)
 
 
 # --- sums and scaling -----------------------------------------------------------------------------------------------
@@ -279,12 +250,12 @@ def _kernels(tensors: Sequence[Tensor]) -> Any:
     return select("gradient norm", "cuda" if all(type(x) is Tensor and x.is_cuda for x in tensors) else "cpu")
 
 
-def partial_sums_of(held: Sequence[HeldGradient], known: KnownSums) -> Tensor:
+def partial_sums_of(held: Sequence[HeldGradient]) -> Tensor:
     """The partial sums of all these gradients, fp32, in TP=1's order, the same on every rank. Call it under no_grad."""
-    parts = known.sliced(held)
+    parts = list(map(_sliced_gradient, held))
     grads = [part.local if part.local.dtype in DTYPES else part.local.float() for part in parts]
     partial_sums = _kernels(grads).sums_of_squares(grads, [part.dim for part in parts])
-    return _in_tp1_order(partial_sums, parts, known)
+    return _in_tp1_order(partial_sums, parts)
 
 
 def norm_of(partial_sums: Tensor) -> Tensor:
