@@ -1,0 +1,196 @@
+"""Every private name of torch that this library uses. No other file uses any, which a test holds.
+
+`TABLE` says of each where torch has it and why no public name does. tests/core/test_torch_private.py says whether the
+installed torch has it. A name enters here when there is no public way, also no slower one.
+
+This module imports nothing of this library, so that every wing may import it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, overrides
+from torch.utils import _python_dispatch, _pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class PrivateName(NamedTuple):
+    """A name of this module, torch's own name for it, and why it is needed."""
+
+    name: str
+    path: str
+    reason: str
+
+
+TABLE = (
+    PrivateName(
+        "local_tensor",
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "to_local() returns a new view at each call, so that writes to the parameter's memory have no fixed tensor",
+    ),
+    PrivateName(
+        "spec_of",
+        "torch.distributed.tensor.DTensor._spec",
+        "from_local() infers sizes anew, and cannot be called on the way back without a node of its own",
+    ),
+    PrivateName(
+        "StridedShard",
+        "torch.distributed.tensor.placement_types._StridedShard",
+        "the placement of a parameter with partition_stride; torch has no public one for several pieces per rank",
+    ),
+    PrivateName(
+        "version_of",
+        "torch.Tensor._version",
+        "whether a weight was written to since it was gathered; only autograd counts writes",
+    ),
+    PrivateName(
+        "node_class",
+        "torch.autograd.Function._backward_cls",
+        "which function of this library made a tensor's grad_fn; a node's public name() may be anybody's",
+    ),
+    PrivateName(
+        "current_backward",
+        "torch._C._current_graph_task_id",
+        "whether, and in which backward, this thread runs; there is no public question for it",
+    ),
+    PrivateName(
+        "will_execute",
+        "torch._C._will_engine_execute_node",
+        "ctx.needs_input_grad tells what some backward wants; this tells what the one that runs wants",
+    ),
+    PrivateName(
+        "saved_tensors_hooks",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "whether saved_tensors_hooks are active, under which a saved tensor may come back as another object",
+    ),
+    PrivateName(
+        "dispatch_modes",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "whether a mode (selective checkpointing, FakeTensorMode) must see each operator",
+    ),
+    PrivateName(
+        "without_dispatch_modes",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "checks that a mode must neither see nor replace by fake tensors",
+    ),
+    PrivateName(
+        "TorchDispatchMode",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "documented as an extension point, in a private module",
+    ),
+    PrivateName(
+        "function_modes",
+        "torch.overrides._get_current_function_mode_stack",
+        "which modes of functions a model's code is called under",
+    ),
+    PrivateName("tree", "torch.utils._pytree", "the tensors in arguments and results of any structure"),
+    PrivateName(
+        "schema_of",
+        "torch._ops.OpOverload._schema",
+        "the arguments of an operator, to find the one that a function acts on",
+    ),
+    PrivateName(
+        "forward_hooks_of",
+        "torch.nn.Module._forward_hooks",
+        "whether a module has hooks, which can only be registered by public names",
+    ),
+    PrivateName("forward_pre_hooks_of", "torch.nn.Module._forward_pre_hooks", "as _forward_hooks"),
+    PrivateName("backward_hooks_of", "torch.nn.Module._backward_hooks", "as _forward_hooks"),
+    PrivateName("backward_pre_hooks_of", "torch.nn.Module._backward_pre_hooks", "as _forward_hooks"),
+    PrivateName("gradient_hooks_of", "torch.Tensor._backward_hooks", "whether a tensor has hooks"),
+    PrivateName(
+        "accumulation_hooks_of", "torch.Tensor._post_accumulate_grad_hooks", "whether a parameter has such hooks"
+    ),
+)
+
+
+# --- DTensors --------------------------------------------------------------------------------------------------------
+
+
+def local_tensor(x: DTensor) -> Tensor:
+    """The tensor that x has of this rank, always the same object, outside of autograd."""
+    return x._local_tensor
+
+
+def spec_of(x: DTensor) -> Any:
+    """x's mesh, placements and global sizes."""
+    return x._spec
+
+
+def StridedShard(dim: int, *, split_factor: int) -> Any:
+    """The placement of a dim that is cut into `split_factor` pieces, each of which is sharded."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # slow to import
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+current_backward = torch._C._current_graph_task_id  # -1 outside of backward
+will_execute = torch._C._will_engine_execute_node
+
+
+def version_of(x: Tensor) -> int:
+    """How often x's memory was written to through x or its views.
+
+    Raises:
+        RuntimeError: x is an inference tensor, which has no count.
+    """
+    return x._version
+
+
+def node_class(function: type[torch.autograd.Function]) -> Any:
+    """The class of the nodes that `function` leaves in the graph."""
+    return function._backward_cls  # type: ignore[attr-defined]
+
+
+def saved_tensors_hooks() -> Any:
+    """The innermost saved_tensors_hooks that apply; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+tree = _pytree
+function_modes = overrides._get_current_function_mode_stack
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+without_dispatch_modes = _python_dispatch._disable_current_modes
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator's overload."""
+    return op._schema
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
+    return module._forward_hooks
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
+    return module._forward_pre_hooks
+
+
+def backward_hooks_of(module: nn.Module) -> dict[int, Any]:
+    return module._backward_hooks
+
+
+def backward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
+    return module._backward_pre_hooks
+
+
+def gradient_hooks_of(x: Tensor) -> dict[int, Any] | None:
+    """None if x never had one."""
+    return x._backward_hooks
+
+
+def accumulation_hooks_of(x: Tensor) -> dict[int, Any] | None:
+    """None if x never had one."""
+    return x._post_accumulate_grad_hooks  # type: ignore[attr-defined]
