@@ -145,7 +145,7 @@ def version_of(x: Tensor) -> int:
 
 def node_class(function: type[torch.autograd.Function]) -> Any:
     """The class of the nodes that `function` leaves in the graph."""
-    return function._backward_cls  # type: ignore[attr-defined]
+    return function._backward_cls
 
 
 def saved_tensors_hooks() -> Any:
@@ -193,4 +193,4 @@ def gradient_hooks_of(x: Tensor) -> dict[int, Any] | None:
 
 def accumulation_hooks_of(x: Tensor) -> dict[int, Any] | None:
     """None if x never had one."""
-    return x._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return x._post_accumulate_grad_hooks
