@@ -112,11 +112,18 @@ def garbage_in_freed_memory():
         yield
 
 
+class Record:
+    """Of a parameter, as FSDPParam is."""
+
+    def __init__(self, whole):
+        self._unsharded_param = whole
+
+
 @contextlib.contextmanager
 def managed(whole):
     """As if fully_shard had gathered `whole`; gives a list with an item for each look at what it manages."""
     state, looks = FSDPState(), []
-    state._fsdp_param_groups = [SimpleNamespace(fsdp_params=[SimpleNamespace(_unsharded_param=whole)])]
+    state._fsdp_param_groups = [SimpleNamespace(fsdp_params=[Record(whole)])]
     parameters = fsdp._parameters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_composable_state, "_module_state_mapping", {0: weakref.ref(state)})
