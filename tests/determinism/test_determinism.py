@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tp_invariant as tpi
-from tp_invariant.determinism import settings as determinism_settings
-from tp_invariant.determinism import switches as determinism
+from tp_invariant.determinism import settings as determinism
 from tp_invariant.determinism.settings import PROFILES, SETTINGS
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
+TOO_LATE = determinism.Setting.too_late
 DETERMINISTIC = "torch.use_deterministic_algorithms"
 
 
@@ -32,14 +33,11 @@ def values():
 def clean(monkeypatch):
     """Every setting at torch's default, whatever this machine's environment has, and restored afterwards."""
     before, written = values(), dict(determinism._written)
-    monkeypatch.setattr(determinism, "_in_force", {})
-    monkeypatch.setattr(determinism_settings, "_seen", set())
     for setting in reversed(SETTINGS):  # torch refuses split-K off with reduced precision on
         setting.write(setting.default)
     determinism._written.clear()
     # CUDA may run here, from other tests; those that ask about it say so
-    has_started = determinism_settings.has_started
-    monkeypatch.setattr(determinism, "has_started", lambda what: what == "NCCL" and has_started(what))
+    monkeypatch.setattr(determinism.Setting, "too_late", lambda self: self.started == "NCCL" and TOO_LATE(self))
     yield
     for setting in reversed(SETTINGS):
         setting.write(before[setting.name])
@@ -142,9 +140,7 @@ def test_a_failing_write_leaves_nothing_behind(monkeypatch):
 
     broken = [s for s in SETTINGS if s.name != "torch.set_float32_matmul_precision"]
     one = BY_NAME["NCCL_PROTO"]
-    broken[broken.index(one)] = determinism_settings.Setting(
-        one.name, one.where, one.value, one.why, one.cost, one.profiles, read=one.read, write=fail
-    )
+    broken[broken.index(one)] = replace(one, name="torch.broken", get=lambda: None, put=fail)
     monkeypatch.setattr(determinism, "SETTINGS", tuple(broken))
     with pytest.raises(OSError), determinism.deterministic(0, profiles=PROFILES):
         pass
@@ -252,8 +248,7 @@ def test_a_users_value_that_is_accepted_is_not_changed(name, value):
 
 
 def test_after_cuda_has_started(monkeypatch):
-    monkeypatch.setattr(determinism, "has_started", determinism_settings.has_started)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(determinism.Setting, "too_late", lambda self: self.started == "CUDA")
     before = values()
     text = (
         "CUBLAS_WORKSPACE_CONFIG is None and should be ':4096:8', but CUDA has started in this process and has read "
@@ -266,62 +261,37 @@ def test_after_cuda_has_started(monkeypatch):
     assert values() == before
     row = next(row for row in determinism.report() if row.name == "CUBLAS_WORKSPACE_CONFIG")
     assert row.too_late and "too late to set in this process" in str(row)
-    determinism._check([s for s in SETTINGS if s.where == "torch"], False)  # those are read at every use
 
 
 def test_after_cuda_has_started_with_everything_in_the_environment(monkeypatch):
     for setting in SETTINGS:
         if setting.where == "env":
             monkeypatch.setenv(setting.name, setting.value)
-    monkeypatch.setattr(determinism, "has_started", lambda what: True)
+    monkeypatch.setattr(determinism.Setting, "too_late", lambda self: self.started == "CUDA")
     with determinism.deterministic(0, profiles=PROFILES):
         pass
 
 
-def test_what_cuda_read_inside_is_remembered(monkeypatch):
-    started = []
-    monkeypatch.setattr(determinism, "has_started", lambda what: what == "CUDA" and bool(started))
-    products = []
-    monkeypatch.setattr(determinism, "_multiply", lambda: products.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+def test_what_cuda_read_inside_stays(monkeypatch):
     with determinism.deterministic(0):
-        started.append(True)
-    assert set(products) == {":4096:8"}, "cuBLAS reads it at a product"
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    row = next(row for row in determinism.report() if row.name == "CUBLAS_WORKSPACE_CONFIG")
-    assert row.is_set and "CUDA started inside deterministic() and has read :4096:8" in str(row)
+        monkeypatch.setattr(determinism.Setting, "too_late", lambda self: self.started == "CUDA")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not torch.are_deterministic_algorithms_enabled()
     with determinism.deterministic(0):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    determinism._in_force.clear()  # the control
+        pass
+    del os.environ["CUBLAS_WORKSPACE_CONFIG"]  # the control
     with pytest.raises(RuntimeError, match="CUDA has started"):
         determinism.enable(0)
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    determinism._written.clear()
-    assert "and this report cannot tell" in str(determinism.report())
-
-
-def test_what_cublas_could_not_read_inside_is_not_remembered(monkeypatch):
-    started = []
-    monkeypatch.setattr(determinism, "has_started", lambda what: what == "CUDA" and bool(started))
-
-    def fails():
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(determinism, "_multiply", fails)
-    with determinism.deterministic(0):
-        started.append(True)
-    with pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE_CONFIG is None and should be ':4096:8', but CUDA has"):
-        determinism.deterministic(0).__enter__()
 
 
 def test_the_seed_that_cuda_will_start_with_is_restored(monkeypatch):
-    told = []
+    seeds = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", told.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     torch.manual_seed(9)
     torch.rand(3)
     with determinism.deterministic(7):
         torch.rand(3)
-    assert told == [9, 7, 9]
+    assert seeds == [9, 7, 9]
 
 
 PRECISIONS = {
@@ -358,15 +328,11 @@ def test_after_nccl_has_started(monkeypatch):
     try:
         with determinism.deterministic(0, profiles=("wire",)):  # gloo reads none of it
             pass
-        configs = dist.distributed_c10d._world.pg_backend_config
-        monkeypatch.setitem(configs, dist.group.WORLD, "cpu:gloo,cuda:nccl")
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
         with pytest.raises(RuntimeError, match=r"NCCL_ALGO is None and should be .* but NCCL has started"):
             determinism.enable(0, profiles=("wire",))
-        monkeypatch.delitem(configs, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match="but NCCL has started"):  # and has read it, though its group is gone
-        determinism.enable(0, profiles=("wire",))
 
 
 # --- report and checkpointing ---------------------------------------------------------------------------------------
@@ -439,7 +405,7 @@ torch.manual_seed(5)
 with determinism.deterministic(0):
     torch.rand(1, device="cuda")  # starts CUDA
     first = product() if INSIDE else None
-assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 seeded = torch.rand(4, device="cuda")
 torch.cuda.manual_seed(5)
 assert torch.equal(seeded, torch.rand(4, device="cuda")), "the seed from before"
@@ -448,8 +414,6 @@ with determinism.deterministic(0):
     torch.rand(1, device="cuda")
     again = product()  # which torch 2.13 refuses if cuBLAS has not read the variable; 2.11 may not notice
 assert first is None or torch.equal(first, again)
-rows = {row.name: row for row in determinism.report()}
-assert "has read :4096:8" in rows["CUBLAS_WORKSPACE_CONFIG"].note
 """
 
 

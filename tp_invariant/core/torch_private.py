@@ -87,6 +87,11 @@ TABLE = (
         "torch.overrides._get_current_function_mode_stack",
         "which modes of functions a model's code is called under",
     ),
+    PrivateName(
+        "INDUCTOR_CONFIG",
+        "torch._inductor.config",
+        "documented as the place of torch.compile's options, in a private module; by name, as its import is slow",
+    ),
     PrivateName("tree", "torch.utils._pytree", "the tensors in arguments and results of any structure"),
     PrivateName(
         "schema_of",
@@ -156,6 +161,7 @@ def saved_tensors_hooks() -> Any:
 # --- operators -------------------------------------------------------------------------------------------------------
 
 tree = _pytree
+INDUCTOR_CONFIG = "torch._inductor.config"
 function_modes = overrides._get_current_function_mode_stack
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 without_dispatch_modes = _python_dispatch._disable_current_modes

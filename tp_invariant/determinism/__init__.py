@@ -1,6 +1,6 @@
 """Switches of the whole process that make a run repeat itself."""
 
-from .switches import Report, Row, checkpoint_kwargs, deterministic, enable, report
+from .settings import Report, Row, checkpoint_kwargs, deterministic, enable, report
 
 __all__ = [
     "Report",

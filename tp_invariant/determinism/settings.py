@@ -1,4 +1,11 @@
-"""The settings that decide whether a run gives the same bits again: what each one does and what it costs.
+"""The settings that make a run give the same bits again: seeds, torch's switches, cuBLAS, NCCL.
+
+    tpi.determinism.enable(seed=0)                 # first thing in main(), on every rank
+    with tpi.determinism.deterministic(seed=0): ...
+    print(tpi.determinism.report())
+
+The layers alone give the same bits at every TP degree; repeating a run needs these settings too. Give the ranks of one
+TP group the same seed, and data-parallel replicas that must differ (dropout) different ones.
 
 Profiles:
     repeat   the same program on the same machine gives the same bits again
@@ -12,346 +19,416 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..core.torch_private import INDUCTOR_CONFIG
+
 PROFILES = ("repeat", "wire", "vllm")
+_MAX_SEED = 2**32  # numpy's limit
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row.
+    """One row of the table: an environment variable, or something of torch's.
 
-    where      "env" or "torch"
-    value      what determinism.enable sets
+    value      what `enable` sets
+    why, cost  what may happen without it, and what it costs
+    default    the initial value: any other value that is not accepted was set by the user
     accepted   other values that are as good, and are not replaced
-    default    torch's initial value: any other value that is not accepted was set by the user
-    started    the library that reads the setting once, when it starts ("CUDA", "NCCL"); None if it is read at every use
-    keep       () -> a function that restores the current state; None if it is enough to write the value that was read
+    started    the library that reads the variable once, when it starts ("CUDA", "NCCL"); None: it is read at every use
+    get, put   read and write it; without them `name` is a variable or the path of an attribute
+    save       returns a function that restores the current state; without it, what was read is written
     """
 
     name: str
-    where: str
     value: Any
     why: str
     cost: str
-    profiles: tuple[str, ...]
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+    profiles: tuple[str, ...] = ("repeat",)
     default: Any = None
     accepted: tuple = ()
     started: str | None = None
-    keep: Callable[[], Callable[[], None]] | None = None
+    get: Callable[[], Any] | None = None
+    put: Callable[[Any], None] | None = None
+    save: Callable[[], Callable[[], None]] | None = None
 
-    def restorer(self) -> Callable[[], None]:
-        """A function that restores the current state."""
-        if self.keep is not None:
-            return self.keep()
-        value = self.read()
-        return lambda: self.write(value)
+    @property
+    def where(self) -> str:
+        return "torch" if self.name.startswith("torch.") else "env"
+
+    def read(self) -> Any:
+        if self.where == "env":
+            return os.environ.get(self.name)
+        return self.get() if self.get else getattr(*self._attribute())
+
+    def write(self, value: Any) -> None:
+        if self.where == "torch":
+            self.put(value) if self.put else setattr(*self._attribute(), value)
+        elif value is None:
+            os.environ.pop(self.name, None)
+        else:
+            os.environ[self.name] = value
+
+    def _attribute(self) -> tuple[Any, str]:
+        path, _, name = self.name.rpartition(".")
+        if path == INDUCTOR_CONFIG:
+            return import_module(path), name  # slow to import
+        return attrgetter(path.removeprefix("torch."))(torch), name
 
     def holds(self) -> bool:
-        """Whether the current value is `value` or one of `accepted`."""
-        current = self.read()
-        return current == self.value or current in self.accepted
+        return self.read() in (self.value, *self.accepted)
 
+    def too_late(self) -> bool:
+        """Whether a library has started that has read the variable, or will not read it again."""
+        if self.started == "CUDA":
+            return torch.cuda.is_initialized()
+        return self.started == "NCCL" and dist.is_initialized() and "nccl" in dist.get_backend_config()
 
-_seen: set[str] = set()
-
-
-def has_started(what: str) -> bool:
-    """Whether CUDA has a context in this process, or NCCL may have a communicator or had one at an earlier call.
-
-    NCCL keeps what it has read for later communicators. One that was created and destroyed between calls is missed.
-    """
-    if what == "CUDA":
-        return torch.cuda.is_initialized()
-    if nccl_groups():
-        _seen.add(what)
-    return what in _seen
-
-
-def nccl_groups() -> list[dist.ProcessGroup]:
-    """The process groups that may have an NCCL communicator."""
-    if not dist.is_available() or not dist.is_initialized():
-        return []
-    return [group for group, config in dist.distributed_c10d._world.pg_backend_config.items() if "nccl" in config]
-
-
-def _write_env(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
-def _env(
-    name: str, value: str, why: str, cost: str, profiles: tuple[str, ...], started: str, *accepted: str
-) -> Setting:
-    return Setting(
-        name,
-        "env",
-        value,
-        why,
-        cost,
-        profiles,
-        read=lambda: os.environ.get(name),
-        write=lambda new: _write_env(name, new),
-        accepted=accepted,
-        started=started,
-    )
-
-
-def _attribute(path: str, value: Any, default: Any, why: str, cost: str, profiles: tuple[str, ...]) -> Setting:
-    """A row for an attribute of a torch module, for example "torch.backends.cudnn.benchmark"."""
-    module, _, attribute = path.removeprefix("torch.").rpartition(".")
-
-    def owner() -> Any:
-        if module.startswith("_inductor"):
-            import_module("torch._inductor.config")  # slow to import
-        found: Any = torch
-        for part in module.split("."):
-            found = getattr(found, part)
-        return found
-
-    return Setting(
-        path,
-        "torch",
-        value,
-        why,
-        cost,
-        profiles,
-        read=lambda: getattr(owner(), attribute),
-        write=lambda new: setattr(owner(), attribute, new),
-        default=default,
-    )
-
-
-def _switch(
-    name: str, write: Callable[[bool], None], read: Callable[[], bool], default: bool, why: str, cost: str
-) -> Setting:
-    """A row of `repeat` for something that a function turns off."""
-    return Setting(name, "torch", False, why, cost, ("repeat",), read=read, write=write, default=default)
-
-
-def _reduced(dtype: str) -> tuple[Setting, Setting]:
-    """allow_*_reduced_precision_reduction and its second flag, for split-K: one attribute in torch, two rows here."""
-    matmul = torch.backends.cuda.matmul
-
-    def write(reduced: bool, split: bool) -> None:
-        setattr(matmul, name, (reduced, split))
-
-    name = f"allow_{dtype}_reduced_precision_reduction"
-    split_k = f"{name}_split_k"
-    path = "torch.backends.cuda.matmul."
-    return (
-        Setting(
-            path + name, "torch", False, "cuBLAS may add the parts of a product in 16 bits, depending on the shape",
-            "products with a long K and few tiles are somewhat slower", ("repeat", "vllm"), default=True,
-            read=lambda: getattr(matmul, name), write=lambda new: write(new, getattr(matmul, split_k)),
-        ),
-        Setting(
-            path + split_k, "torch", False, "cuBLAS may split K, depending on the shape and so on the batch",
-            "products with a long K and few tiles are several times slower", ("vllm",), default=True,
-            read=lambda: getattr(matmul, split_k), write=lambda new: write(getattr(matmul, name), new),
-        ),
-    )  # fmt: skip
-
-
-def _stored_precision(chain: Sequence[Any]) -> str:
-    """The fp32_precision that was set on chain[0] itself; "none" if it inherits the value of its parent, chain[1].
-
-    torch shows only the effective value, so the parent's is changed for a moment to see whether chain[0] follows.
-    """
-    own, *above = chain
-    shown: str = own.fp32_precision
-    if not above or shown == "none" or above[0].fp32_precision != shown:
-        return shown
-    before = _stored_precision(above)
-    above[0].fp32_precision = "tf32" if shown == "ieee" else "ieee"
-    try:
-        return shown if own.fp32_precision == shown else "none"
-    finally:
-        above[0].fp32_precision = before
-
-
-def _precision(
-    name: str,
-    read: Callable[[], Any],
-    write: Callable[[Any], None],
-    default: Any,
-    values: dict[str, Any],
-    *chains: Sequence[Any],
-) -> Setting:
-    """A row for an older switch of torch that sets fp32_precision attributes; a user may have set either.
-
-    Reading the switch raises an error if an fp32_precision contradicts it. `values` maps each fp32_precision to the
-    switch's value, exact first; `chains` are the modules whose fp32_precision it sets, each followed by its parents.
-    """
-    exact = values["ieee"]
-
-    def shown() -> Any:
-        try:
-            return read()
-        except RuntimeError:
-            found = {chain[0].fp32_precision for chain in chains}
-            return next((value for precision, value in reversed(values.items()) if precision in found), exact)
-
-    def put(precisions: Sequence[str]) -> None:
-        for chain, precision in zip(chains, precisions, strict=True):
-            chain[0].fp32_precision = precision
-
-    def switch() -> Any:
-        """The switch's own value, which can be read only while every fp32_precision agrees with it."""
-        for precision in values:
-            for own, *_ in chains:
-                with contextlib.suppress(RuntimeError):  # cuBLAS has no bf16: tf32 stays
-                    own.fp32_precision = precision
-            with contextlib.suppress(RuntimeError):
-                return read()
-        return default
-
-    def keep() -> Callable[[], None]:
-        stored = [_stored_precision(chain) for chain in chains]
-        try:
-            before = switch()
-        finally:
-            put(stored)
+    def restorer(self) -> Callable[[], None]:
+        if self.save:
+            return self.save()
+        before = self.read()
 
         def restore() -> None:
-            write(before)
-            put(stored)
+            if not self.too_late():  # the library keeps what it has read, so the variable stays true
+                self.write(before)
 
         return restore
 
-    def set_to(value: Any) -> None:
-        write(value)
-        for own, *_ in chains if value == exact else ():
-            if own.fp32_precision not in ("ieee", "none"):  # inherited
-                own.fp32_precision = "ieee"
 
-    return Setting(
-        name, "torch", exact, _TF32, _SLOW_FP32, ("repeat", "vllm"),
-        read=shown, write=set_to, default=default, keep=keep,
+def _split_k(dtype: str) -> tuple[Setting, Setting]:
+    """allow_*_reduced_precision_reduction and its second flag, for split-K: one attribute in torch, two rows here."""
+    matmul, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
+    first, second = attrgetter(name), attrgetter(f"{name}_split_k")
+    return (
+        Setting(
+            f"torch.backends.cuda.matmul.{name}", False, _IN_16_BITS, "products with a long K are somewhat slower",
+            ("repeat", "vllm"), True,
+            get=lambda: first(matmul), put=lambda new: setattr(matmul, name, (new, second(matmul))),
+        ),
+        Setting(
+            f"torch.backends.cuda.matmul.{name}_split_k", False, _SPLIT,
+            "products with a long K are several times slower", ("vllm",), True,
+            get=lambda: second(matmul), put=lambda new: setattr(matmul, name, (first(matmul), new)),
+        ),
     )  # fmt: skip
 
 
-_backends: Any = torch.backends
-# in torch 2.13 torch.backends.mkldnn.fp32_precision writes to torch.backends.fp32_precision
-_mkldnn = _backends._FP32Precision("mkldnn", "all")
-_cuda, _cudnn = _backends.cuda, _backends.cudnn  # cudnn.fp32_precision applies to all of CUDA
+def _tf32(
+    name: str, read: Callable[[], Any], write: Callable[[Any], None], exact: Any, default: Any, *modules: Any
+) -> Setting:
+    """An older switch of torch's, which sets the fp32_precision of modules; a user may have set either.
+
+    torch refuses to read the switch where an fp32_precision contradicts it: the value is then "as fp32_precision says".
+    """
+    mixed = "as fp32_precision says"
+
+    def get() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return mixed
+
+    def put(value: Any) -> None:
+        write(value)
+        for module in modules if value == exact else ():
+            if module.fp32_precision not in ("ieee", "none"):  # inherited from what the user has set above it
+                module.fp32_precision = "ieee"
+
+    def save() -> Callable[[], None]:
+        switch, precisions = get(), [module.fp32_precision for module in modules]
+
+        def restore() -> None:
+            write(default if switch == mixed else switch)
+            for module, precision in zip(modules, precisions, strict=True):
+                if module.fp32_precision != precision:
+                    module.fp32_precision = precision
+
+        return restore
+
+    return Setting(
+        name, exact, _TF32, _SLOW_FP32, ("repeat", "vllm"), default, get=get, put=put, save=save,
+    )  # fmt: skip
+
+
+_TF32, _SLOW_FP32 = (
+    "a library may round the operands of fp32 products to TF32, 10 bits",
+    "fp32 products several times slower",
+)
+_AUTOTUNE = "the kernel that measures fastest is used, which may be one with another order of sums in another run"
+_IN_16_BITS = "cuBLAS may add the parts of a product in 16 bits, depending on the shape"
+_SPLIT = "cuBLAS may split K, depending on the shape and so on the batch"
+_NO_GAIN, _SWITCHES = "slower NCCL", "network switches add, in their own order"
+_AS_VLLM = "vLLM sets it; without it your sums may have another order than vLLM's"
+_CHANNELS = "NCCL cuts a message into channels by size, each with an order of its own", "a fraction of the link's speed"
+_WIRE: dict[str, Any] = dict(profiles=("wire", "vllm"), started="NCCL")
+_VLLM: dict[str, Any] = dict(profiles=("vllm",), started="NCCL")
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
 
 DETERMINISTIC_ALGORITHMS = Setting(
-    "torch.use_deterministic_algorithms",
-    "torch",
-    (True, False),
+    "torch.use_deterministic_algorithms", (True, False),
     "scatters, index_add and the memory-efficient attention's backward add in the order in which threads arrive; with "
     "warn_only that attention silently keeps its fast order",
-    "slower backward of embeddings, scatters and attention (that one: 47 TFLOP/s instead of 133 on an H200), and "
-    "an error where torch has no deterministic kernel",
-    ("repeat",),
-    read=lambda: (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    ),
-    write=lambda new: torch.use_deterministic_algorithms(new[0], warn_only=new[1]),
-    default=(False, False),
-)
-
-
-_UNTUNED = "slower compiled kernels, flex attention's too"
-_AUTOTUNE = "the kernel that measures fastest is used, which may be one with another order of sums in another run"
-_TF32 = "a library may round the operands of fp32 products to TF32, 10 bits"
-_SLOW_FP32 = "fp32 products several times slower"
-_SWITCHES = "network switches add, in their own order"
-_NO_GAIN = "slower NCCL"
-_AS_VLLM = "vLLM sets it; without it your sums may have another order than vLLM's"
+    "slower backward of embeddings, scatters and attention (that one: 47 TFLOP/s instead of 133 on an H200), and an "
+    "error where torch has no deterministic kernel", default=(False, False),
+    get=lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+    put=lambda new: torch.use_deterministic_algorithms(new[0], warn_only=new[1]),
+)  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
     DETERMINISTIC_ALGORITHMS,
-    _env(
+    Setting(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8",
         "cuBLAS shares workspaces between streams, and its order of addition depends on the one that it gets",
-        "some 24 MiB of GPU memory", ("repeat", "vllm"), "CUDA", ":16:8",
+        "some 24 MiB of GPU memory", ("repeat", "vllm"), accepted=(":16:8",), started="CUDA",
     ),
-    _env("NVIDIA_TF32_OVERRIDE", "0", _TF32, _SLOW_FP32, ("repeat",), "CUDA"),
-    _precision(
-        "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision, "highest", {"ieee": "highest", "tf32": "high", "bf16": "medium"},
-        (_backends.mkldnn.matmul, _mkldnn, _backends), (_cuda.matmul, _cudnn, _backends),
+    Setting("NVIDIA_TF32_OVERRIDE", "0", _TF32, _SLOW_FP32, started="CUDA"),
+    _tf32(
+        "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision,
+        "highest", "highest", _cuda.matmul, torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
     ),
-    _precision(
-        "torch.backends.cudnn.allow_tf32", lambda: _cudnn.allow_tf32,
-        lambda new: setattr(_cudnn, "allow_tf32", new), True, {"ieee": False, "tf32": True},
-        (_cudnn.conv, _cudnn, _backends), (_cudnn.rnn, _cudnn, _backends),
+    _tf32(
+        "torch.backends.cudnn.allow_tf32", lambda: _cudnn.allow_tf32, lambda new: setattr(_cudnn, "allow_tf32", new),
+        False, True, _cudnn.conv, _cudnn.rnn,  # type: ignore[attr-defined]
     ),
-    _attribute(
-        "torch.backends.cudnn.deterministic", True, False,
+    Setting(
+        "torch.backends.cudnn.deterministic", True,
         "cuDNN's fast convolution gradients add in the order in which threads arrive", "slower convolutions",
-        ("repeat",),
+        default=False,
     ),
-    _attribute("torch.backends.cudnn.benchmark", False, False, _AUTOTUNE, "slower convolutions", ("repeat",)),
-    *_reduced("bf16"),
-    *_reduced("fp16"),
-    _attribute(
-        "torch.backends.cuda.matmul.allow_fp16_accumulation", False, False,
-        "cuBLAS may accumulate fp16 products in fp16", "none", ("repeat",),
+    Setting("torch.backends.cudnn.benchmark", False, _AUTOTUNE, "slower convolutions", default=False),
+    *_split_k("bf16"),
+    *_split_k("fp16"),
+    Setting(
+        "torch.backends.cuda.matmul.allow_fp16_accumulation", False, "cuBLAS may accumulate fp16 products in fp16",
+        "none", default=False,
     ),
-    _switch(
-        "torch.backends.cuda.enable_cudnn_sdp", _cuda.enable_cudnn_sdp, _cuda.cudnn_sdp_enabled, True,
+    Setting(
+        "torch.backends.cuda.enable_cudnn_sdp", False,
         "cuDNN attention: 24 of 56 repeats of one call gave another dq on an H200",
         "flash attention takes its place: 0.55 of its forward speed at 8192 tokens on an H200",
+        default=True, get=_cuda.cudnn_sdp_enabled, put=_cuda.enable_cudnn_sdp,
     ),
-    _switch(
-        "torch.backends.cuda.enable_flash_sdp", _cuda.enable_flash_sdp, _cuda.flash_sdp_enabled, True,
+    Setting(
+        "torch.backends.cuda.enable_flash_sdp", False,
         "flash attention gives a head other bits when fewer heads are in the call (dq: 120 of 192)",
         "the memory-efficient kernel takes its place: 0.5 of its forward speed, 0.16 of forward plus backward",
+        default=True, get=_cuda.flash_sdp_enabled, put=_cuda.enable_flash_sdp,
     ),
-    _switch(
-        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp", _cuda.allow_fp16_bf16_reduction_math_sdp,
-        _cuda.fp16_bf16_reduction_math_sdp_allowed, False, "math attention may add in 16 bits", "none",
+    Setting(
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp", False, "math attention may add in 16 bits", "none",
+        default=False, get=_cuda.fp16_bf16_reduction_math_sdp_allowed, put=_cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
-    _attribute(
-        "torch._inductor.config.deterministic", True, False, _AUTOTUNE,
+    Setting(
+        f"{INDUCTOR_CONFIG}.deterministic", True, _AUTOTUNE,
         "slower compiled kernels; torch.compile(mode='max-autotune') still has flex attention tuned: leave it out",
-        ("repeat",),
+        default=False,
     ),
     *(
-        _attribute(f"torch._inductor.config.{name}", False, False, _AUTOTUNE, _UNTUNED, ("repeat",))
+        Setting(f"{INDUCTOR_CONFIG}.{name}", False, _AUTOTUNE, "slower compiled kernels", default=False)
         for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
     ),
-    _env(
+    Setting(
         "NCCL_ALGO", "ring,tree;allreduce:tree",  # since NCCL 2.31 "allreduce:tree" alone leaves others no algorithm
         "NCCL picks the order of an all-reduce's sums by size, ring or tree", "large all-reduces are slower than ring",
-        ("wire", "vllm"), "NCCL", "allreduce:tree",
+        accepted=("allreduce:tree",), **_WIRE,
     ),
-    _env(
+    Setting(
         "NCCL_PROTO", "Simple", "NCCL picks the protocol, and with it the chunks that it adds, by size",
-        "small messages take longer", ("wire", "vllm"), "NCCL",
+        "small messages take longer", **_WIRE,
     ),
-    *(
-        _env(
-            name, "1", "NCCL cuts a message into channels by size, each with an order of its own",
-            "a fraction of the link's speed", ("wire", "vllm"), "NCCL",
-        )
-        for name in ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
-    ),
-    _env(
-        "NCCL_LAUNCH_MODE", "GROUP", "GPUs of one process may launch in another order each time", _NO_GAIN,
-        ("wire", "vllm"), "NCCL",
-    ),
-    _env("NCCL_NVLS_ENABLE", "0", _SWITCHES, _NO_GAIN, ("wire", "vllm"), "NCCL"),
-    _env("NCCL_COLLNET_ENABLE", "0", _SWITCHES, _NO_GAIN, ("wire", "vllm"), "NCCL"),
-    _env("NCCL_P2P_NET_DISABLE", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
-    _env("NCCL_NTHREADS", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
-    _env("NCCL_SOCKET_NTHREADS", "1", _AS_VLLM, _NO_GAIN, ("vllm",), "NCCL"),
-    _env(
-        "VLLM_ALLREDUCE_USE_SYMM_MEM", "0", "vLLM's own all-reduce adds in another order than NCCL", _NO_GAIN,
-        ("vllm",), "NCCL",
+    Setting("NCCL_MIN_NCHANNELS", "1", *_CHANNELS, **_WIRE),
+    Setting("NCCL_MAX_NCHANNELS", "1", *_CHANNELS, **_WIRE),
+    Setting("NCCL_LAUNCH_MODE", "GROUP", "GPUs of one process may launch in any order", _NO_GAIN, **_WIRE),
+    Setting("NCCL_NVLS_ENABLE", "0", _SWITCHES, _NO_GAIN, **_WIRE),
+    Setting("NCCL_COLLNET_ENABLE", "0", _SWITCHES, _NO_GAIN, **_WIRE),
+    Setting("NCCL_P2P_NET_DISABLE", "1", _AS_VLLM, _NO_GAIN, **_VLLM),
+    Setting("NCCL_NTHREADS", "1", _AS_VLLM, _NO_GAIN, **_VLLM),
+    Setting("NCCL_SOCKET_NTHREADS", "1", _AS_VLLM, _NO_GAIN, **_VLLM),
+    Setting(
+        "VLLM_ALLREDUCE_USE_SYMM_MEM", "0", "vLLM's own all-reduce adds in another order than NCCL", _NO_GAIN, **_VLLM
     ),
 )  # fmt: skip
+
+# What this module has set, by name: a later call may change these values, but not those that a user has set.
+_written: dict[str, Any] = {}
+
+
+def enable(
+    seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
+) -> None:
+    """Seeds the generators of python, numpy (if imported) and torch, and sets the settings of `profiles`.
+
+    Call it on every rank before CUDA and NCCL start. If one setting cannot be set, none is. They stay set; inside
+    `deterministic`, until that is left.
+
+    Args:
+        seed: from 0 to 2**32 - 1; the same on the ranks of a TP group.
+        warn_only: torch.use_deterministic_algorithms warns instead of raising where torch has no deterministic kernel;
+            the memory-efficient attention's backward is then not deterministic.
+        override: replace values that you or your environment set otherwise.
+        profiles: of "repeat", "wire", "vllm"; see settings.py.
+
+    Raises:
+        ValueError: you have set another value, and override is False; an invalid seed or profile.
+        RuntimeError: CUDA or NCCL has already read another value, which override cannot change; says what to do.
+    """
+    _check_seed(seed)
+    _apply(_selected(profiles, warn_only), override)
+    _seed_all(seed)
+
+
+@contextlib.contextmanager
+def deterministic(
+    seed: int, *, warn_only: bool = False, override: bool = False, profiles: Sequence[str] = ("repeat",)
+) -> Iterator[None]:
+    """`enable` as a context manager or decorator: leaving restores settings and generators, also on an exception.
+
+    It nests. A variable of the environment stays set if CUDA or NCCL, which keep what they read, has started inside.
+    Arguments and errors as for enable.
+    """
+    _check_seed(seed)
+    with _apply(_selected(profiles, warn_only), override) as undo:
+        _keep_random_states(undo)
+        _seed_all(seed)
+        yield
+
+
+def _selected(profiles: Sequence[str], warn_only: bool) -> list[Setting]:
+    if isinstance(profiles, str) or not profiles or any(profile not in PROFILES for profile in profiles):
+        raise ValueError(f"profiles={profiles!r} is not understood: pass a tuple of {', '.join(map(repr, PROFILES))}")
+    chosen = [setting for setting in SETTINGS if set(setting.profiles) & set(profiles)]
+    if warn_only:
+        chosen[chosen.index(DETERMINISTIC_ALGORITHMS)] = replace(DETERMINISTIC_ALGORITHMS, value=(True, True))
+    return chosen
+
+
+def _apply(settings: Sequence[Setting], override: bool) -> contextlib.ExitStack:
+    """Sets all settings, or raises and sets none; closing the stack restores them in reverse order."""
+    for setting in settings:
+        current = setting.read()
+        if setting.holds():
+            continue
+        if current != setting.default and current != _written.get(setting.name) and not override:
+            raise ValueError(
+                f"{setting.name} is {current!r} and should be {setting.value!r} ({setting.why}): unset it, or pass "
+                "override=True to replace it"
+            )
+        if setting.too_late():
+            raise RuntimeError(
+                f"{setting.name} is {current!r} and should be {setting.value!r}, but {setting.started} has started in "
+                f"this process and has read it: call this before the first use of {setting.started}, or start the "
+                f"program with {setting.name}='{setting.value}' in its environment"
+            )
+    undo = contextlib.ExitStack()
+    try:
+        for setting in settings:
+            undo.callback(_written.__setitem__, setting.name, _written.get(setting.name))
+            undo.callback(setting.restorer())
+            if not setting.holds():
+                setting.write(setting.value)
+                _written[setting.name] = setting.value
+    except BaseException:
+        undo.close()
+        raise
+    return undo
+
+
+def _check_seed(seed: int) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED:
+        raise ValueError(f"seed={seed!r} is not understood: pass an integer from 0 to {_MAX_SEED - 1}")
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)  # also seeds every CUDA device, now or when CUDA starts
+
+
+def _keep_random_states(undo: contextlib.ExitStack) -> None:
+    undo.callback(random.setstate, random.getstate())
+    if "numpy" in sys.modules:
+        numpy_random = sys.modules["numpy"].random
+        undo.callback(numpy_random.set_state, numpy_random.get_state())
+    if not torch.cuda.is_initialized():  # it may start later with the inner seed: give it the CPU's, by then restored
+        undo.callback(lambda: torch.cuda.manual_seed_all(torch.initial_seed()))
+    undo.callback(torch.set_rng_state, torch.get_rng_state())
+    if torch.cuda.is_initialized():
+        undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+
+
+def checkpoint_kwargs() -> dict[str, Any]:
+    """Keyword arguments for torch.utils.checkpoint.checkpoint, which has no global switch for them.
+
+    The recomputed forward draws the same random numbers as the first one, and an error says so if its tensors have
+    other shapes, dtypes or devices.
+
+        checkpoint(block, x, **tpi.determinism.checkpoint_kwargs())
+    """
+    return {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The state of one setting: `is_set` says whether `current` is sufficient; `meaning` what happens otherwise."""
+
+    name: str
+    where: str
+    current: Any
+    wanted: Any
+    is_set: bool
+    too_late: bool
+    meaning: str
+    cost: str
+    profiles: tuple[str, ...]
+
+    def __str__(self) -> str:
+        named = f"{self.name} ({self.where}; {', '.join(self.profiles)})"
+        if self.is_set:
+            return f"set      {named} = {self.current}"
+        late = ", too late to set in this process" if self.too_late else ""
+        return (
+            f"NOT SET  {named} = {self.current}, wanted {self.wanted}{late}\n"
+            f"         without it: {self.meaning}\n         with it: {self.cost}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of `report()`; prints one line for each row that is set and three for each that is not."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+
+def report(profiles: Sequence[str] = PROFILES) -> Report:
+    """The current state of every setting of the profiles; sets nothing, starts nothing.
+
+    A variable that was set after CUDA or NCCL had started counts as set, though the library has not read it.
+
+    Raises:
+        ValueError: a profile that does not exist.
+    """
+    return Report(
+        tuple(
+            Row(
+                s.name, s.where, s.read(), s.value, s.holds(), not s.holds() and s.too_late(), s.why, s.cost, s.profiles
+            )
+            for s in _selected(profiles, warn_only=False)
+        )
+    )

@@ -180,7 +180,12 @@ def _described(p: Tensor, over: Group, update: Tensor, options: dict[str, Any]) 
             at = [q for q in p.placements if getattr(q, "dim", None) == factors[0][0]]
             pieces = factors[0] if len(at) == 1 else pieces
         if len(shards) > 1:
-            update, shards = type(p)(update, p._spec, requires_grad=False).full_tensor(), []
+            from torch.distributed.tensor import DTensor  # slow to import
+
+            part = DTensor.from_local(
+                update, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+            update, shards = part.full_tensor(), []
         if shards:
             ((axis, group, dim),) = shards
             stride = getattr(p.placements[axis], "split_factor", 1)
