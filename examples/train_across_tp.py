@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tp_invariant as tpi
-from tp_invariant.core.amx import avoid_trapped_units
 from tp_invariant.core.processes import temporary_folder
-from tp_invariant.diagnostics.doctor_facts import cpu_model
+from tp_invariant.diagnostics.doctor import cpu_model
+from tp_invariant.diagnostics.onednn import avoid_trapped_units
 from tp_invariant.examples.demo_options import TrainConfig, check_options, make_parser
 from tp_invariant.examples.demo_report import Record, Runs, Step, Watch, print_table, print_texts, save_picture, verdict
 from tp_invariant.examples.small_transformer import Transformer

@@ -37,7 +37,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tp_invariant.core.amx import avoid_trapped_units
+from tp_invariant.diagnostics.onednn import avoid_trapped_units
 from tp_invariant.testing import checks as testing
 from tp_invariant.testing import rank_pool
 

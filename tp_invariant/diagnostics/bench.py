@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.amx import avoid_trapped_units
 from ..core.bits import digest
 from ..core.elementwise import PositionInvariantActivation
 from ..core.mode import set_tp_invariant_mode
@@ -27,6 +26,7 @@ from ..graphs.capture import graph_layers
 from ..layers.layernorm_linear import LayerNormLinear
 from ..layers.linear import Linear
 from ..testing.checks import RankError, full_grads, run_ranks
+from .onednn import avoid_trapped_units
 
 IN_A_ROW = 4  # steps of a round
 TURNS = 2  # of on and off, so that neither always meets the cooler chip

@@ -1,4 +1,4 @@
-"""What this machine has, and which of the library's claims hold on it.
+"""What this machine has, and which of the library's claims hold on it, by short checks that really run.
 
 tp-invariant doctor                     tables for people; --json for machines
 tp-invariant doctor --all               on a machine without GPUs also the settings that matter on GPUs alone
@@ -9,38 +9,356 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+import os
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from . import doctor_facts
-from .doctor_claims import FAILS, HOLDS, UNCHECKED, Claim, claims
+import torch
+from torch import Tensor
 
-_STYLES = {HOLDS: "green", FAILS: "bold red", UNCHECKED: "yellow"}
+from .. import determinism
+from ..comm.collectives import resolve_group
+from ..consistency.environment import installed
+from ..core import mode
+from ..core.bits import assert_bitwise_equal
+from ..core.layout import TokenSharding
+from ..functional.attention_choice import safe_attention
+from ..functional.cross_entropy import vocab_parallel_cross_entropy
+from ..functional.norm import Norm, NormCall
+from ..gemm.gemm_fn import BUNDLED_DTYPES, bundled_gemm_fn
+from ..gemm.owner_maps import explain_choice
+from ..kernels.dtypes import HALF_DTYPES
+from ..testing.checks import assert_slice_invariant, wide_randn
+from ..version import __version__
+from . import fingerprint, onednn
+
+_PACKAGES = ("torch", "triton", "einops", "transformers", "safetensors", "cloudpickle", "rich")
+
+# K, N of the products of Qwen3-8B whose K is sharded: row-parallel layers, and dgrads of column-parallel ones
+_QWEN3_8B = (
+    ("attention output", 4096, 4096),
+    ("MLP down", 12288, 4096),
+    ("qkv, dgrad", 6144, 4096),
+    ("MLP gate and up, dgrad", 24576, 4096),
+)
+
+# --- facts, as JSON values ------------------------------------------------------------------------------------------
 
 
-def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192, measure: bool = False) -> dict[str, Any]:
-    """All facts and claims, as JSON values. Starts CUDA if there is a GPU; `measure` also starts ranks."""
-    device = "cuda" if doctor_facts.gpu_count() else "cpu"
+def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192) -> dict[str, Any]:
+    """All facts and claims, as JSON values. Starts CUDA if there is a GPU."""
     own = [(f"yours, {k} to {n}", k, n) for k, n in layers]
     facts = {
-        "versions": doctor_facts.versions(),
-        "devices": doctor_facts.devices(),
-        "links": doctor_facts.links(measure),
-        "gate": doctor_facts.gate(),
-        "settings": doctor_facts.settings(),
-        "attention": doctor_facts.attention(device),
-        "gemm": doctor_facts.gemm(device),
-        "owner maps": doctor_facts.owner_maps([*doctor_facts.QWEN3_8B, *own], (2, 4, 8), tokens),
+        "versions": _versions(),
+        "devices": _devices(),
+        "pairs": _pairs(),
+        "gate": _gate(),
+        "settings": [dataclasses.asdict(row) for row in determinism.report()],
+        "gemm": _gemm_kernel(),
+        "owner maps": [
+            _owner_map(name, k, n, degree, tokens) for name, k, n in [*_QWEN3_8B, *own] for degree in (2, 4, 8)
+        ],
     }
     return facts | {"claims": [dataclasses.asdict(claim) for claim in claims(facts)]}
 
 
-_SETTINGS = "Settings for code around the layers, which do not need them (tpi.determinism)"
+def gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"tp_invariant": __version__, "python": platform.python_version()}
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu_count() else None
+    return found | {package: installed(package) for package in _PACKAGES} | {"cuda": torch.version.cuda, "nccl": nccl}
+
+
+def cpu_model() -> str:
+    """The CPU's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _devices() -> list[dict[str, Any]]:
+    """The CPU, then every GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: list[dict[str, Any]] = [
+        {"device": "cpu", "name": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "cores": cores}
+    ]
+    for index in range(gpu_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory GiB": round(properties.total_memory / 2**30, 1),
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return found
+
+
+def _pairs() -> list[dict[str, Any]]:
+    return [
+        {"pair": f"cuda:{i} - cuda:{j}", "peer access": torch.cuda.can_device_access_peer(i, j)}
+        for i, j in itertools.combinations(range(gpu_count()), 2)
+    ]
+
+
+def _gate() -> dict[str, Any]:
+    """The variables, and the mode that follows from them or the error that every layer would raise."""
+    names = (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE, mode.CHECK_VARIABLE)
+    found: dict[str, Any] = {name: os.environ.get(name) for name in names} | {"mode": None, "error": None}
+    try:
+        found["mode"] = "on" if mode.is_tp_invariant_mode_enabled() else "off"
+        mode.is_call_check_enabled()
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
+
+
+def _gemm_kernel() -> dict[str, Any]:
+    """The bundled kernel that computes a 16-bit product, and whether its tiles were measured on this chip."""
+    if not gpu_count():
+        return {"kernel": "plain torch: BLAS in fixed blocks of K", "tiles measured here": None}
+    try:
+        from ..kernels.gemm.matmul_table import MEASURED_MULTIPROCESSORS
+        from ..kernels.gemm.matmul_tma import tma_operands
+    except ImportError as error:
+        return {"kernel": f"none: {error}", "tiles measured here": False}
+    a, b = (torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    on_tma = tma_operands(a, b, torch.bfloat16) is not None
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    return {
+        "kernel": "Triton with TMA (Hopper)" if on_tma else "Triton, generic",
+        "tiles measured here": on_tma and count == MEASURED_MULTIPROCESSORS,
+    }
+
+
+def _owner_map(name: str, k: int, n: int, degree: int, tokens: int) -> dict[str, Any]:
+    """What owner_map="auto" picks for a product of `tokens` rows whose K is sharded, and why."""
+    why = explain_choice(tokens, n, k, degree, scatter_rows=True)  # ends with `auto: ` and the map
+    row = {"layer": name, "K": k, "N": n, "tokens": tokens, "TP": degree}
+    return row | {"auto": why.rsplit("auto: ", 1)[1].strip(), "why": why}
+
+
+# --- claims ---------------------------------------------------------------------------------------------------------
+
+HOLDS, FAILS, UNCHECKED = "holds", "does not hold here", "not checked"
+TESTED_TORCH = (2, 11), (2, 13)
+TESTED_TRITON = (3, 6), (3, 7)
+_BROKEN = "this is a bug or a broken installation: please report it with the output of tp-invariant doctor --json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """`next_step` says what to do if it does not hold, or how to check it."""
+
+    claim: str
+    status: str
+    detail: str
+    next_step: str = ""
+
+
+def claims(facts: dict[str, Any]) -> list[Claim]:
+    """Runs the checks and returns every claim; `facts` come from `collect`."""
+    versions, gpus = facts["versions"], gpu_count()
+    triton = "triton is a version that was tested"
+    found = [
+        _version("torch", versions["torch"], TESTED_TORCH),
+        _version("triton", versions["triton"], TESTED_TRITON)
+        if versions["triton"] or gpus
+        else Claim(triton, UNCHECKED, "not installed, and not needed without a GPU", "pip install triton"),
+        _tried("the gate's variables are understood", _understood, "set them to 1 or 0, or unset them"),
+        _tried("CPU: torch's own 16-bit products run", _products, f"export {onednn.VARIABLE}={onednn.VALUE}"),
+        _tried(
+            "CPU: the GEMM's fast form adds in the order of its definition",
+            _blas,
+            "the bits are still right, from a slower form; another build of torch may have a faster BLAS",
+        ),
+    ]
+    for device in ("cpu", "cuda"):
+        for what, check in _SLICES.items():
+            name = f"{'CPU' if device == 'cpu' else 'GPU'}: {what}"
+            if device == "cpu" or gpus:
+                found.append(_tried(name, lambda check=check, device=device: check(device), _BROKEN))
+            else:
+                found.append(Claim(name, UNCHECKED, "torch sees no GPU", "run this on a machine with one"))
+    found += _of_gpus(facts) if gpus else []
+    device = "cuda" if gpus > 1 else "cpu"
+    found.append(
+        Claim(
+            "outputs, gradients and training steps are the same bytes at every TP degree",
+            UNCHECKED,
+            "takes minutes",
+            f"tp-invariant verify --device {device}",
+        )
+    )
+    for package, what in (
+        ("safetensors", "checkpoints can be written"),
+        ("transformers", "models can be parallelized"),
+    ):
+        if versions[package] is None:
+            found.append(Claim(what, UNCHECKED, f"{package} is not installed", f"if needed: pip install {package}"))
+        else:
+            found.append(Claim(what, HOLDS, f"{package} {versions[package]}"))
+    return found
+
+
+def _of_gpus(facts: dict[str, Any]) -> list[Claim]:
+    name, hopper = torch.cuda.get_device_name(), torch.cuda.get_device_capability() == (9, 0)
+    model = "GPU: 16-bit GEMMs have the bits of the tensor core's model"
+    speed = "GPU: the GEMM's tiles were measured on this chip, near cuBLAS's speed"
+    found = [
+        _tried(model, _tensor_core, _BROKEN)
+        if hopper
+        else Claim(model, UNCHECKED, f"{name} is not Hopper, as the model is", "same contract, other bits"),
+        Claim(speed, HOLDS, f"{facts['gemm']['kernel']}, its table measured on this kind of chip")
+        if facts["gemm"]["tiles measured here"]
+        else Claim(speed, UNCHECKED, f"{facts['gemm']['kernel']}: same contract", "python benchmarks/bench_gemm.py"),
+    ]
+    if facts["pairs"]:
+        apart = [pair["pair"] for pair in facts["pairs"] if not pair["peer access"]]
+        text = f"no peer access: {', '.join(apart)}" if apart else f"{len(facts['pairs'])} pairs"
+        slow = "bits are the same; moving them is slow here" if apart else ""
+        found.append(Claim("GPUs reach each other directly", FAILS if apart else HOLDS, text, slow))
+    return found
+
+
+def _tried(claim: str, check: Callable[[], str], next_step: str) -> Claim:
+    """HOLDS with the text that check() returns, or FAILS with its error, so that other claims are still checked."""
+    try:
+        return Claim(claim, HOLDS, check())
+    except Exception as error:
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        return Claim(claim, FAILS, f"{kind}{error}", next_step)
+
+
+def _version(package: str, found: str | None, tested: tuple[tuple[int, int], tuple[int, int]]) -> Claim:
+    claim = f"{package} is a version that was tested"
+    low, high = (".".join(map(str, bound)) for bound in tested)
+    if found is None:
+        return Claim(claim, FAILS, "not installed", f"pip install {package}")
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if release < tested[0]:
+        return Claim(claim, FAILS, f"{found} is older than tested, {low} to {high}", f"pip install '{package}>={low}'")
+    if release > tested[1]:
+        detail = f"{found} is newer than tested, {low} to {high}"
+        return Claim(claim, UNCHECKED, detail, "tp-invariant verify shows whether the contract holds")
+    return Claim(claim, HOLDS, f"{found}; tested are {low} to {high}")
+
+
+def _understood() -> str:
+    checked = "every call is compared" if mode.is_call_check_enabled() else "first calls are compared"
+    return f"the mode is {'on' if mode.is_tp_invariant_mode_enabled() else 'off'}; {checked} between ranks"
+
+
+def _products() -> str:
+    assert onednn.products_run(), "a process that computes them is ended by a signal"
+    return "AMX units are listed, and work" if onednn.lists_matrix_units() else "no AMX units are listed"
+
+
+def _gemm(device: str) -> str:
+    assert_slice_invariant(bundled_gemm_fn(torch.device(device)), shapes=((33, 65, 300),), device=device)
+    return f"slices, strides and repeats of a product in {len(BUNDLED_DTYPES)} dtypes, against float64 too"
+
+
+def _blas() -> str:
+    """Products of one tile and of several, in every layout; the reference compares each tile shape with the chain."""
+    from ..kernels.gemm.reference import chained_matmul, matmul
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = wide_randn(70, 300, generator=generator), wide_randn(300, 600, generator=generator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for left in (a, a.t().contiguous().t()):
+            for right in (b, b.t().contiguous().t()):
+                assert_bitwise_equal(matmul(left, right), chained_matmul(left, right), "product")
+    return "BLAS calls give the bits of the elementwise chain"
+
+
+def _same_in_slices(what: str, run: Callable[[slice], Iterable[Tensor]], size: int) -> None:
+    """Compares run(slice(0, size)) with runs of slices of its first dim."""
+    whole = list(run(slice(0, size)))
+    for rows in (slice(0, 1), slice(1, size // 3), slice(size // 3, size)):
+        assert_bitwise_equal(list(run(rows)), [t[rows] for t in whole], f"{what} {rows}")
+
+
+def _norms(device: str) -> str:
+    generator = torch.Generator().manual_seed(0)
+    for rms, dtype in itertools.product((False, True), BUNDLED_DTYPES):
+        call = NormCall(resolve_group(None), TokenSharding(1, 0), 1e-5, rms, False)
+        x = wide_randn(24, 257, generator=generator, spread=2).to(device, dtype)
+        weight = wide_randn(257, generator=generator, spread=2).to(device, dtype)
+
+        def run(rows: slice, x: Tensor = x, weight: Tensor = weight, call: Any = call) -> list[Tensor]:
+            return [Norm.apply(x[rows], weight, None if call.rms else weight, call)]
+
+        _same_in_slices(f"{'RMSNorm' if rms else 'LayerNorm'} of {dtype} rows", run, 24)
+    return "LayerNorm and RMSNorm of slices of rows"
+
+
+def _losses(device: str) -> str:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(257, (24,), generator=generator).to(device)
+    for dtype in BUNDLED_DTYPES:
+        logits = wide_randn(24, 257, generator=generator, spread=2).to(device, dtype)
+
+        def run(rows: slice, logits: Tensor = logits) -> list[Tensor]:
+            own = logits[rows].clone().requires_grad_()
+            with mode.set_tp_invariant_mode(True):
+                loss = vocab_parallel_cross_entropy(own, target[rows], tp_group=None, reduction="none")
+            return [loss.detach(), *torch.autograd.grad(loss.sum(), own)]
+
+        _same_in_slices(f"loss of {dtype} tokens", run, 24)
+    return f"cross-entropy of slices of tokens, forward and backward, {len(BUNDLED_DTYPES)} dtypes"
+
+
+def _attention(device: str) -> str:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in BUNDLED_DTYPES if device == "cuda" else (torch.float32, torch.bfloat16):
+        data = [torch.randn(6, 1, 33, 64, generator=generator).to(device, dtype) for _ in range(4)]  # heads first
+
+        def run(heads: slice, data: list[Tensor] = data) -> list[Tensor]:
+            q, k, v, dy = (t[heads].transpose(0, 1).contiguous() for t in data)
+            inputs = [t.requires_grad_() for t in (q, k, v)]
+            y = safe_attention(*inputs, is_causal=True)
+            return [t.detach().transpose(0, 1) for t in (y, *torch.autograd.grad(y, inputs, dy))]
+
+        _same_in_slices(f"attention of {dtype} heads", run, 6)
+    return "slices of 6 heads, forward and backward"
+
+
+def _tensor_core() -> str:
+    """The GPU's 16-bit GEMM lines of the fingerprint against the model's."""
+    gpu = list(fingerprint.gemm_lines(bundled_gemm_fn(torch.device("cuda")), HALF_DTYPES, "cuda"))
+    model = fingerprint.tensor_core_fingerprint()
+    if differ := [line.key for line, other in zip(gpu, model, strict=True) if line.digest != other.digest]:
+        raise AssertionError(f"{len(differ)} of {len(gpu)} products have other bits, the first {differ[0]}")
+    return f"all {len(gpu)} products of the fingerprint"
+
+
+_SLICES: dict[str, Callable[[str], str]] = {
+    "the bundled GEMM is slice-invariant": _gemm,
+    "norms of rows do not depend on other rows": _norms,
+    "a token's loss does not depend on other tokens": _losses,
+    "a head's attention does not depend on other heads": _attention,
+}
 
 # --- printing -------------------------------------------------------------------------------------------------------
 
 Rows = list[tuple[str, ...]]
+_SETTINGS = "Settings for code around the layers, which do not need them (tpi.determinism)"
 
 
 def _shown(value: Any) -> str:
@@ -51,78 +369,40 @@ def _shown(value: Any) -> str:
 
 def tables(facts: dict[str, Any], everything: bool) -> list[tuple[str, Rows]]:
     """(title, heading and rows) of every table; everything: also rows that have no effect on this machine."""
-    versions: Rows = [("what", "version"), *((name, _shown(value)) for name, value in facts["versions"].items())]
     devices: Rows = [("device", "what it is")]
     for found in facts["devices"]:
         others = (f"{name} {_shown(value)}" for name, value in found.items() if name not in ("device", "name"))
         devices.append((found["device"], ", ".join([found["name"], *others])))
-    links: Rows = [("GPUs", "peer access", "link")]
-    links += [(pair["pair"], _shown(pair["peer access"]), pair["link"]) for pair in facts["links"]["pairs"]]
-    measured = facts["links"].get("all-gather")
-    if measured:
-        links.append(("all-gather", f"{measured['GB/s received by a rank']} GB/s a rank", measured["of"]))
-    gate: Rows = [("gate", "value"), *((name, _shown(value)) for name, value in facts["gate"].items())]
     settings: Rows = [("not set", "profiles", "now", "wanted", "without it")]
-    has_gpu = len(facts["devices"]) > 1
-    for row in facts["settings"]:
-        if not row["set"] and (everything or has_gpu):
-            shown = (_shown(row["now"]), _shown(row["wanted"]), row["without it"])
-            settings.append((row["setting"], ", ".join(row["profiles"]), *shown))
-    runs: Rows = [("for", "what runs")]
-    runs.append((f"16-bit GEMM on {facts['attention']['device']}", facts["gemm"]["kernel"]))
-    runs.append(("large blocks between GPUs", facts["links"]["transport"]))
-    runs += [(f"attention: {choice['case']}", choice["runs"]) for choice in facts["attention"]["choices"]]
-    on = [name for name, enabled in facts["attention"]["SDPA backends enabled"].items() if enabled]
-    runs.append(("SDPA, the mode off", f"one of {', '.join(on)}" if on else "no backend is enabled"))
+    for row in facts["settings"] if everything or len(facts["devices"]) > 1 else ():
+        if not row["is_set"]:
+            values = (", ".join(row["profiles"]), _shown(row["current"]), _shown(row["wanted"]), row["meaning"])
+            settings.append((row["name"], *values))
     owner_maps: Rows = [("layer", "K", "N", "TP", "auto", "estimates (all terms: --json)")]
     for row in facts["owner maps"]:
         estimates = ", ".join(line.partition("=")[0].strip() for line in row["why"].splitlines()[1:-1])
         owner_maps.append((row["layer"], *(str(row[name]) for name in ("K", "N", "TP", "auto")), estimates))
-    tokens, count = facts["owner maps"][0]["tokens"], sum(row["set"] for row in facts["settings"])
     return [
-        ("Versions", versions),
+        ("Versions", [("what", "version"), *((name, _shown(value)) for name, value in facts["versions"].items())]),
         ("Devices", devices),
-        *([("Links", links)] if len(links) > 1 else []),
-        ("Gate", gate),
-        *([(f"{_SETTINGS}; {count} are set", settings)] if len(settings) > 1 else []),
-        ("What runs with the mode on", runs),
-        (f"Owner maps that auto picks: {tokens} tokens, sequence-parallel", owner_maps),
+        ("Gate", [("gate", "value"), *((name, _shown(value)) for name, value in facts["gate"].items())]),
+        (_SETTINGS, settings if len(settings) > 1 else [("they matter on GPUs; --all lists them.",)]),
+        (f"Owner maps that auto picks: {facts['owner maps'][0]['tokens']} tokens, sequence-parallel", owner_maps),
+        ("Claims", [("claim", "status", "detail", "next step"), *(tuple(c.values()) for c in facts["claims"])]),
     ]
 
 
-def _claim_rows(found: Sequence[Claim]) -> Rows:
-    return [("claim", "status", "detail", "next step")] + [dataclasses.astuple(claim) for claim in found]
-
-
 def print_table(title: str, rows: Rows) -> None:
-    """With rich where it is installed, else plain text."""
-    heading, *body = rows
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        print(f"\n{title}")
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a log: lines need not fit a window
-        console = Console(highlight=False, width=200)
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for name in heading:
-        table.add_column(name, overflow="fold")
-    for row in body:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    console.print()
-    console.print(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"\n{title}")
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def verdict(found: Sequence[Claim]) -> str:
-    counts = {status: [claim.status for claim in found].count(status) for status in _STYLES}
+def verdict(statuses: Sequence[str]) -> str:
     names = {HOLDS: "hold", FAILS: "do not hold here", UNCHECKED: "were not checked"}
-    return f"Verdict: of {len(found)} claims {', '.join(f'{n} {names[s]}' for s, n in counts.items() if n)}."
+    counts = (f"{statuses.count(status)} {text}" for status, text in names.items() if status in statuses)
+    return f"Verdict: of {len(statuses)} claims {', '.join(counts)}."
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -150,7 +430,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--all", action="store_true", help="without GPUs: also the settings of cuBLAS, cuDNN and NCCL")
-    parser.add_argument("--measure", action="store_true", help="measure an all-gather between ranks too")
     parser.add_argument(
         "--layer",
         type=_layer,
@@ -161,16 +440,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tokens", type=_positive, default=8192, metavar="T", help="tokens of them (default: 8192)")
     options = parser.parse_args(list(argv))
-    facts = collect(options.layer, tokens=options.tokens, measure=options.measure)
-    found = [Claim(**claim) for claim in facts["claims"]]
+    facts = collect(options.layer, tokens=options.tokens)
+    statuses = [claim["status"] for claim in facts["claims"]]
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
-        shown = tables(facts, options.all)
-        for title, rows in shown:
+        for title, rows in tables(facts, options.all):
             print_table(title, rows)
-        if not any(title.startswith(_SETTINGS) for title, _ in shown):
-            print(f"\n{_SETTINGS} matter on GPUs; --all lists them.")
-        print_table("Claims", _claim_rows(found))
-        print(verdict(found))
-    return 1 if any(claim.status == FAILS for claim in found) else 0
+        print(f"\n{verdict(statuses)}")
+    return 1 if FAILS in statuses else 0

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from ..core.amx import avoid_trapped_units
 from ..core.processes import end_with_parent, how_it_ended, temporary_folder
 from ..testing.checks import run_ranks
+from .onednn import avoid_trapped_units
 from .verify_case import load_gemm_fn
 from .verify_checks import CHECKS, Check, Setup
 
