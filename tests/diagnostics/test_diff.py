@@ -277,10 +277,7 @@ def test_runs_that_had_diverged_are_called_so(tmp_path, capsys, losses, noted):
         (lambda path: path.write_text('{"format": "other"}\n'), "line 1 of .*its format is 'other'"),
         (lambda path: path.write_text('{"step": 1, "tensors": {}}\n'), "line 1 of .*there is no header before it"),
         (lambda path: path.write_bytes(b"\xff\xfe\n"), "cannot be read"),
-        (
-            lambda path: path.write_text("[" * 10**6 + "]" * 10**6 + "\n"),
-            "line 1 of .* is not a line of .*: max",
-        ),
+        (lambda path: path.write_text("[" * 10**6 + "]" * 10**6 + "\n"), "line 1 of .* is not a line of .*: max"),
         (lambda path: damaged(path, 0, degree=[[1]]), r"line 1 of .*its 'degree' is \[\[1\]\]"),
         (lambda path: damaged(path, 0, mode="on"), "line 1 of .*its 'mode' is 'on'"),
         (lambda path: damaged(path, 0, format="x" * 10**6), "line 1 of .*its format is 'xxxxxxxxxxxx\\.\\.\\.x+', not"),

@@ -2,11 +2,4 @@
 
 from .settings import Report, Row, checkpoint_kwargs, deterministic, enable, report
 
-__all__ = [
-    "Report",
-    "Row",
-    "checkpoint_kwargs",
-    "deterministic",
-    "enable",
-    "report",
-]
+__all__ = ["Report", "Row", "checkpoint_kwargs", "deterministic", "enable", "report"]

@@ -55,11 +55,7 @@ class DigestLog:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike,
-        model: nn.Module,
-        *,
-        tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+        self, path: str | os.PathLike, model: nn.Module, *, tp_group: dist.ProcessGroup | DeviceMesh | Group | None
     ) -> None:
         self.group, self.model = resolve_group(tp_group), model
         self._agreed: set[Hashable] = set()  # see consistency/agreement.py

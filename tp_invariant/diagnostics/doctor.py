@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -191,7 +192,7 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
         for what, check in _SLICES.items():
             name = f"{'CPU' if device == 'cpu' else 'GPU'}: {what}"
             if device == "cpu" or gpus:
-                found.append(_tried(name, lambda check=check, device=device: check(device), _BROKEN))
+                found.append(_tried(name, functools.partial(check, device), _BROKEN))
             else:
                 found.append(Claim(name, UNCHECKED, "torch sees no GPU", "run this on a machine with one"))
     found += _of_gpus(facts) if gpus else []

@@ -169,11 +169,7 @@ class LossCase(Case):
             logits = _part(full, 1, group)
             with set_tp_invariant_mode(self.mode):
                 loss = vocab_parallel_cross_entropy(
-                    logits,
-                    target,
-                    tp_group=tp_group,
-                    label_smoothing=self.label_smoothing,
-                    reduction=reduction,
+                    logits, target, tp_group=tp_group, label_smoothing=self.label_smoothing, reduction=reduction
                 )
                 loss.sum().backward()
             results |= {reduction: loss.detach(), f"dlogits_{reduction}": gather_dim(_grad(logits), 1, group)}
