@@ -131,10 +131,10 @@ PARTED = {
     other_dtype: r"rank 1 asks .* new to it: .*number 1 \| the dtype of x is 'torch.bfloat16', so far 'torch.float32'",
     other_length: r"rank 1 asks .* new to it: .*number 1 \| the shape of x is \(6, 12\), so far \(4, 12\)",
     length_seen_before: r"\(\d+, 12\) torch.float32 in the forward of layer 1 .*; rank 1 starts .* in the forward of",
-    more_layers: r"rank 0, 2 asks .* new to it: .*column.*, the layer's number 5.*; rank 1 starts .* in a backward",
-    fewer_layers_later: r"rank 0, 2 starts .* in the forward of layer 6 .*; rank 1 starts .* in a backward",
-    no_backward: rf"rank 0, 2 starts .* in a backward; rank 1 starts .* {IN_ROW}",
-    one_forward_more: rf"rank 0, 2 starts .* in a backward; rank 1 starts .* {IN_ROW}",
+    more_layers: r"rank 0, 2 asks .* new to it: .*column.*, the layer's number 5.*; rank 1 starts an all-\w+ of ",
+    fewer_layers_later: r"rank 0, 2 starts .* in the forward of layer 6 .*; rank 1 starts an all-\w+ of [^;]*32\.",
+    no_backward: rf"rank 0, 2 starts an all-\w+ of [^;]*float32; rank 1 starts .* {IN_ROW}",
+    one_forward_more: rf"rank 0, 2 starts an all-\w+ of [^;]*float32; rank 1 starts .* {IN_ROW}",
     swapped_later: r"in the forward of layer 1 .*'row'.*; rank 1 starts .* in the forward of layer 2 .*'row'",
     swapped_embeddings: r"in the forward of layer 1 of .*Vocab.*; rank 1 starts .* the forward of layer 2 of .*Vocab",
     another_call_than_a_layers: r"forward of layer 1 of .*; rank 1 starts an all-gather of \(4, 4\) torch.float32\.",
@@ -192,14 +192,13 @@ def in_step(tp_group):
         if group.rank == 0:
             time.sleep(0.5)  # the others look at the records while they wait
         total = tpi.clip_grad_norm_(model.parameters(), 1.0, tp_group=group)
-    return float(total), call_records._records[group.process_group].progress()
+    return float(total), call_records._records[group.process_group]._count
 
 
 def test_ranks_that_make_equal_calls_get_no_error():
     results = run_ranks(in_step, 3)
     assert len(set(results)) == 1, results
-    counts = re.findall(r"has begun (\d+)", results[0][1])
-    assert len(counts) == 3 and int(counts[0]) > 50
+    assert results[0][1] > 50
 
 
 def in_threads(tp_group):

@@ -2,11 +2,10 @@
 
 If gloo receives a longer message than it expects, one of its threads aborts: the process ends by SIGABRT without an
 error message, and the other ranks see a dead rank. A shorter message it accepts as correct. So before each collective a
-rank first writes a record of it (its number in the group, its kind, sizes and dtype, whether it belongs to a backward,
-the layer whose forward it belongs to) and then reads the other ranks' records. In this order, of two ranks that differ
-at least one sees the difference and does not start. A rank that has started reads the records again while it waits. So
-no two ranks start collectives that differ, no process aborts, and each rank's error says what every rank was about
-to do.
+rank first writes a record of it (its number in the group, its kind, sizes and dtype, the layer whose forward it belongs
+to) and then reads the other ranks' records. In this order, of two ranks that differ at least one sees the difference
+and does not start. A rank that has started reads the records again while it waits. So no two ranks start collectives
+that differ, no process aborts, and each rank's error says what every rank was about to do.
 
 This needs ranks on one machine, which can share memory; groups over several machines have no records. It costs a few
 microseconds of a collective that takes gloo a hundred. On GPUs no collective is recorded; calls of layers that are CUDA
@@ -21,13 +20,13 @@ import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -46,10 +45,6 @@ BYTES = 4096  # of one rank
 # Between two checks of the records while a collective waits.
 _CHECK_INTERVALS = (timedelta(seconds=0.1), timedelta(seconds=0.2), timedelta(seconds=1))
 _ANSWER_SECONDS = 3.0  # for the other ranks to report their call: longer than the longest interval between two checks
-_DTYPES = {
-    dtype: number
-    for number, dtype in enumerate(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
-}
 
 
 class CallContext(threading.local):
@@ -88,14 +83,12 @@ class CallRecords:
         """
         number = self._next()
         layer, comparing = call_context.layer, call_context.comparing
-        backward = torch._C._current_graph_task_id() != -1
-        self._calls[number % _RECORDED] = kind, tuple(operand.shape), operand.dtype, backward, layer, comparing
+        self._calls[number % _RECORDED] = kind, tuple(operand.shape), operand.dtype, layer, comparing
         if comparing is None:
-            of_layer = 0 if layer is None else layer.number
-            mark = hash((number, kind, *sizes, _DTYPES[operand.dtype], backward, of_layer))
+            dtype = zlib.crc32(str(operand.dtype).encode())
+            self._write(number, hash((number, kind, *sizes, dtype, 0 if layer is None else layer.number)))
         else:  # its comparison gives a better error
-            mark = hash((number, -2))
-        self._write(number, mark)
+            self._write(number, hash((number, -2)))
 
     def begin_described(self, text: str, *facts: int) -> None:
         """The same for a call that is no collective, and that nothing waits for. `facts` must be equal on every rank.
@@ -123,11 +116,6 @@ class CallRecords:
             if words[other] >= number and words[other + place] != mark and words[other] < number + _COMPARED:
                 self._report_divergence(number)
 
-    def take_back(self) -> None:
-        """Undoes the last `begin`, of a call that this rank has not started and will not start."""
-        self._count -= 1
-        self._words[self._own] = self._count
-
     def wait(self, work: dist.Work) -> None:
         """work.wait(), which also checks the records from time to time. Raises the errors of `work` and of begin."""
         for seconds in chain(_CHECK_INTERVALS, repeat(_CHECK_INTERVALS[-1])):
@@ -152,11 +140,6 @@ class CallRecords:
                     continue
                 if words[other] < number + _COMPARED:  # read last: the mark has not been overwritten before this
                     self._report_divergence(number)
-
-    def progress(self) -> str:
-        """The number of collectives that each rank has begun, for an error."""
-        counts = [self._words[rank * BYTES // 8] for rank in range(self._size)]
-        return ", ".join(f"rank {rank} has begun {count}" for rank, count in enumerate(counts))
 
     # --- ranks that diverge -----------------------------------------------------------------------------------------
 
@@ -194,16 +177,11 @@ class CallRecords:
         call = self._calls[number % _RECORDED]
         if isinstance(call, str):
             return call
-        kind, shape, dtype, backward, layer, comparing = call
+        kind, shape, dtype, layer, comparing = call
         if comparing is not None:
             return f"asks whether all ranks make this call, which is new to it: {comparing()}"
-        inside = "" if layer is None else f" in the forward of {format_layer(layer)}"
-        return f"starts {_NAMES[kind]} of {shape} {dtype}{' in a backward' if backward else inside}"
-
-
-def format_layer(layer: Any) -> str:
-    """How messages name a layer."""
-    return f"layer {layer.number} of the group, {layer.name}"
+        where = "" if layer is None else f" in the forward of layer {layer.number} of the group, {layer.name}"
+        return f"starts {_NAMES[kind]} of {shape} {dtype}{where}"
 
 
 # --- the records of each group --------------------------------------------------------------------------------------

@@ -1,17 +1,12 @@
 """Finds out, after a collective has failed, which ranks of its group have ended, so that the error can name them.
 
 Gloo reports a closed connection and NCCL a time-out, but neither says which rank caused it. So each process opens a
-listening socket, and the ranks of a group exchange their addresses once (consistency/agreement.py). No thread accepts
-connections: the operating system completes a connection while the process lives and refuses it afterwards, so nothing
-is sent until a collective fails. Then a rank that finds ended ranks reports them to the others. The report stays in the
-socket's queue until its receiver, too, has a failed collective to explain. It says which rank ended first, so that a
-rank which only sees a survivor end does not blame the survivor.
+listening socket, and the ranks of a group exchange their addresses once (consistency/agreement.py). Nothing accepts a
+connection: the operating system completes one while the process lives, and refuses it afterwards. A rank whose
+collective has failed tries to connect to every other rank, and names those that refuse.
 
-On NCCL a dead rank is noticed when the group's time-out is over, and then torch's watchdog thread ends the process
-before an error can be explained. So on NCCL the ranks also hold connections to each other's sockets, and a thread
-reports on stderr which rank has ended as soon as it ends (watch.py); the process still hangs until the time-out. With
-TORCH_NCCL_BLOCKING_WAIT=1 the host waits for each collective and raises the error here, also after a time-out; then
-host and device no longer work in parallel.
+On NCCL the host does not wait for collectives, and torch's watchdog ends the process after the group's time-out. With
+TORCH_NCCL_BLOCKING_WAIT=1 the host waits, and the error after the time-out names the rank.
 """
 
 from __future__ import annotations
@@ -21,22 +16,17 @@ import re
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 
 CONTACT_BYTES = 256
-WATCHING = b"watching\n"  # first bytes of a connection that stays open to watch a process; others send a report
-GOODBYE = b"goodbye\n"  # sent on such a connection before a process ends normally
 # Seconds before each round of probes: the sockets of an ending process close one after another.
 _RETRY_DELAYS = (0.0, 0.1, 0.2, 0.4, 0.8)
 _CONNECT_SECONDS = 1.0
 _LOST = re.compile(r"clos|reset|broken pipe|timed? ?out|abort|remote|unhandled system error|connection", re.IGNORECASE)
-_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+_TIME_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class DeadRankError(RuntimeError):
@@ -60,15 +50,11 @@ class GroupLike(Protocol):
 
 @dataclass(frozen=True)
 class Contact:
-    """The address on which a rank listens; port 0 if it could not listen.
-
-    `network` is equal for two processes if they can reach each other by loopback addresses.
-    """
+    """The address on which a rank listens; port 0 if it could not listen."""
 
     rank: int  # of the whole job
     process: int
     host: str
-    network: str
     address: str
     port: int
 
@@ -77,64 +63,39 @@ class Contact:
 
     @classmethod
     def decode(cls, data: bytes) -> Contact:
-        rank, process, host, network, address, port = data.decode().strip().split("\n")
-        return cls(int(rank), int(process), host, network, address, int(port))
+        rank, process, host, address, port = data.decode().strip().split("\n")
+        return cls(int(rank), int(process), host, address, int(port))
 
-
-# --- our own socket -------------------------------------------------------------------------------------------------
 
 _socket: socket.socket | None = None
-_watching: list[socket.socket] = []  # accepted connections of ranks that watch this one; others are still queued
+_contacts: dict[int, Contact] = {}  # by rank of the whole job
 
 
-def _forget_socket() -> None:
-    """In a forked child, which must not keep its parent's address alive (a data loader's worker, say)."""
+def _close_in_child() -> None:
+    """A forked child (a data loader's worker, say) must not keep its parent's address alive."""
     global _socket
     if _socket is not None:
         _socket.close()
         _socket = None
-    while _watching:
-        _watching.pop().close()
-    _network.cache_clear()
 
 
-os.register_at_fork(after_in_child=_forget_socket)
-
-
-@cache
-def _network() -> str:
-    """The machine and its network namespace: the same for processes that can reach each other by loopback."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{machine}:{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _own_address() -> str:
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))  # sends nothing: finds our own address
-            return s.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def own_contact() -> Contact:
     """This process's Contact; opens its socket where there is none yet."""
     global _socket
-    address, port = _own_address(), 0
+    address, port = "", 0
     try:
         if _socket is None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+                s.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))  # sends nothing: finds our address
+                address = s.getsockname()[0]
             _socket = socket.create_server((address, 0), backlog=1024)
-            _socket.setblocking(False)
         address, port = _socket.getsockname()
-    except OSError:  # no network: the other ranks will see this one as "unknown"
+    except OSError:  # no network: this rank cannot be probed
         pass
-    return Contact(dist.get_rank(), os.getpid(), socket.gethostname()[:64], _network(), address, port)
-
-
-_contacts: dict[int, Contact] = {}  # by rank of the whole job
+    return Contact(dist.get_rank(), os.getpid(), socket.gethostname()[:64], address, port)
 
 
 def remember_contacts(contacts: Sequence[Contact]) -> None:
@@ -142,68 +103,15 @@ def remember_contacts(contacts: Sequence[Contact]) -> None:
     _contacts.update((contact.rank, contact) for contact in contacts)
 
 
-def close_socket(goodbye: bool) -> None:
-    """Closes this process's socket, which watching ranks notice. `goodbye`: tells them that the end is normal."""
-    if goodbye:
-        _read_failure_reports()
-        for connection in _watching:
-            with suppress(OSError):  # that rank has ended already
-                connection.sendall(GOODBYE)
-    _forget_socket()
-
-
-# --- after a failure ------------------------------------------------------------------------------------------------
-
-
-def has_address(contact: Contact) -> bool:
-    """Whether this process can use the contact's address."""
-    return bool(contact.port) and not (contact.address.startswith("127.") and contact.network != _network())
-
-
-def connect(contact: Contact, word: bytes) -> socket.socket:
-    """A connection to that rank's process, with `word` sent. An OSError where there is none."""
-    connection = socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS)
+def _has_ended(contact: Contact) -> bool:
+    """Whether that process has ended, or its host does not answer; False where its address cannot be used here."""
+    if not contact.port or (contact.address.startswith("127.") and contact.host != socket.gethostname()[:64]):
+        return False
     try:
-        connection.sendall(word)
+        socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS).close()
+        return False
     except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _probe(contact: Contact, word: str) -> str:
-    """ "alive", "ended", "unreachable" or "unknown"; sends `word` to a rank that is alive."""
-    if not has_address(contact):
-        return "unknown"
-    try:
-        connect(contact, word.encode()).close()
-        return "alive"
-    except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-        return "ended"
-    except OSError:
-        return "unreachable"
-
-
-_failure_reports: dict[int, set[int]] = {}  # rank whose collective has failed -> the ended ranks that it reports
-
-
-def _read_failure_reports() -> None:
-    while _socket is not None:
-        try:
-            connection, _ = _socket.accept()
-        except OSError:
-            return
-        connection.settimeout(_CONNECT_SECONDS)
-        try:
-            text = connection.recv(65536).decode()
-        except (OSError, UnicodeDecodeError):
-            text = ""
-        if text == WATCHING.decode():  # stays open: closing it would mean that this process has ended
-            _watching.append(connection)
-            continue
-        connection.close()
-        for rank, ended in re.findall(r"^(\d+):([\d,]*)$", text, re.MULTILINE):
-            _failure_reports.setdefault(int(rank), set()).update(int(other) for other in ended.split(",") if other)
+        return True
 
 
 def explain(error: Exception, group: GroupLike, what: str) -> Exception:
@@ -212,55 +120,33 @@ def explain(error: Exception, group: GroupLike, what: str) -> Exception:
         except RuntimeError as error:
             raise explain(error, group, "all-gather of ..") from error
 
-    It is a DeadRankError if ranks have ended; after a time-out, a RuntimeError that names the ranks that did not join;
-    else the error itself. Takes up to two seconds, and up to one more for each host that does not answer.
+    It is a DeadRankError if ranks have ended; after a time-out, a RuntimeError that says that none has; else the error
+    itself. Takes up to two seconds, and up to one more for each host that does not answer.
     """
     ranks = [] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
-    if isinstance(error, DeadRankError) or not ranks or not _contacts.keys() >= set(ranks):
+    contacts = [_contacts[rank] for rank in ranks if rank in _contacts]
+    if isinstance(error, DeadRankError) or len(contacts) != group.size or not _LOST.search(str(error)):
         return error
-    contacts = [_contacts[rank] for rank in ranks]
-    own, others = contacts[group.rank], [rank for rank in range(group.size) if rank != group.rank]
-    gone: list[int] = []
-    lost = _LOST.search(str(error))
-    for wait in _RETRY_DELAYS if lost else _RETRY_DELAYS[:1]:
-        time.sleep(wait)
-        looks = {rank: _probe(contacts[rank], f"{own.rank}:\n" if lost else "") for rank in others}
-        gone = [rank for rank, look in looks.items() if look in ("ended", "unreachable")]
-        if gone:
-            break
-    _read_failure_reports()
     failed = f"{what} failed on rank {group.rank} of {group.size}"
-    if gone:
-        after = [
-            rank for rank in gone if _failure_reports.get(contacts[rank].rank)
-        ]  # these had reported other ended ranks
-        first = [rank for rank in gone if rank not in after] or gone
-        for rank in set(others) - set(gone):
-            _probe(contacts[rank], f"{own.rank}:{','.join(str(contacts[rank].rank) for rank in first)}\n")
-        verb = "has" if len(first) == 1 else "have"
-        how = "ended" if any(looks[rank] == "ended" for rank in first) else "become unreachable"
-        named = ", ".join(format_rank(rank, contacts[rank]) for rank in first)
-        later = f" (rank {_list(after)} ended after, for the same reason)" if after and first != gone else ""
-        return DeadRankError(
-            f"rank {named} {verb} {how}{later}: {failed}. Look for the first error or signal in the output of rank "
-            f"{_list(first)}, then restart all ranks from the last checkpoint",
-            first,
-        )
-    late = [rank for rank in others if looks[rank] == "alive" and contacts[rank].rank not in _failure_reports]
-    if _LATE.search(str(error)) and late:
-        named = ", ".join(format_rank(rank, contacts[rank]) for rank in late)
+    for delay in _RETRY_DELAYS:
+        time.sleep(delay)
+        ended = [rank for rank, one in enumerate(contacts) if rank != group.rank and _has_ended(one)]
+        if ended:
+            break
+    else:
+        if not _TIME_OUT.search(str(error)):
+            return error
         return RuntimeError(
-            f"{failed} with all ranks alive: rank {named} did not join it in time: busy, stuck, or in another call. "
-            "Set TP_INVARIANT_CHECK=1 on all ranks to find the first call in which they differ. "
+            f"{failed} with all ranks alive: some did not join it in time: busy, stuck, or in another call. Set "
+            "TP_INVARIANT_CHECK=1 on all ranks to find the first call in which they differ. "
             f"({str(error).splitlines()[0]})"
         )
-    return error
-
-
-def format_rank(rank: int, contact: Contact) -> str:
-    """How messages name a rank; `rank` is the rank in the group."""
-    return f"{rank} (global rank {contact.rank}, process {contact.process} on {contact.host})"
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    named = ", ".join(
+        f"{rank} (global rank {contacts[rank].rank}, process {contacts[rank].process} on {contacts[rank].host})"
+        for rank in ended
+    )
+    return DeadRankError(
+        f"rank {named} {'has' if len(ended) == 1 else 'have'} ended: {failed}. Look for the first error or signal in "
+        f"the output of rank {', '.join(map(str, ended))}, then restart all ranks from the last checkpoint",
+        ended,
+    )

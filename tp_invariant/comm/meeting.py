@@ -1,7 +1,7 @@
-"""Waiting for all ranks of a group before a collective that a user may have started on one rank alone.
+"""Waiting on the CPU, over a group's store, for all of its ranks.
 
 Some functions elsewhere are called on rank 0 alone, and so users do that here too. A collective would then wait for
-ranks that never come, and on NCCL end the process without a word. This wait is on the CPU, over the group's store.
+ranks that never come, and on NCCL end the process without a word.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import time
 import weakref
 from contextlib import suppress
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from .call_records import OBJECTS, records_of
 from .liveness import GroupLike
-from .watch import timeout_of
-from .wire import _NO_BYTES
 
 _POLL_SECONDS = 0.02
-_SAY_SECONDS = 10.0
+_WARN_SECONDS = 10.0
+_WAIT_SECONDS = 1800.0
 _logger = logging.getLogger("tp_invariant")
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -32,39 +28,28 @@ def wait_for_all(group: GroupLike, call: str, advice: str) -> None:
     After an error it can be called again, on all ranks: one that has raised no longer counts as waiting.
 
     Raises:
-        RuntimeError: some rank has not come within the group's time-out, or, on gloo within one machine, makes another
-            call on the group. Names the ranks; the message ends with `advice`.
+        RuntimeError: some rank has not come within half an hour. Names the ranks; the message ends with `advice`.
     """
     process_group = group.process_group
     if process_group is None or group.size == 1:
         return
     number = _meetings.get(process_group, 0) + 1
     store = _store(process_group, number)
-    start, said, recorded = time.monotonic(), False, False
-    records = records_of(group, _NO_BYTES)
+    start, warned = time.monotonic(), False
     try:
         store.set(str(group.rank), call)
-        if records is not None:
-            records.begin(OBJECTS, _NO_BYTES)
-            recorded = True
-        while late := [rank for rank in range(group.size) if not store.check([str(rank)])]:
+        while missing := [rank for rank in range(group.size) if not store.check([str(rank)])]:
             waited = time.monotonic() - start
-            where = f"{call} on rank {group.rank} of {group.size} waits for rank {', '.join(map(str, late))}"
-            if waited > _timeout(process_group):
-                raise RuntimeError(f"{where}, for {waited:.0f} seconds now")
-            if waited > _SAY_SECONDS and not said:
+            where = f"{call} on rank {group.rank} of {group.size} waits for rank {', '.join(map(str, missing))}"
+            if waited > _WAIT_SECONDS:
+                raise RuntimeError(f"{where}, for {waited:.0f} seconds now. {advice}")
+            if waited > _WARN_SECONDS and not warned:
                 _logger.warning("%s: %s", where, advice)
-                said = True
-            if records is not None:
-                records.check()
+                warned = True
             time.sleep(_POLL_SECONDS)
-    except BaseException as error:
-        with suppress(Exception):  # the store may be gone, and the error above says more
+    except BaseException:
+        with suppress(RuntimeError):  # the store may be gone, and the error above says more
             store.delete_key(str(group.rank))  # a rank that comes later would begin collectives without this one
-        if records is not None and recorded:
-            records.take_back()
-        if isinstance(error, RuntimeError):
-            raise RuntimeError(f"{error}. {advice}") from error
         raise
     _meetings[process_group] = number  # not before: who calls again after an error meets those that come late
 
@@ -88,12 +73,4 @@ def wait_without_limit(group: GroupLike) -> None:
 
 
 def _store(process_group: dist.ProcessGroup, number: int) -> dist.Store:
-    name = f"tp_invariant meeting {number} of {process_group.group_name}"
-    return dist.PrefixStore(name, c10d._get_process_group_store(process_group))
-
-
-def _timeout(process_group: dist.ProcessGroup) -> float:
-    try:
-        return process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # NCCL alone, or a backend in a wrapper
-        return timeout_of(process_group) or c10d.default_pg_timeout.total_seconds()
+    return dist.PrefixStore(f"tp_invariant meeting {number}", process_group.get_group_store())

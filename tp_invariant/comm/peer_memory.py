@@ -25,7 +25,6 @@ from torch import Tensor
 from .collectives import Group
 from .copy_protocol import Block
 from .exchange_store import meeting_of
-from .watch import timeout_of
 from .wire import gather_objects
 
 MOST_BUFFERS = 64
@@ -114,8 +113,11 @@ def why_not(device: torch.device) -> str | None:
 def looks_of(group: Group) -> int:
     """How often a kernel looks for what a peer is to write, until the group's time-out is over."""
     assert group.process_group is not None
-    seconds = timeout_of(group.process_group)
-    return _MOST_LOOKS if seconds is None else int(min(seconds * _LOOKS_PER_SECOND, _MOST_LOOKS))
+    try:
+        seconds = group.process_group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # a backend in a wrapper
+        return _MOST_LOOKS
+    return int(min(seconds * _LOOKS_PER_SECOND, _MOST_LOOKS))
 
 
 # --- a group's memory -----------------------------------------------------------------------------------------------

@@ -27,13 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import call_records, liveness
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, gather_major
-from ..comm.watch import watch_group
 from ..comm.wire import gather_objects
 from ..core.bits import tensor_hash
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
@@ -278,7 +276,7 @@ _check_later = as_runtime_op(_check_named, name="check_agreement", arguments="Te
 def _announce_arrival(group: Group) -> None:
     """Records in the group's store that this rank has reached the group's first call, for the error of another rank."""
     assert group.process_group is not None
-    store = c10d._get_process_group_store(group.process_group)
+    store = group.process_group.get_group_store()
     store.set(f"tp_invariant: came to the first call/{group.rank}", "")
 
 
@@ -289,7 +287,7 @@ def _ranks_not_arrived(group: Group) -> list[int]:
     ``_LATE`` to arrive before it is named.
     """
     assert group.process_group is not None
-    store = c10d._get_process_group_store(group.process_group)
+    store = group.process_group.get_group_store()
     keys = [f"tp_invariant: came to the first call/{rank}" for rank in range(group.size)]
     try:
         with suppress(RuntimeError):  # the time has passed
@@ -340,7 +338,6 @@ def _compare_environments(group: Group, device: torch.device, kinds: set[str]) -
 
         contacts = [liveness.Contact.decode(contact) for contact in gather(liveness.own_contact().encode())]
         liveness.remember_contacts(contacts)
-        watch_group(contacts, group)
         if "cpu:gloo" in dist.get_backend_config(group.process_group):
             call_records.share_records(group, gather)
 
