@@ -16,7 +16,9 @@ import argparse
 import functools
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tp_invariant as tpi
-from tp_invariant.core.processes import temporary_folder
 from tp_invariant.diagnostics.doctor import cpu_model
 from tp_invariant.diagnostics.onednn import avoid_trapped_units
 from tp_invariant.examples.demo_options import TrainConfig, check_options, make_parser
@@ -120,8 +121,8 @@ def run(degrees: Sequence[int], config: TrainConfig, invariant: bool, watch: Wat
     runs: dict[int, list[Record]] = {}
     device = config.model.device
     for degree in degrees:
-        with temporary_folder("demo") as folder:
-            path = folder / "progress"
+        with tempfile.TemporaryDirectory(prefix="tp_invariant_demo_") as folder:
+            path = Path(folder) / "progress"
             path.touch()
             label = f"mode {'on ' if invariant else 'off'} TP={degree}"
             work = functools.partial(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tp_invariant.diagnostics import verify
 from tp_invariant.diagnostics.cli import main
+from tp_invariant.diagnostics.verify import CHECKS, Check, Setup, _layer_cases, _splits_by_rows
 from tp_invariant.diagnostics.verify_case import Case, Outcome, check_cases, error, load_gemm_fn
-from tp_invariant.diagnostics.verify_checks import CHECKS, Check, Setup, _layer_cases, _splits_by_rows
 from tp_invariant.diagnostics.verify_layers import LayerCase
 from tp_invariant.gemm.owner_maps import OWNER_MAPS
 
@@ -101,55 +101,6 @@ def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, c
     assert "FAILED  linear-row " in out and "differs from TP=1: ['y0']: " in out and "LayerCase(" in out
     assert "held    data-parallel " in out, "it has no GEMM"
     assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, linear-row (2 of 3 checks, ")
-
-
-# ends the process that runs the checks, from a rank, while a checkpoint is there
-DEADLY = """
-import os, pathlib, signal, tempfile
-from tp_invariant.kernels.gemm import reference
-
-def matmul(a, b, *, bias=None, out_dtype=None):
-    if list(pathlib.Path(tempfile.gettempdir()).glob("tp_invariant_verify_*/checkpoint")):
-        process = os.getppid()
-        for _ in range(2):  # the first process of this session's ranks, and the starter that forked it
-            process = int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(process, signal.SIGILL)
-    return reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
-"""
-
-
-@pytest.mark.slow
-def test_a_check_that_ends_its_process_is_named_and_leaves_nothing_behind(tmp_path, monkeypatch, capfd):
-    (tmp_path / "deadly_gemm.py").write_text(DEADLY)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    leftover = folder / "tp_invariant_verify_of_a_killed_process"
-    leftover.mkdir()
-    (leftover / "owner.lock").write_text("")
-    only = [word for name in ("checkpoint", "data-parallel") for word in ("--only", name)]
-    options = ["--quick", "--device", "cpu", "--degrees", "2", "--gemm-fn", "deadly_gemm:matmul", *only]
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", None)  # which is looked up once
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["verify", *options]) == 1
-    heading, *lines, verdict = capfd.readouterr().out.splitlines()
-    assert heading.startswith("TP=1, 2 on the CPU (gloo); ")
-    assert [line.split()[:2] for line in lines if line[0] != " "] == [
-        ["FAILED", "checkpoint"],
-        ["held", "data-parallel"],
-    ]
-    assert lines[1] == "        the process that ran it ended by SIGILL"
-    assert verdict.startswith("Verdict: FAILED: checkpoint (1 of 2 checks, ")
-    assert list(folder.iterdir()) == []
-
-
-def test_a_process_that_cannot_start_fails_every_check(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert main(["verify", "--quick", "--device", "cpu", "--degrees", "2", "--only", "gemm", "--only", "norm"]) == 1
-    out = capfd.readouterr().out
-    assert "FAILED  gemm " in out and "the process that ran it ended with status 1 before it began" in out
-    assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, norm (2 of 2 checks, ")
 
 
 # --- what makes a check fail ----------------------------------------------------------------------------------------

@@ -10,27 +10,232 @@ naive way) do not, and its errors against float64 are within bounds of torch's o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
-import json
+import itertools
 import math
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..core.processes import end_with_parent, how_it_ended, temporary_folder
-from ..testing.checks import run_ranks
+from ..core.options import Normalization, ParallelMode
+from ..gemm.gemm_fn import GemmFn, bundled_gemm_fn
+from ..gemm.owner_maps import OWNER_MAPS
+from ..kernels.dtypes import DTYPES
+from ..testing.checks import assert_slice_invariant, check_large_slices, run_ranks
 from .onednn import avoid_trapped_units
-from .verify_case import load_gemm_fn
-from .verify_checks import CHECKS, Check, Setup
+from .verify_case import Case, Outcome, check_cases, load_gemm_fn
+from .verify_layers import LayerCase
+from .verify_parts import AttentionCase, ClipCase, DataParallelCase, EmbeddingCase, LossCase, NormCase
+from .verify_training import TrainingCase, check_state
 
 _LARGEST_UNIT = 48  # sizes are multiples of all degrees
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to run. `gemm_fn` is "module:name" or None, the bundled one."""
+
+    degrees: tuple[int, ...]
+    device: str
+    seed: int = 0
+    quick: bool = False
+    gemm_fn: str | None = None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """All that are checked; `quick` checks all but the first in a single case."""
+        return (torch.float32, torch.bfloat16) if self.device == "cpu" else DTYPES
+
+    @property
+    def unit(self) -> int:
+        """A number that every degree divides."""
+        return math.lcm(*self.degrees)
+
+    def multiple(self, usual: int, of: int = 1) -> int:
+        """A number near `usual` that every degree times `of` divides."""
+        return -(-usual // (self.unit * of)) * self.unit * of
+
+    def features(self, stride: int = 1) -> int:
+        """A number near the usual width, several blocks of K, that every degree times stride divides.
+
+        On GPUs each rank has a multiple of 16, so that the kernels that read in place, or by TMA, are used.
+        """
+        return self.multiple(272, stride) if self.device == "cpu" else self.multiple(2048, 16 * stride)
+
+    def each_dtype(self, make: Callable[..., Sequence[Case]]) -> list[Case]:
+        """make(dtype=.., device=.., seed=..) for each dtype; `quick` keeps one case of each dtype after the first."""
+        made = [make(dtype=dtype, device=self.device, seed=self.seed) for dtype in self.dtypes]
+        if self.quick:
+            made[1:] = [cases[:1] for cases in made[1:]]
+        return list(itertools.chain(*made))
+
+    def check(self, make: Callable[..., Sequence[Case]]) -> Outcome:
+        """check_cases of each_dtype(make)."""
+        return check_cases(self.each_dtype(make), self.degrees, self.gemm_fn)
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    what: str
+    run: Callable[[Setup], Outcome]
+
+
+# --- the checks -----------------------------------------------------------------------------------------------------
+
+
+def _splits_by_rows(gemm_fn: GemmFn) -> GemmFn:
+    """The control: a gemm_fn that adds two halves of K if there are many rows."""
+
+    def split(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        half = a.shape[1] // 2
+        if a.shape[0] < 16 or not half:
+            return gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
+        c = gemm_fn(a[:, :half], b[:half], out_dtype=torch.float32)
+        c = c + gemm_fn(a[:, half:], b[half:], out_dtype=torch.float32)
+        return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
+
+    return split
+
+
+def check_gemm(setup: Setup) -> Outcome:
+    gemm_fn = load_gemm_fn(setup.gemm_fn) or bundled_gemm_fn(torch.device(setup.device))
+    shapes = [(33, 65, 300)] if setup.quick else [(33, 65, 300), (70, 130, 1024), (5, 3, 17)]
+    options: dict[str, Any] = dict(device=setup.device, seed=setup.seed)
+    assert_slice_invariant(gemm_fn, shapes=shapes, dtypes=setup.dtypes, **options)
+    for dtype in setup.dtypes[:1] if setup.quick else setup.dtypes:
+        check_large_slices(gemm_fn, dtype, setup.device, setup.seed)
+    for dtype in setup.dtypes:
+        try:
+            assert_slice_invariant(_splits_by_rows(gemm_fn), shapes=shapes[:1], dtypes=[dtype], **options)
+        except AssertionError as found:
+            if "not slice-invariant" not in str(found):
+                raise
+        else:
+            raise AssertionError(f"the control, a gemm_fn that splits K by its number of rows, passes in {dtype}")
+    # tensors and bytes are not counted here: slices of a few products
+    return Outcome(cases=len(shapes) * len(setup.dtypes), controls=len(setup.dtypes))
+
+
+def _layer_cases(
+    setup: Setup, parallel_mode: ParallelMode, norm: Normalization | None, base: dict[str, Any]
+) -> Iterator[Case]:
+    unit = setup.unit
+    for stride in (2,) if setup.quick else (2, 1):
+        sizes = (setup.features(), setup.features(stride))
+        k, n = sizes if parallel_mode == "column" else sizes[::-1]
+        case = LayerCase(parallel_mode, k, n, (2 * unit,), stride=stride, norm=norm, **base)
+        for owner_map in OWNER_MAPS:
+            yield case.with_(owner_map=owner_map, sequence_parallel=True)
+            if not setup.quick or owner_map == "auto":
+                yield case.with_(owner_map=owner_map, tokens=(3, 7))
+    if setup.quick:
+        return
+    yield case.with_(tokens=(1,))
+    yield case.with_(sequence_parallel=True, sequence_dim=1, tokens=(3, unit), bias=False)
+    n = setup.multiple(272, 2)
+    odd = (53, n) if parallel_mode == "column" else (n, 53)
+    yield LayerCase(parallel_mode, *odd, (35,), stride=2, late_stride=True, return_bias=True, norm=norm, **base)
+    if norm:
+        for gathered in (False, True):
+            options: dict[str, Any] = dict(return_norm=True, return_norm_gathered=gathered, zero_centered=gathered)
+            yield case.with_(sequence_parallel=True, **options)
+    else:
+        yield case.with_(**({"gather_output": True} if parallel_mode == "column" else {"input_is_parallel": False}))
+
+
+def check_layers(setup: Setup, parallel_mode: ParallelMode, norms: Sequence[Normalization | None]) -> Outcome:
+    return setup.check(lambda **base: [c for norm in norms for c in _layer_cases(setup, parallel_mode, norm, base)])
+
+
+def check_norm(setup: Setup) -> Outcome:
+    tokens, width = setup.multiple(64), setup.features()
+
+    def cases(**base: Any) -> Sequence[Case]:
+        heads = [NormCase(norm, 40, 64, heads=setup.multiple(16), **base) for norm in ("RMSNorm", "LayerNorm")]
+        return [NormCase(norm, tokens, width, **base) for norm in ("RMSNorm", "LayerNorm")] + heads
+
+    return setup.check(cases)
+
+
+def check_vocabulary(setup: Setup) -> Outcome:
+    rows, tokens, vocabulary = setup.multiple(72), setup.multiple(80), setup.multiple(536)
+
+    def cases(**base: Any) -> list[Case]:
+        embeddings = [EmbeddingCase(rows, 24, tokens, sp, **base) for sp in (True, False)]
+        return [LossCase(vocabulary, 200, **base), *embeddings, LossCase(setup.multiple(136), 200, 0.0, **base)]
+
+    return setup.check(cases)
+
+
+def check_attention(setup: Setup) -> Outcome:
+    unit = setup.unit
+
+    def cases(**base: Any) -> list[Case]:
+        sequence = 33 if setup.device == "cpu" else 513
+        grouped = AttentionCase(2 * unit, unit, sequence, 20 if setup.device == "cpu" else 128, **base)
+        return [grouped, AttentionCase(unit, unit, sequence, 64, is_causal=False, **base)]
+
+    return setup.check(cases)
+
+
+def check_data_parallel(setup: Setup) -> Outcome:
+    counts = (max(8, setup.unit), 11)  # the second is one that degrees do not divide
+
+    def cases(**base: Any) -> list[Case]:
+        return [DataParallelCase(max(count, *setup.degrees), 64, **base) for count in counts]
+
+    return setup.check(cases)
+
+
+def _training(setup: Setup, **base: Any) -> TrainingCase:
+    return TrainingCase(setup.unit, layers=1 if setup.quick else 2, steps=2 if setup.quick else 3, **base)
+
+
+def check_training(setup: Setup) -> Outcome:
+    def cases(**base: Any) -> list[Case]:
+        case = _training(setup, **base)
+        return [case.with_(sequence_parallel=True), case]
+
+    made = setup.each_dtype(cases)
+    return check_cases(made[:1] if setup.quick else made, setup.degrees, setup.gemm_fn)
+
+
+def check_resuming(setup: Setup, to_disk: bool) -> Outcome:
+    case = _training(setup, dtype=setup.dtypes[0], device=setup.device, seed=setup.seed).with_(layers=1)
+    degrees = (1, max(setup.degrees)) if setup.quick else setup.degrees
+    return check_state(case, degrees, to_disk=to_disk, gemm_fn=setup.gemm_fn)
+
+
+CHECKS = (
+    Check("gemm", "the gemm_fn: slices, strides, threads; against float64", check_gemm),
+    Check(
+        "linear-column",
+        "Linear: forward, dgrad, wgrad, bias; SP, gated, every owner map",
+        lambda setup: check_layers(setup, "column", [None]),
+    ),
+    Check("linear-row", "the same, row-parallel", lambda setup: check_layers(setup, "row", [None])),
+    Check(
+        "layernorm-linear",
+        "LayerNormLinear with LayerNorm and RMSNorm: also gamma and beta",
+        lambda setup: check_layers(setup, "column", ["RMSNorm"] if setup.quick else ["RMSNorm", "LayerNorm"]),
+    ),
+    Check("norm", "ParallelNorm over this rank's tokens, and over its heads", check_norm),
+    Check("vocabulary", "VocabParallelEmbedding and vocab_parallel_cross_entropy", check_vocabulary),
+    Check("clipping", "clip_grad_norm_", lambda s: s.check(lambda **base: [ClipCase(s.multiple(64), **base)])),
+    Check("attention", "safe_attention over this rank's heads", check_attention),
+    Check("training", "steps of a transformer that parallelize sharded: losses, gradients, parameters", check_training),
+    Check("state", "full state dicts taken at one degree, loaded at another", lambda s: check_resuming(s, False)),
+    Check("checkpoint", "a checkpoint written at one degree, loaded at another", lambda s: check_resuming(s, True)),
+    Check("data-parallel", "MicroBatchTree: gradients at every data-parallel degree", check_data_parallel),
+)
+
 
 # --- running them ---------------------------------------------------------------------------------------------------
 
@@ -39,99 +244,23 @@ def _start(tp_group: Any) -> None:
     """Does nothing; calling it starts the pool."""
 
 
-def run_checks(checks: Sequence[Check], setup: Setup, began: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Runs each check and prints its result; returns the names of those that failed. An error fails only its check.
-
-    began: called with each check's name before it runs, and with its verdict afterwards, "held" or "FAILED".
-    """
+def run_checks(checks: Sequence[Check], setup: Setup) -> list[str]:
+    """Runs each check and prints its result; returns the names of those that failed. An error fails only its check."""
     failed = []
     for check in checks:
         start = time.monotonic()
-        began(check.name)
         if sys.stdout.isatty():
             print(f"..      {check.name}", end="\r", flush=True)
         try:
-            run_ranks(_start, max(setup.degrees), device=setup.device)  # again after a failure that ended the pool
+            run_ranks(_start, max(setup.degrees), device=setup.device)  # one pool, also after a failure that ended it
             found, word = [str(check.run(setup))], "held"
         except Exception as error:
             kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
             found, word = ["", *f"{kind}{error}".splitlines()], "FAILED"
             failed.append(check.name)
-        _print_line(word, check.name, time.monotonic() - start, found)
-        began(word)
+        seconds = time.monotonic() - start
+        print(f"{word:<8}{check.name:<17}{seconds:6.1f} s  " + "\n        ".join(found), flush=True)
     return failed
-
-
-def _print_line(word: str, name: str, seconds: float, found: Sequence[str]) -> None:
-    """Prints the lines of `found`, the first one beside the name."""
-    print(f"{word:<8}{name:<17}{seconds:6.1f} s  " + "\n        ".join(found), flush=True)
-
-
-# --- in a process of their own --------------------------------------------------------------------------------------
-# A product that the CPU refuses, a kernel fault or a lack of memory ends the process that runs a check. So a child runs
-# the checks, in a folder that the parent removes. If the child ends, the parent reports its check as failed and starts
-# another child for the rest.
-
-
-_PROGRESS = "progress"
-
-
-def run_checks_apart(checks: Sequence[Check], setup: Setup) -> list[str]:
-    """`run_checks` in a child process, and in a new one after each check that ended the child."""
-    failed: list[str] = []
-    left = [check.name for check in checks]
-    while left:
-        start = time.monotonic()
-        with temporary_folder("verify") as folder:
-            status = _run_child(left, setup, folder, heading=len(left) == len(checks))
-            said = (folder / _PROGRESS).read_text().splitlines() if (folder / _PROGRESS).exists() else []
-        done = list(zip(said[::2], said[1::2], strict=False))  # a check that was running has no verdict
-        failed += [name for name, word in done if word == "FAILED"]
-        left = left[len(done) :]
-        ended = f"the process that ran it {how_it_ended(status)}"
-        if left and len(said) % 2:
-            _print_line("FAILED", left[0], time.monotonic() - start, ["", ended])
-            failed.append(left.pop(0))
-        elif left:  # it ran none of them, and another child would run none either
-            _print_line("FAILED", left[0], time.monotonic() - start, ["", f"{ended} before it began"])
-            return failed + left
-        elif status:
-            print(f"after the last check the process that ran them {how_it_ended(status)}", file=sys.stderr)
-    return failed
-
-
-def _run_child(names: Sequence[str], setup: Setup, folder: Path, *, heading: bool) -> int:
-    """The exit status of a process that runs these checks, with all its temporary files in `folder`."""
-    asked = {"names": names, "setup": dataclasses.asdict(setup), "heading": heading}
-    work = json.dumps({**asked, "progress": str(folder / _PROGRESS)})
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from tp_invariant.diagnostics.verify import serve; serve(sys.argv[1])",
-        work,
-    ]
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    sys.stdout.flush()
-    # A session of its own, so that Ctrl-C reaches only this process, which then ends the child and so its ranks. If
-    # this process is killed, the child ends by itself, and the next verify removes the folder.
-    with subprocess.Popen(command, env=environment, start_new_session=True) as child:
-        try:
-            return child.wait()
-        finally:
-            child.kill()
-
-
-def serve(work: str) -> None:
-    """Runs in the child process; `work` comes from _run_child."""
-    end_with_parent()
-    asked = json.loads(work)
-    setup = Setup(**{**asked["setup"], "degrees": tuple(asked["setup"]["degrees"])})
-    if asked["heading"]:
-        print_heading(setup)
-    avoid_trapped_units()
-    with open(asked["progress"], "a", buffering=1) as progress:
-        checks = [check for check in CHECKS if check.name in asked["names"]]
-        run_checks(checks, setup, lambda text: print(text, file=progress))
 
 
 def _named(degrees: Sequence[int]) -> str:
@@ -139,7 +268,6 @@ def _named(degrees: Sequence[int]) -> str:
 
 
 def print_heading(setup: Setup) -> None:
-    """Called in the child process, because CUDA takes GPU memory when it is asked for the name of the GPU."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
     where = "the CPU (gloo)" if setup.device == "cpu" else f"{torch.cuda.get_device_name()} (NCCL)"
     gemm_fn = setup.gemm_fn or "bundled"
@@ -236,7 +364,9 @@ def main(argv: Sequence[str]) -> int:
     degrees = _named(setup.degrees)
     start = time.monotonic()
     try:
-        failed = run_checks_apart(chosen, setup)
+        print_heading(setup)
+        avoid_trapped_units()
+        failed = run_checks(chosen, setup)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
