@@ -40,11 +40,13 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import recursively_apply
+from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import IterableDataset
 
 from ..checkpoint import load, save
+from ..checkpoint.full_state import full_state_dict
 from ..comm.collectives import Group, resolve_group
 from ..comm.wire import gather_objects
 from ..data_parallel.micro_batch_tree import resolve_dp_group
@@ -84,6 +86,7 @@ class Accelerator(accelerate.Accelerator):
     step_loss: Tensor | None = None  # of the last step
     _dp = resolve_group(None)
     _own_loop = False
+    _cuts_iterable = True  # whether accelerate would know the size of an iterable dataset's last batch
     _read_last: _Loader | None = None  # which has given the last batch
 
     def __init__(
@@ -129,6 +132,7 @@ class Accelerator(accelerate.Accelerator):
                 if value != only:
                     raise ValueError(f"{name}={value} with {self._dp.size} data parallel ranks: only {only}")
             _ = self.micro_batches_of_rank
+        self._cuts_iterable = self.dispatch_batches is None
         self.dataloader_config.dispatch_batches = False  # None would be True for iterable datasets
 
     @property
@@ -210,7 +214,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(seed, functools.partial) and "rank" in seed.keywords:  # transformers' own
             data_loader.worker_init_fn = functools.partial(seed, rank=0)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
-        if not self._own_loop or isinstance(prepared, _Loader):
+        if isinstance(prepared, _Loader):
             return prepared
         counting = _Loader.of(prepared, self, shared and self._dp.size > 1)
         if counting.shared:
@@ -301,7 +305,7 @@ class Accelerator(accelerate.Accelerator):
         step = self._started()
         if num_items is None:
             super().backward(loss, **options)
-            loss = loss / self.gradient_accumulation_steps
+            loss = loss / step.micro_batches  # an epoch's short last step has the mean of its own, too
         else:
             loss.backward(**options)
         self._forwards = 0
@@ -357,10 +361,24 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(concatenate, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather`: no example is given twice, so that there is none to leave out."""
-        tensors = not use_gather_object and isinstance(input_data, (Tensor, tuple, list, dict))
-        if tensors or not self._replicas_differ:
-            return self.gather(input_data)
+        """`gather`, after cutting what belongs to a loader's last batch to as many examples as that batch has.
+
+        accelerate cuts on one process, too: scripts repeat a batch's loss by the full batch size.
+        """
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        differ, loader = self._replicas_differ, self.gradient_state
+        if loader.end_of_dataloader and loader.remainder > 0 and (not differ or self._dp.rank == self._dp.size - 1):
+
+            def cut(value: Any) -> Any:
+                return value[: loader.remainder]
+
+            with contextlib.suppress(Exception):  # as accelerate: what cannot be cut stays as it is
+                input_data = cut(input_data) if use_gather_object else recursively_apply(cut, input_data)
+        if not use_gather_object or not differ:
+            return self.gather(input_data) if differ else input_data
         return list(itertools.chain.from_iterable(gather_objects(input_data, self._dp)))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -439,6 +457,10 @@ class Accelerator(accelerate.Accelerator):
         self._steps, self._seed = extra["steps"]
         set_generator_states(extra["random states"], self.device)
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole model's state dict, on every rank: `full_state_dict`. A collective of all ranks."""
+        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
     def _to_save(self, what: str, folder: Any) -> tuple[Ranks, nn.Module, torch.optim.Optimizer | None]:
         problem = None
         if folder is None:
@@ -490,6 +512,9 @@ class _Loader(DataLoaderShard):
         except TypeError:  # an iterable dataset
             self.left = None
         for batch in self._own() if self.shared else super().__iter__():
+            if self.end_of_dataloader and self.accelerator._cuts_iterable and isinstance(self.dataset, IterableDataset):
+                with contextlib.suppress(TypeError, IndexError):  # a batch without tensors
+                    self.remainder = find_batch_size(batch)
             if self.left is not None:
                 self.left -= 1
             self.accelerator._read_last = self

@@ -344,7 +344,10 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         loss = super().backward(closure_loss, optimizer, *args, **options)
         if self._module().automatic_optimization:
             assert self._step is not None
-            self._step.add(loss)
+            trainer: Any = self._module().trainer
+            short = self._step.micro_batches < trainer.accumulate_grad_batches
+            # Lightning has divided it by the number of an epoch's other steps
+            self._step.add(loss * trainer.accumulate_grad_batches / self._step.micro_batches if short else loss)
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:

@@ -191,8 +191,8 @@ class Trainer(transformers.Trainer):
         _check_trl(type(self), model, self.ranks)
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = others.get("optimizers", (None, None))[0] is not None or others.get("optimizer_cls_and_kwargs")
-        self._step: Step | None = None
-        self._next = 0  # which of the step's micro-batches comes next
+        self._current_step: Step | None = None
+        self._next_micro_batch = 0  # which of the step's micro-batches comes next
         self._rng: dict[str, Any] | None = None
         self.step_loss: Tensor | None = None  # of the last step, and its gradients' norm
         self.step_norm: Tensor | None = None
@@ -235,7 +235,7 @@ class Trainer(transformers.Trainer):
         if max_steps > whole_steps:
             self.ranks.check_shared(rest, "an epoch's last step has")
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._step = Step(self.ranks, [self.model])
+        self._current_step = Step(self.ranks, [self.model])
         return prepared
 
     def _agree_on_best_model(self) -> None:
@@ -256,24 +256,24 @@ class Trainer(transformers.Trainer):
                 f"the dataset ended after {len(samples)} of a step's {num_batches} micro-batches on rank "
                 f"{self.ranks.index}: give one whose length is known, or a multiple of a step's examples"
             )
-        assert self._step is not None
-        self._next = 0
+        assert self._current_step is not None
+        self._next_micro_batch = 0
         if samples:
-            self._step.start(len(samples))
+            self._current_step.start(len(samples))
         return samples, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One of the step's micro-batches, if it is in this rank's share. The last one returns the step's loss."""
-        step = self._step
+        step = self._current_step
         assert step is not None
-        index, self._next = self._next, self._next + 1
+        index, self._next_micro_batch = self._next_micro_batch, self._next_micro_batch + 1
         due = step.due(index, inputs)
         if due is not None:
             index, inputs = due
             with seeded((self.args.seed, self.state.global_step, index), self.args.device):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             step.add(loss)
-        if self._next < step.micro_batches:
+        if self._next_micro_batch < step.micro_batches:
             return torch.zeros((), device=self.args.device)
         self.step_loss = step.finish()
         return self.step_loss
@@ -303,14 +303,19 @@ class Trainer(transformers.Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As transformers counts them, of the whole model."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 6 * tokens.numel() * self._whole_size if isinstance(tokens, Tensor) else 0
+        name = getattr(self.model, "main_input_name", "input_ids")
+        counted = name in inputs and hasattr(self.model, "num_parameters")
+        return 6 * inputs[name].numel() * self._whole_size if counted else 0
 
     @functools.cached_property
     def _whole_size(self) -> int:
-        embeddings = {id(p) for m in self.model.modules() if "Embedding" in type(m).__name__ for p in m.parameters()}
-        named = [(p, spec) for _, p, spec in named_shard_specs(self.model) if id(p) not in embeddings]
-        return sum(entry_of(p, spec).full_shape.numel() for p, spec in named)
+        """The number of parameters but for those of embeddings, as transformers' `num_parameters`."""
+        embeddings = {
+            f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Embedding)
+        }
+        specs = {id(p): spec for _, p, spec in named_shard_specs(self.model)}
+        counted = [p for name, p in self.model.named_parameters() if name not in embeddings]
+        return sum(entry_of(p, specs[id(p)]).full_shape.numel() for p in counted)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **others: Any
