@@ -47,10 +47,10 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: 
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
-            losses.append(loss.item() / accelerator.gradient_accumulation_steps)
+            losses.append(loss.item())
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                seen.append((float(getattr(accelerator, "step_loss", sum(losses))), float(norm)))
+                seen.append((float(getattr(accelerator, "step_loss", sum(losses) / len(losses))), float(norm)))
                 losses = []
             optimizer.step()
             scheduler.step()

@@ -180,6 +180,42 @@ def test_the_trainer(tmp_path, kind, tokens):
             same(got, expected)
 
 
+class Sometimes(torch.nn.Module):
+    """Whose loss is NaN for some micro-batches, and its gradient finite, as a mean over no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> dict[str, torch.Tensor]:
+        loss = self.linear(input_ids / 96.0).square().mean()
+        return {"loss": loss + (float("nan") if int(input_ids.sum()) % 3 == 0 else 0.0)}
+
+
+def with_nan(tp_group: Any, dp: int, library: bool, folder: str) -> Any:
+    from tp_invariant.integrations.trainer import Trainer
+
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, max_steps=8, per_device_train_batch_size=1, gradient_accumulation_steps=3, logging_steps=3,
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, optim="sgd", save_strategy="no",
+    )  # fmt: skip
+    dp_group = groups_of(tp_group, dp)[1]
+    given = {"model": Sometimes(), "args": arguments, "train_dataset": Rows(20)}
+    try:
+        trainer: Any = Trainer(**given, dp_group=dp_group) if library else transformers.Trainer(**given)
+        return trainer.train().metrics, trainer.state.log_history
+    finally:
+        reset()
+
+
+def test_losses_that_are_not_finite(tmp_path):
+    (expected,) = run_ranks(with_nan, 1, 1, False, str(tmp_path))
+    for ranks in (1, 2):
+        for got in run_ranks(with_nan, ranks, ranks, True, str(tmp_path)):
+            same(got, expected)
+
+
 # --- accelerate's own loop ------------------------------------------------------------------------------------------
 
 
@@ -247,7 +283,7 @@ def in_any_order(gathered: dict[str, list[Any]]) -> dict[str, Any]:
 )
 def test_accelerates_own_loop(tmp_path, kind, shared):
     expected, runs = on_one_process_and_at_every_degree(by_accelerate, tmp_path, kind, shared)
-    assert len(torch.cat(expected["gathered"]["tensor"])) == len(sum(expected["gathered"]["objects"], [])) == 10
+    assert len(torch.cat(expected["gathered"]["tensor"])) == sum(map(len, expected["gathered"]["objects"])) == 10
     for (_, dp), run in zip(DEGREES, runs, strict=True):
         for got in run:
             if shared and dp > 1:

@@ -72,12 +72,12 @@ def trained(
     resume: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Loss, norm and learning rate of each step, evaluations, and the parameters in the end."""
-    seen: list[Any] = []
+    """Everything that is logged but times, and the parameters in the end."""
+    seen: list[dict[str, float]] = []
 
     class Record(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-            seen.append([logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs])
+            seen.append({k: v for k, v in logs.items() if "runtime" not in k and "per_second" not in k})
 
     tp, groups = mesh_or_group(tp_group, shards), {}
     if dp > 1:
@@ -107,7 +107,7 @@ def trained(
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
             parameters = testing.full_parameters(trainer.model) if library else {}
-        return {"logs": [log for log in seen if log], "parameters": parameters}
+        return {"logs": seen, "parameters": parameters}
     finally:
         accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate_state.GradientState._reset_state()
@@ -128,8 +128,8 @@ def test_six_steps_have_the_bits_of_one_process(kind, tmp_path):
     Four steps are an epoch: the run goes on in the middle of the first, and ends in the middle of the second.
     """
     (one,) = run_on(1, kind, tmp_path / "1", shards="group")
-    steps = [log for log in one["logs"] if len(log) == 3]
-    assert len(steps) == 6 and len(one["logs"]) == 8
+    steps = steps_of(one)
+    assert len(steps) == 6 and len(one["logs"]) == 9
     ways = {"tp": (1, False), "dp": (2, False), "fully": (2, True)}
     for name in ("tp", "fully") if kind == "dpo" else ways:  # the Trainer's own tests have all of them too
         dp, fully_sharded = ways[name]
@@ -137,15 +137,30 @@ def test_six_steps_have_the_bits_of_one_process(kind, tmp_path):
             assert_bitwise_equal(got, one)
     resumed = run_on(2, kind, tmp_path / "tp", resume=str(tmp_path / "fully" / "checkpoint-3"))
     for got in resumed:
-        assert_bitwise_equal(got, {"logs": one["logs"][4:], "parameters": one["parameters"]})
-    theirs = {dtype: run_on(1, kind, tmp_path / "theirs", library=False, dtype=dtype)[0]["logs"]
-              for dtype in (torch.float64, torch.float32)}  # fmt: skip
-    exact, single = ([log for log in theirs[dtype] if len(log) == 3] for dtype in theirs)
-    for column in (0, 1):
-        errors = [max(abs(a[column] / b[column] - 1) for a, b in zip(x, exact, strict=True)) for x in (steps, single)]
+        assert_bitwise_equal(got["parameters"], one["parameters"])
+        assert without_totals(got) == without_totals(one)[3:]
+    exact, single = (
+        run_on(1, kind, tmp_path / "theirs", library=False, dtype=dtype)[0] for dtype in (torch.float64, torch.float32)
+    )
+    for column in ("loss", "grad_norm"):
+        errors = [
+            max(abs(a[column] / b[column] - 1) for a, b in zip(x, steps_of(exact), strict=True))
+            for x in (steps, steps_of(single))
+        ]
         assert errors[0] <= max(4 * errors[1], 1e-5), errors
+    for got, expected in zip(one["logs"], single["logs"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
     off = [run_on(n, kind, tmp_path / "off", mode=False, max_steps=2)[0] for n in (1, 2)]
     assert testing.digest(off[0]) != testing.digest(off[1])
+
+
+def steps_of(run: dict[str, Any]) -> list[dict[str, float]]:
+    return [log for log in run["logs"] if "grad_norm" in log]
+
+
+def without_totals(run: dict[str, Any]) -> list[dict[str, float]]:
+    """TRL counts the tokens of a run that goes on anew."""
+    return [{name: value for name, value in log.items() if name != "num_tokens"} for log in steps_of(run)]
 
 
 def refusals(tp_group: Any, folder: Path) -> list[str]:

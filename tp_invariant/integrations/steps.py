@@ -46,6 +46,7 @@ class Step:
     def __init__(self, ranks: Ranks, modules: Sequence[nn.Module]) -> None:
         self.ranks, self.modules = ranks, modules
         self.micro_batches = 0
+        self.losses: Tensor | None = None  # those of the last step's micro-batches
         self._tree: MicroBatchTree | None = None
         self._trees: dict[Hashable, MicroBatchTree] = {}
         self._losses: list[Tensor] = []
@@ -133,9 +134,10 @@ class Step:
         if self._tree is not None:
             self._tree.reduce()
         self._reshard()
-        loss = self._of_all(self._losses, torch.float32)
+        self.losses = self._of_all(self._losses, torch.float32)
+        loss = self.losses.sum()
         if self._counts:
-            loss = loss / self._of_all(self._counts, torch.int64)
+            loss = loss / self._of_all(self._counts, torch.int64).sum()
         self._losses.clear()
         self._counts.clear()
         if not self._compared:  # a buffer that forwards change differs after the first step already
@@ -145,13 +147,13 @@ class Step:
         return loss
 
     def _of_all(self, own: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """The sum of all micro-batches' numbers, in their order."""
+        """All micro-batches' numbers, in their order."""
         device = next(self.modules[0].parameters()).device
         numbers = torch.stack(own).to(dtype) if own else torch.zeros(0, dtype=dtype, device=device)
         numbers = gather_uneven(numbers, 0, self.micro_batches, self.ranks.dp)
         if self.ranks.fully_sharded:  # where ranks take turns
             numbers = numbers.view(self.ranks.dp.size, -1).t().flatten()
-        return numbers.sum()
+        return numbers
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checkpoint import load, save
 from ..checkpoint.full_state import entry_of, full_state_dict
 from ..comm.collectives import Group
-from ..core.dtensors import is_dtensor
 from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
@@ -54,6 +53,7 @@ from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
 from .ranks import Ranks
 from .steps import Step, generator_states, seeded, set_generator_states
+from .trl import Measurements, check_trl
 
 FOLDER = "tp_invariant"  # in a checkpoint of transformers'
 _logger = logging.getLogger("tp_invariant")
@@ -188,11 +188,12 @@ class Trainer(transformers.Trainer):
         if not hasattr(transformers.Trainer, "_prepare_for_training"):
             raise ImportError(f"transformers {transformers.__version__} is too old for this Trainer, 5.17 is not")
         self.ranks = Ranks(model, dp_group)
-        _check_trl(type(self), model, self.ranks)
+        check_trl(type(self), model, self.ranks)
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = others.get("optimizers", (None, None))[0] is not None or others.get("optimizer_cls_and_kwargs")
         self._current_step: Step | None = None
         self._next_micro_batch = 0  # which of the step's micro-batches comes next
+        self._measurements = Measurements(self, self.ranks)
         self._rng: dict[str, Any] | None = None
         self.step_loss: Tensor | None = None  # of the last step, and its gradients' norm
         self.step_norm: Tensor | None = None
@@ -275,8 +276,20 @@ class Trainer(transformers.Trainer):
             step.add(loss)
         if self._next_micro_batch < step.micro_batches:
             return torch.zeros((), device=self.args.device)
+        self._measurements.gather(step.share)
         self.step_loss = step.finish()
-        return self.step_loss
+        return self._logged_loss(step)
+
+    def _logged_loss(self, step: Step) -> Tensor:
+        """The step's loss; of each micro-batch whose own is not finite, transformers logs the mean of those before."""
+        assert step.losses is not None and self.step_loss is not None
+        if not self.args.logging_nan_inf_filter or self.step_loss.isfinite():
+            return self.step_loss
+        total = before = self._tr_loss.clone()
+        for loss in step.losses:
+            steps = 1 + self.state.global_step - self._globalstep_last_logged
+            total = total + (loss if loss.isfinite() else total / steps)
+        return total - before
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """transformers' own, which knows a LayerNorm by its class: without those of this library's norms that are one.
@@ -410,33 +423,6 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         path = Path(self.state.best_model_checkpoint or "") / FOLDER
         self.ranks.run(f"loading {path}", lambda: load(path, self.model, group=self.ranks.holders))
-
-
-def _check_trl(kind: type, model: nn.Module, ranks: Ranks) -> None:
-    """Of a class that is one of TRL's trainers too, which multiply by the output layer's weight themselves.
-
-    Raises:
-        ValueError: another than its SFTTrainer and DPOTrainer; plain shards; sequence parallelism.
-    """
-    theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"]
-    if not theirs:
-        return
-    if theirs[0] not in ("SFTTrainer", "DPOTrainer"):
-        raise ValueError(
-            f"{kind.__name__} is TRL's {theirs[0]} on rank {ranks.index}, which is not known to be right here: only "
-            "SFTTrainer and DPOTrainer are supported"
-        )
-    plain = [name for name, p, spec in named_shard_specs(model) if spec.dim is not None and not is_dtensor(p)]
-    if ranks.tp.size > 1 and plain:
-        raise ValueError(
-            f"{plain[0]} is a plain part on rank {ranks.index}, and TRL's {theirs[0]} would take the output layer's "
-            "part for the whole: give parallelize mesh['tp'], a DeviceMesh"
-        )
-    if any(getattr(module, "sequence_parallel", False) for module in model.modules()):
-        raise ValueError(
-            f"sequence_parallel=True on rank {ranks.index}: TRL's {theirs[0]} would take this rank's tokens for all; "
-            "parallelize without it"
-        )
 
 
 def _own_arguments(
