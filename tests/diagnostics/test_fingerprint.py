@@ -8,8 +8,7 @@ import torch
 
 from tp_invariant.diagnostics import fingerprint as fingerprint_module
 from tp_invariant.diagnostics.cli import main
-from tp_invariant.diagnostics.fingerprint import fingerprint, tensor_core_fingerprint
-from tp_invariant.diagnostics.hashed_inputs import hashed, hashed_floats
+from tp_invariant.diagnostics.fingerprint import fingerprint, hashed, hashed_floats, tensor_core_fingerprint
 from tp_invariant.gemm import bundled_gemm_fn
 from tp_invariant.kernels.gemm import reference, tensor_core
 

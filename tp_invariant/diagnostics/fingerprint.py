@@ -5,14 +5,17 @@
     tp-invariant fingerprint --model tensor-core --compare gpu.txt      on a CPU: did that GPU do what a Hopper does?
 
 A line is `result dtype shape digest`; lines that start with # name the versions and the device. The inputs are the same
-everywhere (hashed_inputs.py), so equal digests mean equal bits.
+everywhere: hashes of a name and an index, without a random number generator or rounding. So equal digests mean equal
+bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,6 @@ from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, bundled_gemm_fn
 from ..kernels.dtypes import HALF_DTYPES
 from ..kernels.select import select
 from ..version import __version__
-from .hashed_inputs import hashed, hashed_floats
 
 GEMM_SHAPES = ((96, 160, 1000), (33, 65, 257), (32, 48, 4096))  # M, N, K
 ROW_SHAPES = ((96, 1000), (33, 257), (10, 4096))  # tokens, features
@@ -54,6 +56,38 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.key} {self.digest}"
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def hashed(name: str, count: int) -> Tensor:
+    """`count` 32-bit hashes, as int64, that depend only on the name and their index.
+
+    Two rounds of xor-shift and multiply, as in MurmurHash3's last step; the factors are below 2^31, so that no product
+    passes 2^63.
+    """
+    x = torch.arange(count, dtype=torch.int64) * 0x1E3779B9 + zlib.crc32(name.encode()) & 0xFFFFFFFF
+    for factor, shift in ((0x21F0AAAD, 16), (0x735A2D97, 15)):
+        x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+    return x ^ x >> 15
+
+
+def hashed_floats(name: str, shape: tuple[int, ...], dtype: torch.dtype, exponents: tuple[int, int]) -> Tensor:
+    """Normal numbers with hashed signs, fractions, and exponents in [low, high); high - low is a power of two.
+
+    dtype is bfloat16, float16 or float32.
+    """
+    digits, bias, bits = {
+        torch.bfloat16: (7, 127, torch.int16),
+        torch.float16: (10, 15, torch.int16),
+        torch.float32: (23, 127, torch.int32),
+    }[dtype]
+    low, high = exponents
+    x = hashed(name, math.prod(shape))
+    field = (x >> 23 & high - low - 1) + low + bias  # the fraction has the bits below, the sign the highest
+    magnitude = field << digits | x & (1 << digits) - 1
+    return (magnitude - (x >> 31 << 8 * dtype.itemsize - 1)).to(bits).view(dtype).view(shape)
 
 
 def _wide(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -205,10 +239,6 @@ def header(device: str, model: str | None) -> list[str]:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-class FileFormatError(ValueError):
-    """A file that is not a fingerprint."""
-
-
 _LINE = re.compile(r"(\S{1,80} \w{1,20} [0-9x]{1,80}) ([0-9a-f]{64})")
 
 
@@ -216,7 +246,7 @@ def read_lines(path: str) -> dict[str, str]:
     """{"result dtype shape": digest} of a file that this command wrote.
 
     Raises:
-        FileFormatError: a line of another form, a result with two digests, or no line at all.
+        ValueError: a line of another form, a result with two digests, or no line at all.
     """
     found: dict[str, str] = {}
     for number, text in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
@@ -224,16 +254,15 @@ def read_lines(path: str) -> dict[str, str]:
             continue
         line = _LINE.fullmatch(text)
         if line is None:
-            raise FileFormatError(
+            raise ValueError(
                 f"{path}, line {number}: {text[:80]!r} ({len(text):,} characters) is not a line of a fingerprint, "
                 "which is: result dtype shape digest"
             )
         key, value = line.groups()
-        if found.get(key, value) != value:
-            raise FileFormatError(f"{path}, line {number}: {key} has another digest above: a file of two machines?")
-        found[key] = value
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"{path}, line {number}: {key} has another digest above: a file of two machines?")
     if not found:
-        raise FileFormatError(f"{path} holds no line of a fingerprint, so there is nothing to compare with")
+        raise ValueError(f"{path} holds no line of a fingerprint, so there is nothing to compare with")
     return found
 
 
@@ -243,25 +272,22 @@ def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted:
     predicted: the lines of one side come from the CPU model, so results that it does not compute are left out.
     """
     ours = {line.key: line.digest for line in lines}
-    left_out = {key for key in {*ours, *theirs} if predicted and not is_predicted(key)}
+    left_out = {key for key in ours | theirs if predicted and not is_predicted(key)}
     shared = [key for key in ours if key in theirs and key not in left_out]
     differ = [key for key in shared if ours[key] != theirs[key]]
-    here, there = (
-        [key for key in one if key not in {*other, *left_out}] for one, other in ((ours, theirs), (theirs, ours))
-    )
+    here, there = (sorted(one.keys() - other.keys() - left_out) for one, other in ((ours, theirs), (theirs, ours)))
     for key in differ:
-        equal = next(i for i, (a, b) in enumerate(zip(ours[key], theirs[key], strict=True)) if a != b)
-        shown = max(12, equal + 1)
-        print(f"differs: {key}: {ours[key][:shown]} here, {theirs[key][:shown]} in {path}")
+        print(f"differs: {key}: {ours[key]} here, {theirs[key]} in {path}")
     for where, keys in (("here", here), (f"in {path}", there)):
         if keys:
             print(f"only {where}: {', '.join(dict.fromkeys(key.split(' ')[0] for key in keys))}")
-    if shared:
-        print(f"{len(shared) - len(differ)} of {len(shared)} results are the same bits as in {path}", end="")
-    else:
-        print(f"nothing was compared: no result is both here and in {path}", end="")
-    print(f"; {len(here)} are only here and {len(there)} only there", end="")
-    print(f"; {len(left_out)} that the model does not predict are left out" if left_out else "")
+    count = f"{len(shared) - len(differ)} of {len(shared)} results are the same bits as in {path}"
+    print(
+        count if shared else f"nothing was compared: no result is both here and in {path}",
+        f"; {len(here)} are only here and {len(there)} only there",
+        f"; {len(left_out)} that the model does not predict are left out" if left_out else "",
+        sep="",
+    )
     return 1 if differ or here or there or not shared else 0
 
 
@@ -295,7 +321,7 @@ def main(argv: Sequence[str]) -> int:
         text = "\n".join([*header(device, options.model), *map(str, lines)]) + "\n"
         if options.output:
             Path(options.output).write_text(text)
-    except (OSError, FileFormatError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if options.compare:
         return compare(lines, theirs, options.compare, bool(options.model) or _is_prediction(options.compare))
