@@ -28,7 +28,7 @@ from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_g
 from ..consistency.same_draws import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
-from .saved_shards import remember
+from .saved_shards import refuse_to_save
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -303,8 +303,8 @@ class ShardedModule(KeepsAttributes):
             if tensor is None or (spec := self.shard_spec(name)).dim is None or spec.group.size == 1:
                 continue
             # a DTensor may be over data-parallel ranks alone: fully_shard's part of a plain shard
-            if not is_dtensor(tensor) or not _is_placed_over(tensor, spec.group):
-                remember(tensor, spec.group)
+            if not keep_vars and (not is_dtensor(tensor) or not _is_placed_over(tensor, spec.group)):
+                refuse_to_save(tensor, spec.group)
 
     def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
         spec = self.shard_spec(name)

@@ -9,8 +9,8 @@ all of whose other parameters are sharded, nor the mode off. With TP_INVARIANT_C
 parameters, in both modes, as tp_invariant.clip_grad_norm_ does, but for those whose `tp_group` is None: no other rank
 has anything of them.
 
-From its first step on, an optimizer's state dicts are noted, too: torch.distributed.checkpoint would write its shards
-as whole tensors (layers/saved_shards.py).
+From its first step on, torch.distributed.checkpoint is refused an optimizer's state of plain shards, which it would
+write as whole tensors (layers/saved_shards.py).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ..core.dtensors import is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..layers.grad_norm import ClipCall
 from ..layers.parameters import carried_group, is_sharded
-from ..layers.saved_shards import remember
+from ..layers.saved_shards import refuse_to_save
 
 _WAY_OUT = (
     "Of a parameter that is meant to differ between these ranks, say so: parameter.tp_group = None and "
     "parameter.tensor_model_parallel = False"
 )
 _COMPARED = "_tp_invariant_compared"  # of an optimizer: the groups whose ranks have compared its gradients
-_REMEMBERED = "_tp_invariant_remembered"  # of an optimizer: that the tensors in its state dicts are remembered
+_REFUSES_SAVES = "_tp_invariant_refuses_saves"  # of an optimizer: that its state dicts have the hook below
 _SETTLED = "_tp_invariant_settled"  # of an optimizer: its parameters, when all their groups had been compared
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    _remember_states(optimizer)
+    _watch_states(optimizer)
     if is_capturing():
         return
     if is_call_check_enabled():
@@ -52,19 +52,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _compare_replicated(optimizer)
 
 
-def _remember_states(optimizer: Optimizer) -> None:
-    if _REMEMBERED not in optimizer.__dict__ and any(map(is_sharded, _parameters(optimizer))):
-        optimizer.__dict__[_REMEMBERED] = True
-        optimizer.register_state_dict_post_hook(_remember_state)
+def _watch_states(optimizer: Optimizer) -> None:
+    if _REFUSES_SAVES not in optimizer.__dict__ and any(map(is_sharded, _parameters(optimizer))):
+        optimizer.__dict__[_REFUSES_SAVES] = True
+        optimizer.register_state_dict_post_hook(_refuse_to_save_state)
 
 
-def _remember_state(optimizer: Optimizer, _: Any) -> None:
+def _refuse_to_save_state(optimizer: Optimizer, _: Any) -> None:
     for p in _parameters(optimizer):
         group = carried_group(p) if is_sharded(p) else None
         if group is not None:
             for value in optimizer.state.get(p, {}).values():
                 if isinstance(value, Tensor) and value.shape == p.shape:
-                    remember(value, group)
+                    refuse_to_save(value, group)
 
 
 def _is_idle(optimizer: Optimizer) -> bool:
