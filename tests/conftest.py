@@ -196,7 +196,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-layouts", action="store_true",
         help="each mixture of experts in each layout (tests/conversion/test_mixture_layouts.py), and each model type "
-        "in tests/conversion/test_fused_forwards.py, not a few of them",
+        "in tests/hugging_face/test_fused.py, not a few of them",
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from ..core.module_hooks import with_key
 from ..functional.attention_choice import SafeSdpa, callers
 from ..functional.regions import gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
+from ..hugging_face import fused
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
@@ -45,11 +46,9 @@ from ..layers.experts import check_replicas_of
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
 from ..layers.ties import ties_are_kept, ties_to_outside
-from .gated_blocks import install as install_gated_blocks
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
-from .rotary_forwards import install as install_rotary_forwards
 from .survey import SEQUENCE_DIM, Survey
 
 
@@ -168,8 +167,6 @@ def parallelize(
 def _convert(model: nn.Module, survey: Survey) -> _SequenceHooks | None:
     """Changes the model as its survey says; returns what acts at the ends of its sequence-parallel region, if any."""
     _swap(model, survey.swaps)
-    install_gated_blocks(model)
-    install_rotary_forwards(model)
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
     for name in survey.latents:
@@ -178,6 +175,7 @@ def _convert(model: nn.Module, survey: Survey) -> _SequenceHooks | None:
         SafeRouting(model.get_submodule(name), survey.gemm_fn)
     if survey.is_hugging_face:
         hugging_face.install(model, survey.group.size)
+        fused.install(model)
         # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         found = callers(model, linears)
