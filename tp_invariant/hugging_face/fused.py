@@ -47,7 +47,8 @@ def install(model: nn.Module) -> None:
         if (block := gated_block_of(module)) is not None:
             setattr(module, block.act, block.activation)
             module.__dict__["_gated_block"] = block
-            module.__class__ = _class_of_gated(type(module))
+            kind: Any = type(module)
+            module.__class__ = _class_of_gated(kind)
 
 
 def _same_bytes(ours: Callable, theirs: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
