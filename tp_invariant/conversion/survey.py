@@ -22,6 +22,7 @@ from ..layers.parallel_norm import ParallelNorm, recognise_norm
 from ..layers.parameters import ShardedModule, ShardSpec
 from ..layers.vocab_embedding import VocabParallelEmbedding
 from .feature_blocks import FeatureBlocks, is_norm
+from .head_dims import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
 from .plans import (
     EMBEDDING_STYLE,
     EXPERTS_STYLE,
@@ -35,8 +36,6 @@ from .plans import (
     Part,
     resolve,
 )
-from .shape_probe import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
-from .token_flow import mixed_tokens
 
 SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
 
@@ -93,7 +92,7 @@ class Survey:
     blocks: tuple[str, ...] = ()  # names of the stack's modules that get the whole sequence
     whole_blocks: frozenset[str] = frozenset()  # those of them that put out all features of all tokens
     unsharded: frozenset[str] = frozenset()  # those of them of whose parameters every rank has the whole
-    # norm's name: where its input is sharded, None if it is not; for the norms that a run on fake tensors has called
+    # norm's name: where its input is sharded, None if it is not; for the norms that a run of a copy has called
     sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
     unseen: str = ""  # why such a run was not possible
 
@@ -140,7 +139,6 @@ class Survey:
         self._check_features()
         self._check_ties()
         self._check_config()
-        self._check_tokens()
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
@@ -272,7 +270,7 @@ class Survey:
                 self.parts[name] = Part(HEADS_STYLE)
 
     def _probe(self) -> None:
-        """Determines, by a run on fake tensors, how the inputs of norms beside sharded layers are sharded."""
+        """Determines, by a run of a copy, how the inputs of norms beside sharded layers are sharded."""
         options = {
             name: given
             for name, part in self.parts.items()
@@ -286,7 +284,7 @@ class Survey:
         if not self.is_hugging_face or not names:
             return
         if any(part.style not in STYLES for part in self.parts.values()):
-            self.sharded = dict.fromkeys(names)  # refused anyway, and what has that style may not run on fake tensors
+            self.sharded = dict.fromkeys(names)  # refused anyway, and what has that style may not run of a copy
             return
         for degree in (self.group.size,) if self.group.size > 1 else (2, 3, 5, 7, 11, 13):
             try:
@@ -540,19 +538,6 @@ class Survey:
                     "gradients, and verify=True, are errors if it does not)"
                     + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
                 )
-
-    def _check_tokens(self) -> None:
-        """What lies between the blocks must treat each token by itself: it sees this rank's tokens alone."""
-        if not self.sequence_parallel or self.stack is None or self.problems:
-            return
-        name, how = mixed_tokens(self.model, self.stack, self.blocks, self.experts)
-        if name:
-            self._problem(
-                name,
-                "the hidden states of a token that it gets depend on other tokens, or on the token's place, by code "
-                f"after the block before{how}. Under sequence_parallel such code would see this rank's tokens only: "
-                "use sequence_parallel=False",
-            )
 
     def _check_ties(self) -> None:
         """Modules that share a parameter must shard it alike."""
