@@ -19,7 +19,6 @@ row-parallel layers scatter. Positions, masks and logits have the full sequence.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
@@ -97,11 +95,10 @@ def parallelize(
     Raises:
         ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, dropout, an attention implementation that is not invariant, under
-            sequence_parallel code between the blocks that mixes tokens (token_flow.py). With verify, also the first
-            module whose output or gradient differs from the unsharded model's, and by how much, or has other bytes than
-            on one rank. Without verify, the first forward that needs gradients names each parameter whose gradient
-            would be incomplete (gradient_flow.py).
+            divide, modules of other classes, dropout, an attention implementation that is not invariant. With verify,
+            also the first module whose output or gradient differs from the unsharded model's, and by how much, or has
+            other bytes than on one rank. Without verify, the first forward that needs gradients names each parameter
+            whose gradient would be incomplete (gradient_flow.py).
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
@@ -155,17 +152,15 @@ def parallelize(
         check_plan(model, convert, example_inputs, group)
     if group.mesh is not None:
         check_replaceable(model, group.rank)
-    hooks = _convert(model, survey)
+    _convert(model, survey)
     if group.mesh is not None:
         place_whole(model, group.mesh)
-    check = FirstForward(model, group)
-    if hooks is not None:
-        hooks.check = check
+    FirstForward(model, group)
     return model
 
 
-def _convert(model: nn.Module, survey: Survey) -> _SequenceHooks | None:
-    """Changes the model as its survey says; returns what acts at the ends of its sequence-parallel region, if any."""
+def _convert(model: nn.Module, survey: Survey) -> None:
+    """Changes the model as its survey says."""
     _swap(model, survey.swaps)
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
@@ -183,7 +178,6 @@ def _convert(model: nn.Module, survey: Survey) -> _SequenceHooks | None:
         found = callers(model, survey.swaps) | {id(model): model}
     for caller in found.values():
         SafeSdpa(caller)
-    hooks = None
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
@@ -201,7 +195,6 @@ def _convert(model: nn.Module, survey: Survey) -> _SequenceHooks | None:
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
             with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers), "sequence")
         with_key(norm.register_forward_hook(hooks.gather), "sequence")
-    return hooks
 
 
 def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> None:
@@ -241,7 +234,6 @@ class _SequenceHooks:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.inside = False
-        self.check: FirstForward | None = None  # of the whole model
         self.tokens = 0  # of this rank's part of the sequence, in the latest forward
 
     def start(self, owner: nn.Module, args: Any) -> None:
@@ -254,10 +246,6 @@ class _SequenceHooks:
         return args, kwargs
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if self.group.size > 1 and not torch.is_grad_enabled() and (self.check is None or not self.check.passed):
-            self._check_others(
-                block, args, kwargs, "Run a forward with gradients first, which finds out whether that is right. Else: "
-            )
         return _with_first(_gather_into_block, self.group, args, kwargs, everywhere=True)
 
     def enter_unsharded_block(
@@ -277,16 +265,16 @@ class _SequenceHooks:
             f"[B, S, H]: they must come first, or as hidden_states=.., and it got {what}. Use sequence_parallel=False"
         )
 
-    def _check_others(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], unless: str = "") -> None:
+    def _check_others(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raises: ValueError: besides its hidden states the block gets what must be this rank's tokens, too."""
         first = _first(args, kwargs)
-        tokens = first.shape[:-1] if isinstance(first, Tensor) else None
         for other in (*args, *kwargs.values()):
-            if isinstance(other, Tensor) and other is not first and other.dim() > 2 and other.shape[:-1] == tokens:
+            many = isinstance(other, Tensor) and other.dim() > 2 and other.shape[:-1] == first.shape[:-1]
+            if many and other is not first:
                 raise ValueError(
                     f"{type(block).__name__} got hidden states of shape {tuple(first.shape)} on rank "
                     f"{self.group.rank}, which sequence_parallel gathers, and another tensor of as many tokens, of "
-                    f"shape {tuple(other.shape)}, which nothing gathers. {unless}Use sequence_parallel=False"
+                    f"shape {tuple(other.shape)}, which nothing gathers. Use sequence_parallel=False"
                 )
 
     def leave_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -323,39 +311,13 @@ class _SequenceHooks:
         return output
 
     def _whole(self, states: tuple) -> tuple:
+        """They lie beside the model's path, so that they have no gradient to retain."""
         return tuple(
-            self._gathered(x) if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens else x
+            gather_sequence(x, self.group, SEQUENCE_DIM)
+            if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens
+            else x
             for x in states
         )
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        """All tokens of `x`. They lie beside the model's path, so `retain_grad` is served by the gradient of `x`."""
-        whole = gather_sequence(x, self.group, SEQUENCE_DIM)
-        if self.group.size > 1 and whole.requires_grad and not torch.compiler.is_compiling():
-            reference = weakref.ref(whole)
-            before: tuple[int, Tensor | None] | None = None  # in which backward `whole` was met, and its `grad` then
-
-            def note(grad: Tensor) -> None:
-                nonlocal before
-                asked = reference()
-                before = _current_graph_task_id(), None if asked is None else asked.grad
-
-            def fill(grad: Tensor) -> None:
-                nonlocal before
-                asked = reference()
-                if asked is None or not asked.retains_grad:
-                    return
-                full = gather_sequence(grad.detach(), self.group, SEQUENCE_DIM)
-                if before is None:
-                    asked.register_hook(note)
-                    before = _current_graph_task_id(), None
-                # what this backward has added, of a use of `asked` itself, is in the gradient of `x` already
-                earlier = before[1] if before[0] == _current_graph_task_id() else asked.grad
-                asked.grad = full if earlier is None else earlier + full
-                before = -1, None
-
-            x.register_hook(fill)
-        return whole
 
 
 def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -57,19 +57,6 @@ class FeatureBlocks:
             return True
         return size not in self._whole_sizes(block, prefix)
 
-    def surely_shards(self, name: str) -> bool:
-        """Whether the module at `name` gets a part of the features: where nothing but sequences stands above it, up to
-        the block, the order of their modules says so. Of others only a forward can tell (gradient_flow.py)."""
-        above = name
-        while above:
-            above = above.rpartition(".")[0]
-            if type(self.modules[above]).forward is not nn.Sequential.forward:
-                return False
-            if above in self.names:
-                prefix = f"{above}." if above else ""
-                return self._is_sharded_before(prefix, name.removeprefix(prefix).partition(".")[0])
-        return False
-
     def _is_model(self, block: str, prefix: str) -> bool:
         if self.layers_prefix is not None and self.layers_prefix.startswith(prefix):
             return True

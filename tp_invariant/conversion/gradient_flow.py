@@ -226,25 +226,14 @@ _SAME_ELEMENTS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0
     "CloneBackward0", "_LocalBackward"}  # fmt: skip
 
 
-# Parts of the names of nodes that are products of matrices, or convolutions.
-_PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "BaddbmmBackward", "AddbmmBackward", "MvBackward",
-    "AddmvBackward", "AddrBackward", "DotBackward", "LinearBackward", "ConvolutionBackward")  # fmt: skip
-
-
-def sums_by_torch(
-    outputs: Iterable[Tensor], names: Mapping[int, str], of_layers: Mapping[int, str] | None = None
-) -> list[str]:
+def sums_by_torch(outputs: Iterable[Tensor], names: Mapping[int, str]) -> list[str]:
     """The parameters whose gradient an operator of torch computes in the graph of `outputs`, one line each.
 
     Such an operator adds over tokens in an order that follows from how many features or heads a rank has.
 
     Args:
         names: by the id of a parameter, its name.
-        of_layers: the same of parameters of layers. A loss may have these in sums of elementwise functions, so that of
-            them products count alone.
     """
-    of_layers = of_layers or {}
-    all_names, elementwise = {**of_layers, **names}, set(of_layers.values())
     carried: dict[Any, str] = {}  # nodes whose output is a parameter's elements, as they are or rounded
     found: dict[str, str] = {}
     seen: set[Any] = set()
@@ -258,15 +247,13 @@ def sums_by_torch(
                 stack += [(other, False) for other in _inputs(node)]
             continue
         parameter = _parameter_of(node)
-        if parameter is not None and id(parameter) in all_names:
-            carried[node] = all_names[id(parameter)]
+        if parameter is not None and id(parameter) in names:
+            carried[node] = names[id(parameter)]
             continue
         place = getattr(_function_of(node), "__module__", "")
         for name in {carried[other] for other in _inputs(node) if other in carried}:
             if node.name() in _SAME_ELEMENTS:
                 carried[node] = name
-            elif name in elementwise and not node.name().startswith(_PRODUCTS):
-                continue
             elif not place.startswith("tp_invariant.") and _by_rule(node, []) != UNKNOWN:
                 found.setdefault(name, node.name())
     return [f"{name}: used by {node}" for name, node in found.items()]
@@ -304,14 +291,12 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
     if problems := incomplete_gradients(tensors, sharded, names, given):
         lines = "\n".join(f"  {line}" for line in problems)
         raise IncompleteGradient(f"{type(model).__name__} would get wrong gradients:\n{lines}\n{HOW_TO_FIX}")
-    own = _names_of_parts(model)
-    of_layers = {key: name for key, name in names.items() if sharded[key] and key not in own}
-    if is_tp_invariant_mode_enabled() and (problems := sums_by_torch(tensors, own, of_layers)):
+    if is_tp_invariant_mode_enabled() and (problems := sums_by_torch(tensors, _names_of_parts(model))):
         lines = "\n".join(f"  {line}" for line in problems)
         raise ValueError(
             f"{type(model).__name__} has parameters of which a rank has a part, and their gradients would be sums of "
-            f"torch's, whose bits depend on the degree:\n{lines}\nCall the layer that holds the parameter. One that "
-            "the plan names itself may be handed to tpi.attention as sinks, and to nothing else"
+            f"torch's, whose bits depend on the degree:\n{lines}\nA parameter that the plan names itself may be handed "
+            "to tpi.attention as sinks, and to nothing else"
         )
     return True
 
@@ -330,35 +315,17 @@ def _names_of_parts(model: nn.Module) -> dict[int, str]:
 class FirstForward:
     """A forward hook of a whole model that checks the first forward with an autograd graph, and then removes itself.
 
-    It stays as long as that forward has not shown all: parameters that were frozen, which have no part in the graph,
-    and with the mode off the sums of torch's, which count with the mode on. It then checks once more when one of the
-    former is trained, or the mode is on.
-
-    All ranks have the same graph and so get the same error, without communication.
+    A first forward with the mode off leaves the sums of torch's to the first one with the mode on. All ranks have the
+    same graph and so get the same error, without communication.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        self.handle: Any = None
-        self.passed = False  # whether a forward has had a graph, and nothing wrong in it
-        self.seen: tuple[bool, set[str]] | None = None  # of the last check: whether the mode was on, what was frozen
         if group.size > 1:  # alone, every gradient is complete
             self.handle = model.register_forward_hook(self, with_kwargs=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "seen": None}  # a copy has parameters of its own
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        mode = is_tp_invariant_mode_enabled()
-        if self.seen is not None:
-            before, frozen = self.seen
-            thawed = any(p.requires_grad for name, p in model.named_parameters() if name in frozen)
-            if before >= mode and not thawed:
-                return
-        if check_gradient_flow(model, output, (args, kwargs)):
-            self.passed, mode = True, mode or not _names_of_parts(model)
-            frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-            self.seen = mode, frozen
-            if mode and not frozen:
-                self.handle.remove()
+        checked = check_gradient_flow(model, output, (args, kwargs))
+        if checked and (is_tp_invariant_mode_enabled() or not _names_of_parts(model)):
+            self.handle.remove()

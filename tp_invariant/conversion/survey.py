@@ -153,7 +153,6 @@ class Survey:
                 self._problem(
                     name, "has column-parallel layers or experts itself: sequence_parallel needs them in a submodule"
                 )
-            self._check_places(self.stack)
         self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
         rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
         sharded = [*rows, *(name for name, options in columns.items() if not options.get("gather_output"))]
@@ -194,26 +193,6 @@ class Survey:
             ):
                 continue
             yield name
-
-    def _check_places(self, stack: Stack) -> None:
-        """A module with parameters that stands in a decoder layer must not stand outside of them, too.
-
-        It would get this rank's tokens in the one place and all of them in the other.
-        """
-        outside = {id(self.model): self.model}
-        waiting = [self.model]
-        while waiting:
-            for child in waiting.pop().children():
-                if child is not stack.layers and id(child) not in outside:
-                    outside[id(child)] = child
-                    waiting.append(child)
-        for module in stack.layers.modules():
-            if id(module) in outside and any(True for _ in module.parameters(recurse=False)):
-                places = [name for name, other in self.model.named_modules(remove_duplicate=False) if other is module]
-                self._problem(
-                    " and ".join(places),
-                    "is one module, inside and outside of the decoder layers: sequence_parallel needs one for each",
-                )
 
     def _is_layer(self, name: str) -> bool:
         return self.stack is not None and name.removeprefix(self.stack.prefix).isdigit()
@@ -518,16 +497,6 @@ class Survey:
         )
         planned = {id(self.modules[name]) for name, part in self.parts.items() if part.style != LOCAL_STYLE}
         refused = {problem.partition(": ")[0] for problem in self.problems}
-        for name, part in self.parts.items():
-            owns = any(True for _ in self.modules[name].parameters(recurse=False))
-            if part.style in WHOLE_STYLES and owns and name not in refused and blocks.surely_shards(name):
-                self._problem(
-                    name,
-                    f"style {part.style!r}, but it comes after a column-parallel layer and before a row-parallel one: "
-                    "each rank would have a part of its gradient. Put it outside of them, or give the layer before it "
-                    f"'colwise_gather_output' and the one after it 'rowwise_split_input'; a norm of each head has the "
-                    f"style {HEADS_STYLE!r}",
-                )
         for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
             owns = any(f"{name}.{key}" not in self.parameter_parts for key, _ in module.named_parameters(recurse=False))
             if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
