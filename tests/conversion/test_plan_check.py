@@ -278,42 +278,6 @@ def test_a_part_is_not_expanded_over_heads():
         run_ranks(a_part_over_heads, 2, mode)
 
 
-class ByItself(nn.Module):
-    """Multiplies by the weight of a layer that it does not call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
-        self.calls = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x) if self.calls else F.linear(x, self.up.weight, self.up.bias)
-        return self.down(y.relu())
-
-
-def products_on_rank(tp_group):
-    said = []
-    for mode, calls in ((True, True), (False, False), (True, False)):
-        torch.manual_seed(0)
-        model = tpi.parallelize(ByItself(), tp_group, {"up": "colwise", "down": "rowwise"})
-        model.calls = calls
-        with tpi.set_tp_invariant_mode(mode):
-            try:
-                model(torch.ones(5, HIDDEN)).sum().backward()
-                said.append("")
-            except ValueError as error:
-                said.append(str(error))
-    return said
-
-
-def test_a_product_by_the_weight_of_a_layer_that_is_not_called():
-    """The gradients of the layer's parameters would be sums of torch's."""
-    for called, off, on in run_ranks(products_on_rank, 2):
-        assert called == off == ""
-        for line in ("up.bias: used by AddmmBackward0", "up.weight: used by AddmmBackward0", "Call the layer that"):
-            assert line in on
-
-
 class OwnCollective(nn.Module):
     """Ends a sharded region by torch's own collective instead of a row-parallel layer."""
 
@@ -499,6 +463,47 @@ def test_verify_compares_bytes_with_one_rank(what):
     assert run_ranks(bytes_on_rank, 2, what, True, ("colwise_gather_output", "rowwise_split_input")) == ["", ""]
     assert run_ranks(bytes_on_rank, 2, what, False, ("colwise", "rowwise")) == ["", ""]
     assert run_ranks(bytes_on_rank, 2, "nothing", True, ("colwise", "rowwise")) == ["", ""]
+
+
+class Shifting(nn.Module):
+    """A decoder layer whose own code hands each token a part of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), nn.Sequential(nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x + self.mlp(self.norm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([Shifting(), Shifting()]), nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def mixed_tokens_on_rank(tp_group, sp):
+    torch.manual_seed(0)
+    plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.1": "rowwise"}
+    example = torch.randn(2, 6, HIDDEN)
+    try:
+        tpi.parallelize(Stack(), tp_group, plan, sequence_parallel=sp, verify=True, example_inputs=example)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_verify_finds_tokens_that_are_mixed_between_the_blocks():
+    """Under sequence parallelism such code sees this rank's tokens alone."""
+    assert run_ranks(mixed_tokens_on_rank, 2, False) == ["", ""]
+    for text in run_ranks(mixed_tokens_on_rank, 2, True):
+        assert "computes something else by this plan than unsharded; nothing was changed" in text
 
 
 class Mask(nn.Module):

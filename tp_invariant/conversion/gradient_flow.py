@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..core.bits import leaves
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.torch_private import function_of
 from ..functional import experts, linear, norm, regions, stock
 from ..functional.cross_entropy import _CrossEntropy
 from ..functional.rotary_embedding import Rotation
@@ -94,7 +95,7 @@ def _takes_whole(node: Any) -> bool:
 
 def _function_of(node: Any) -> Any:
     """The autograd function in Python whose node this is, or None."""
-    function = getattr(type(node), "_forward_cls", None)
+    function = function_of(node)
     return getattr(function, "of_plain", function)
 
 

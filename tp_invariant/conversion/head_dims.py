@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
+
 _BATCH, _LENGTHS = 2, (5, 6)
 _STOCK_ATTENTION = "sdpa"
 WITH_ALL_FEATURES = "its forward raises"  # how a ProbeError of the first run begins
@@ -132,8 +134,8 @@ def _light_copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(p): number(p) for p in model.parameters()}
     twin = copy.deepcopy(model, memo | {id(b): on_cpu(b) for b in model.buffers()}).eval()
     for module in twin.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
+        forward_pre_hooks_of(module).clear()
+        forward_hooks_of(module).clear()
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, "eager", _STOCK_ATTENTION):
             config._attn_implementation = _STOCK_ATTENTION

@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..checkpoint.full_state import run_on_all_ranks
 from ..comm.collectives import Group
@@ -41,6 +40,7 @@ from ..comm.wire import gather_objects
 from ..core.bits import digest, leaves
 from ..core.layout import shard
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.torch_private import tree
 from ..gemm.scheduler import scheduler
 from ..hugging_face.experts import use_own_code
 from ..layers.linear import Linear
@@ -140,7 +140,7 @@ def _forward(model: nn.Module, example: Example, dtype: torch.dtype) -> tuple[li
             inputs.append(x)
         return x
 
-    args, kwargs = tree_map_only(Tensor, own, example)
+    args, kwargs = tree.tree_map_only(Tensor, own, example)
     return _floats(model(*args, **kwargs)), inputs
 
 

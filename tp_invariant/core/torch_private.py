@@ -53,6 +53,11 @@ TABLE = (
         "which function of this library made a tensor's grad_fn; a node's public name() may be anybody's",
     ),
     PrivateName(
+        "function_of",
+        "torch.autograd.Function._backward_cls._forward_cls",
+        "the autograd function whose node a graph has, of anybody's, to know what it moves between ranks",
+    ),
+    PrivateName(
         "current_backward",
         "torch._C._current_graph_task_id",
         "whether, and in which backward, this thread runs; there is no public question for it",
@@ -151,6 +156,11 @@ def version_of(x: Tensor) -> int:
 def node_class(function: type[torch.autograd.Function]) -> Any:
     """The class of the nodes that `function` leaves in the graph."""
     return function._backward_cls
+
+
+def function_of(node: Any) -> Any:
+    """The autograd function in Python whose node this is, or None."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 def saved_tensors_hooks() -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..core.bits import raw_bytes
 from ..core.elementwise import PositionInvariantActivation
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
+from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated_activation import ACTIVATIONS, Activation, gated_activation
 from ..functional.rotary_embedding import rotary_embedding
 from ..kernels.dtypes import DTYPES
@@ -189,7 +190,7 @@ class GatedBlock(NamedTuple):
     def calls_as_tried(self, block: nn.Module) -> bool:
         """Whether the activation is the one that was tried, and has no hook that is to see its call."""
         act = self.activation
-        hooks = (module._forward_hooks or module._forward_pre_hooks for module in (act, act.activation))
+        hooks = (forward_hooks_of(part) or forward_pre_hooks_of(part) for part in (act, act.activation))
         return getattr(block, self.act) is act and not any(hooks)
 
 
