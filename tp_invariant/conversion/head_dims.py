@@ -136,7 +136,7 @@ def _light_copy(model: nn.Module) -> nn.Module:
     for module in twin.modules():
         forward_pre_hooks_of(module).clear()
         forward_hooks_of(module).clear()
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, "eager", _STOCK_ATTENTION):
             config._attn_implementation = _STOCK_ATTENTION
     return twin
