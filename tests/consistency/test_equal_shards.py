@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from meshes import init_device_mesh, mesh_or_group
+from meshes import mesh_or_group
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +53,10 @@ def by_a_broadcast(model, tp_group, folder):
     return model
 
 
+def by_ddp(model, tp_group, folder):
+    return DistributedDataParallel(model, process_group=tp_group)
+
+
 def message(model, ids):
     with pytest.raises(RuntimeError) as caught:
         model(ids)
@@ -73,7 +77,7 @@ def copied(tp_group, tool, folder):
     return text
 
 
-@pytest.mark.parametrize("tool", [by_fully_shard, by_a_load, by_a_broadcast])
+@pytest.mark.parametrize("tool", [by_fully_shard, by_a_load, by_a_broadcast, by_ddp])
 @pytest.mark.parametrize("mode", [True, False])
 def test_equal_shards_are_refused(tool, mode, tmp_path):
     with tpi.set_tp_invariant_mode(mode):
@@ -85,31 +89,6 @@ def test_equal_shards_are_refused(tool, mode, tmp_path):
         "each. "
     )
     assert "shards_may_be_equal = True" in said[0]
-
-
-def by_ddp(tp_group, kind):
-    """What DistributedDataParallel says; whether the shards are still what they were; and of one rank of tp_group."""
-    torch.manual_seed(0)
-    model = Model(mesh_or_group(tp_group, kind))
-    before = testing.digest(testing.full_parameters(model))
-    with pytest.raises(ValueError) as caught:
-        DistributedDataParallel(model, process_group=tp_group)
-    unchanged = testing.digest(testing.full_parameters(model)) == before
-    if kind == "group":
-        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))["dp"].get_group()
-        DistributedDataParallel(model, process_group=alone)(torch.arange(8))
-    DistributedDataParallel(nn.Linear(2, 2), process_group=tp_group)
-    return str(caught.value), unchanged
-
-
-@pytest.mark.parametrize("kind", ["group", "mesh"])
-def test_ddp_over_the_ranks_of_tp_group_is_refused_where_it_is_made(kind):
-    for text, unchanged in run_ranks(by_ddp, 2, kind):
-        assert text.startswith(
-            "DistributedDataParallel over the ranks [0, 1], and embed.weight is sharded over [0, 1] of them: it would "
-            "copy the part of one rank to the others"
-        )
-        assert unchanged
 
 
 def two_of_four(tp_group):

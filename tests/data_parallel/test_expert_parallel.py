@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from typing import Any
@@ -518,10 +517,6 @@ def mistakes(world: Any, name: str) -> str:
             layer, tree = layer_and_tree(TWO)
             nn.utils.parametrize.register_parametrization(layer, "down_proj", nn.Identity())
             return error_text(call, layer)
-        if name == "DDP":
-            layer, tree = layer_and_tree(TWO)
-            wrap = functools.partial(nn.parallel.DistributedDataParallel, process_group=groups(TWO)[1])
-            return error_text(wrap, layer)
         if name == "a copied shard":
             layer, tree = layer_and_tree(TWO)
             with torch.no_grad():
@@ -590,7 +585,6 @@ def mistakes(world: Any, name: str) -> str:
         ("written to", "RuntimeError: parameter 0 .* has a .grad.* set_to_none", None),
         ("number of experts", "ValueError: num_experts=7 .*expert-parallel degree=2", None),
         ("parametrized", "ValueError: down_proj .* is not a parameter", None),
-        ("DDP", r"ValueError: DistributedDataParallel over the ranks \[0, 1\]", None),
         ("a copied shard", "RuntimeError: the weight of Experts.* is the same on rank 0, 1", None),
         ("fully_shard", "ValueError: one MicroBatchTree has experts .*, and one .* fully_shard", None),
         ("recomputed", "no error", None),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -186,27 +186,3 @@ def wrapped(world_group, tp, names, mode=True):
 
 def test_options_of_ddp_and_optimizers_beside_it():
     compare(wrapped, 2, tuple(WAYS))
-
-
-def compressed(world_group, tp, mode=True):
-    tp_group, dp_group, _ = replica_groups(2, tp, 1)
-    model = Blocks(tp_group)
-    ddp = DistributedDataParallel(model, process_group=dp_group)
-    state = powerSGD_hook.PowerSGDState(dp_group, start_powerSGD_iter=2, min_compression_rate=0.5)
-    ddp.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
-    with tpi.set_tp_invariant_mode(mode):
-        for step in range(4):
-            try:
-                ddp(batch(step, dist.get_rank() // tp)).square().mean().backward()
-            except ValueError as error:
-                return str(error)
-    return testing.full_grads(model)
-
-
-def test_hooks_that_compress_matrices_are_refused():
-    for rank, text in enumerate(run_ranks(compressed, 4, 2)):
-        assert f"a DistributedDataParallel over the ranks {[rank % 2, rank % 2 + 2]}" in text
-        assert "it compresses gradients by what it computes of whole matrices" in text and "fixed_order_hook" in text
-    one, two = run_ranks(compressed, 2, 1)[0], run_ranks(compressed, 4, 2, False)[0]
-    # the control: other gradients, by far more than rounding
-    assert max(float((one[name] - two[name]).norm() / one[name].norm()) for name in one) > 1e-2

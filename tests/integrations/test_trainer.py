@@ -701,33 +701,6 @@ def test_the_fused_form_is_replaced_on_a_cpu(tmp_path):
     assert text.startswith("AdamW on rank 0: fused=True on a CPU has other bits where a parameter is cut")
 
 
-def by_transformers_own(tp_group: Any, folder: Any, kind: str, monkey: Any = None) -> tuple[str, bool]:
-    """What transformers' Trainer does of a parallelized model where torchrun has started the ranks."""
-    import os
-    from unittest import mock
-
-    rank = str(tp_group.rank())
-    started = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(torch.distributed.get_world_size()), LOCAL_WORLD_SIZE="2")
-    model = tpi.parallelize(hf_models.build("llama"), mesh_or_group(tp_group, kind))
-    before = testing.digest(testing.full_parameters(model))
-    try:
-        with mock.patch.dict(os.environ, started), pytest.raises(ValueError) as caught:
-            transformers.Trainer(model, arguments(folder), train_dataset=Examples()).train()
-    finally:
-        reset()
-    return str(caught.value), testing.digest(testing.full_parameters(model)) == before
-
-
-@pytest.mark.parametrize("kind", ["group", "mesh"])
-def test_transformers_own_trainer_is_refused(tmp_path, kind):
-    """By the DistributedDataParallel that it makes, before any shard is copied."""
-    for text, unchanged in run_ranks(by_transformers_own, 2, tmp_path, kind):
-        assert text.startswith("DistributedDataParallel over the ranks [0, 1")
-        assert ".weight is sharded over [0, 1] of them" in text
-        assert "tp_invariant.integrations.trainer.Trainer" in text
-        assert unchanged
-
-
 # --- data parallel ranks of models that draw, change or differ -------------------------------------------------------
 
 

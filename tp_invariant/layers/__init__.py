@@ -1,4 +1,3 @@
 """Modules and parameters: how parameters are sharded, initialised and shared; gradient clipping."""
 
 from . import adapters as adapters
-from . import ddp as ddp

@@ -33,10 +33,14 @@ from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.scheduler import scheduler
 from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec, full_initialisation
-from .region_masks import dropout_before
 from .ties import refuse_ties
 
 _COMPUTED: Any = object()  # in place of a parameter that a parametrization has replaced
+# how the nodes of this library's functions end that put out a whole activation, or a part of their own making
+_NODES_OF_LAYERS = (
+    "LinearBackward", "BiasBackward", "EmbeddingBackward", "SequenceBackward", "FeaturesBackward", "HeadsBackward",
+    "CombineBackward",
+)  # fmt: skip
 PARALLEL_MODES = (None, *get_args(ParallelMode))
 
 _INVARIANT: dict[str | None, Callable[..., Tensor]] = {
@@ -510,7 +514,7 @@ class Linear(ShardedModule, nn.Linear):
         row = self.parallel_mode == "row"
         if torch.compiler.is_compiling() or not (self.input_is_parallel if row else self.sequence_parallel):
             return
-        if node := dropout_before(x):
+        if node := _dropout_before(x):
             raise ValueError(
                 f"x of {self._name} on rank {self.group.rank} is this rank's part of the "
                 f"{'features' if row else 'tokens'}, and dropout has acted on it since the layer before ({node}): its "
@@ -549,6 +553,20 @@ class Linear(ShardedModule, nn.Linear):
         if self.partition_sizes is not None:
             text += f", partition_sizes={self.partition_sizes}"
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+def _dropout_before(x: Tensor) -> str | None:
+    """The node of dropout between the layers before and x, if there is one. On a CPU none has that name."""
+    nodes, seen = [x.grad_fn], set[Any]([None])
+    while nodes:
+        node: Any = nodes.pop()
+        if node in seen or node.name().endswith(_NODES_OF_LAYERS):
+            continue
+        if "Dropout" in node.name():
+            return str(node.name())
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return None
 
 
 def _check_stride(stride: Any) -> int:
