@@ -116,6 +116,9 @@ IMPORTED_BY_RANKS = [
 ]
 
 
+rank_pool.imported_by_starters.append("one_gloo_device")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def whole_pool(request):
     """Whichever test asks first for ranks on CPUs starts as many as any test needs.
@@ -136,7 +139,9 @@ def whole_pool(request):
         with mock.patch.object(rank_pool, "imported_by_starters", imported):
             return shared_pool(max(size, MOST_RANKS), device)
 
-    imported = [name for name in IMPORTED_BY_RANKS if several and importlib.util.find_spec(name.partition(".")[0])]
+    imported = ["one_gloo_device"] + [
+        name for name in IMPORTED_BY_RANKS if several and importlib.util.find_spec(name.partition(".")[0])
+    ]
     with mock.patch.object(testing, "shared_pool", at_its_largest):
         yield
 

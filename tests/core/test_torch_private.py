@@ -78,7 +78,6 @@ ALLOWED = {
     "layers/replicate.py": 6,
     "layers/saved_shards.py": 3,
     "layers/ties.py": 1,
-    "testing/rank_process.py": 2,
     "kernels/experts/grouped_tma.py": 1,
     "kernels/experts/routing.py": 1,
     "kernels/gemm/autotune.py": 1,

@@ -93,6 +93,11 @@ TABLE = (
         "which modes of functions a model's code is called under",
     ),
     PrivateName(
+        "count_groups_from",
+        "torch.distributed.distributed_c10d._world.group_count",
+        "torch numbers process groups in each process, and ranks of a pool that make other ones part in their numbers",
+    ),
+    PrivateName(
         "INDUCTOR_CONFIG",
         "torch._inductor.config",
         "documented as the place of torch.compile's options, in a private module; by name, as its import is slow",
@@ -181,6 +186,14 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 def schema_of(op: Any) -> Any:
     """The schema of an operator's overload."""
     return op._schema
+
+
+# --- process groups --------------------------------------------------------------------------------------------------
+
+
+def count_groups_from(number: int) -> None:
+    """The number in the name of the next process group."""
+    torch.distributed.distributed_c10d._world.group_count = number
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..consistency import agreement
 from ..core import mode
 from ..core.processes import end_with_parent
+from ..core.torch_private import count_groups_from
 from ..gemm.gemm_fn import set_default_gemm_fn
 from ..gemm.scheduler import scheduler
 from .rank_pool import Outcome, dumps
@@ -113,16 +113,14 @@ def serve(descriptor: int, rank: int, size: int) -> None:
     timeout = timedelta(minutes=10)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    if device == "cpu":
-        _share_one_device()
     groups: dict[int, Any] = {}
     for call in itertools.count(1):
         try:
             world_size = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent has ended
             os._exit(0)
-        # torch names groups by a count, and those that some ranks alone make in a case would leave it different
-        distributed_c10d._world.group_count = call << 20
+        # groups that some ranks alone make in a case would leave the counts different, and so later groups' names
+        count_groups_from(call << 20)
         if world_size not in groups:  # every rank takes part in making a group
             groups[world_size] = dist.new_group(list(range(world_size)))
         if rank >= world_size:
@@ -135,24 +133,6 @@ def serve(descriptor: int, rank: int, size: int) -> None:
         except BaseException as error:
             outcome.error, outcome.trace = error, traceback.format_exc()
         connection.send_bytes(_dump_outcome(outcome))
-
-
-def _share_one_device() -> None:
-    """Has all later groups on gloo use the default group's device.
-
-    A device is a thread that wakes a hundred times a second. By itself each group has its own, and stays as long as a
-    cache of torch holds a mesh with it: after some hundred cases idle ranks would take a quarter of a core.
-    """
-    backend: Any = distributed_c10d.ProcessGroupGloo
-    devices = dist.group.WORLD._get_backend(torch.device("cpu")).options._devices  # type: ignore[union-attr]
-
-    class OnOneDevice(backend):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = backend._Options()
-            options._devices, options._timeout = devices, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
 @contextlib.contextmanager
