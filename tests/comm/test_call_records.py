@@ -128,10 +128,10 @@ def another_call_than_a_layers(group, odd):
 
 IN_ROW = r"in the forward of layer \d of the group, Linear\(24, 12, 'row'\)"
 PARTED = {
-    other_dtype: r"rank 1 asks .* new to it: .*number 1 \| the dtype of x is 'torch.bfloat16', so far 'torch.float32'",
-    other_length: r"rank 1 asks .* new to it: .*number 1 \| the shape of x is \(6, 12\), so far \(4, 12\)",
+    other_dtype: r"rank 1 asks .* new to it: .*'column'.* \| the dtype of x is 'torch.bfloat16'.* number is 1",
+    other_length: r"rank 1 asks .* new to it: .*'column'.* \| the shape of x is \(6, 12\) .*the layer's number is 1",
     length_seen_before: r"\(\d+, 12\) torch.float32 in the forward of layer 1 .*; rank 1 starts .* in the forward of",
-    more_layers: r"rank 0, 2 asks .* new to it: .*column.*, the layer's number 5.*; rank 1 starts an all-\w+ of ",
+    more_layers: r"rank 0, 2 asks .* new to it: .*column.*the layer's number is 5.*; rank 1 starts an all-\w+ of ",
     fewer_layers_later: r"rank 0, 2 starts .* in the forward of layer 6 .*; rank 1 starts an all-\w+ of [^;]*32\.",
     no_backward: rf"rank 0, 2 starts an all-\w+ of [^;]*float32; rank 1 starts .* {IN_ROW}",
     one_forward_more: rf"rank 0, 2 starts an all-\w+ of [^;]*float32; rank 1 starts .* {IN_ROW}",
@@ -478,7 +478,7 @@ def test_equal_layers_share_one_graph():
 
 def compared_again(tp_group, compiled):
     """How many calls are compared when three layers have been called with three lengths, and are once more."""
-    compared, compare = [], agreement._compare
+    compared, compare = [], agreement.compare
     torch.compiler.reset()
     with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_MAX_AGREED", 4)
@@ -486,7 +486,7 @@ def compared_again(tp_group, compiled):
         calls = [torch.compile(layer, backend="eager", dynamic=True) for layer in layers] if compiled else layers
         for sweep in range(2):
             if sweep:
-                patch.setattr(agreement, "_compare", lambda *args: compared.append(args) or compare(*args))
+                patch.setattr(agreement, "compare", lambda *a, **options: compared.append(a) or compare(*a, **options))
             for tokens, call in itertools.product((2, 3, 4), calls):
                 with torch.no_grad():
                     call(torch.ones(tokens, 16 // tp_group.size()))

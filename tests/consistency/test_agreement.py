@@ -16,7 +16,7 @@ from torch import nn
 import tp_invariant as tpi
 from tp_invariant.comm import collectives, liveness
 from tp_invariant.comm.collectives import resolve_group
-from tp_invariant.consistency import agreement, environment
+from tp_invariant.consistency import agreement, compare, environment
 from tp_invariant.core import mode
 from tp_invariant.core.identity import identify
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
@@ -412,11 +412,11 @@ def test_sequence_functions_are_compared_when_first_seen(what, message):
 
 def count_gathers(tp_group, check):
     """(gathers of 24 bytes in two equal steps of a layer, forward and backward; the gradients)."""
-    gathers, gather = [], agreement.gather_major
+    gathers, gather = [], compare.gather_major
     agreement.compare_environments(resolve_group(tp_group), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(mode.CHECK_VARIABLE, str(int(check)))
-        patch.setattr(agreement, "gather_major", lambda *args: gathers.append(1) or gather(*args))
+        patch.setattr(compare, "gather_major", lambda *args: gathers.append(1) or gather(*args))
         torch.manual_seed(0)
         layer = tpi.Linear(64, 8, parallel_mode="row", tp_group=tp_group)
         for _ in range(2):

@@ -1,11 +1,9 @@
-"""Checks that all ranks are about to make the same call; if they are not, collectives would hang or mix up data.
+"""Ranks compare a call when it is new to them; if they differed, collectives would hang or mix up data.
 
-There are two checks, each by a gather of 24 bytes over the group: once for each group, that its ranks run the same
-software on the same kind of device with the same settings (environment.py); and at the first call of each kind, that
-all ranks make this call, with the same ids (of an embedding), target (of a loss) and whole parameters. With
-TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. So a first call begins with the same
-collective on every rank, whatever differs between the ranks. A difference raises an error on every rank, and the group
-remains usable.
+Once for each group its ranks compare their software, devices and settings (environment.py). At the first call of each
+kind they compare the call, the ids (of an embedding), target (of a loss) and whole parameters. With
+TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. A difference raises an error on every
+rank, and the group remains usable.
 
 Layers of the same shape are distinguished by a number: each layer gets the next number of its tp_group when it is built
 or copied. So ranks that call such layers in different orders get an error in the first call. A difference in a later
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -27,37 +25,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import call_records, liveness
-from ..comm.call_records import call_context
 from ..comm.collectives import Group, gather_major
-from ..comm.wire import gather_objects
 from ..core.bits import tensor_hash
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import local_of
 from ..core.layout import fresh_view
 from ..core.mode import is_call_check_enabled
-from .differences import differences, format_values, mark
+from ..core.torch_private import without_dispatch_modes
+from .compare import CALL_NAMES, HASH_OF, HASH_OF_PARAMETER, LAYER_NUMBER, LOCAL_ERROR, compare, group_device
 from .environment import environment_facts
-from .equal_shards import check_shards, shard_hash
-from .same_draws import check_sources, source_of
+from .shards import check_parts, part_numbers
 
 _MAX_AGREED = 4096  # how many different calls are remembered as agreed on
 _MAX_RESOLVED = 512
-_SHOWN = 8  # differences in one error
 _LATE = timedelta(seconds=5)  # how much later than another rank's failure a rank may reach the group's first call
-_LOCAL_ERROR = "an error before the call"
-_NUMBER = "the layer's number"
-_HASH_OF = "the hash of the values of"
-_HASH_OF_PARAMETER = "the hash of the whole parameter"
 
 # The kinds of device on which a group's ranks have compared their environments.
 _compared_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _AgreedOfGroup]] = weakref.WeakKeyDictionary()
-
-
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, set[Hashable]]] = weakref.WeakKeyDictionary()
 _layer_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # layers so far
 
 
@@ -70,13 +58,9 @@ def forget_layers() -> None:
 class AgreedCalls(set[Hashable]):
     """The calls of a layer on which its ranks have agreed, and `resolved`: the result of the checks for each signature.
 
-    `resolved` is looked up by the call's signature when the same call comes again; with TP_INVARIANT_CHECK=1 it is not
-    used. The agreed calls are the same on all ranks, but ranks may have resolved different signatures of them. So
-    `resolved` is cleared together with the agreed calls; else one rank would continue where another compares.
-
     `number` distinguishes the layer from others of its group: 1, 2, .. in the order in which they are built, the same
-    on ranks that build the same layers; 0 in a group of one. A copy is another layer: it has its own number, no agreed
-    calls and nothing resolved.
+    on ranks that build the same layers; 0 in a group of one. A copy is another layer: it has its own number and no
+    agreed calls.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -114,18 +98,6 @@ class AgreedCalls(set[Hashable]):
         return AgreedCalls(self._group)
 
 
-class _AgreedOfGroup(set[Hashable]):
-    """Agreed calls of a group; `compiled`: those of compiled code among them, as it makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.compiled: set[tuple] = set()
-
-    def clear(self) -> None:
-        super().clear()
-        self.compiled.clear()
-
-
 def agreed_in(group: Group, layer: int = 0) -> set[Hashable]:
     """The agreed calls of a group, for functions, which unlike layers cannot store them themselves.
 
@@ -134,14 +106,7 @@ def agreed_in(group: Group, layer: int = 0) -> set[Hashable]:
     """
     if torch.compiler.is_compiling() or group.process_group is None:
         return set()  # compiled calls use the group's own set when they run, see _check_named
-    return _agreed_of(group.process_group, layer)
-
-
-def _agreed_of(process_group: dist.ProcessGroup, layer: int) -> _AgreedOfGroup:
-    of_group = _agreed.get(process_group)
-    if of_group is None:
-        of_group = _agreed[process_group] = {}
-    return of_group.get(layer) or of_group.setdefault(layer, _AgreedOfGroup())
+    return _agreed.setdefault(group.process_group, {}).setdefault(layer, set())
 
 
 def check_agreement(
@@ -157,16 +122,13 @@ def check_agreement(
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
-    The first call with given facts costs an all-gather of 24 bytes and a wait for it, a group's very first call
-    two more gathers; later calls cost nothing. This detects ranks that differ in their first call, or that change at
-    the same time, but not a single rank that differs later. For that, TP_INVARIANT_CHECK=1 compares at every call
-    (core/mode.py states its cost).
+    This detects ranks that differ in their first call, or that change at the same time, but not a single rank that
+    differs later. For that, TP_INVARIANT_CHECK=1 compares at every call (core/mode.py states its cost).
 
     Args:
         device: the device of this call's tensors; its kind is one of the facts.
         sharded_weight: a parameter of which each rank holds another part. At a layer's first call it is checked that
-            these differ (equal_shards.py), and are parts of one full weight where that is known (same_draws.py); not
-            in compiled code.
+            these differ and are parts of one full weight (shards.py); not in compiled code.
         shards_may_be_equal: what the layer says; the parameter may say it, too.
         weight: the layer's, by which compiled code knows the layer's number; `sharded_weight` if not given.
         same: tensors (name -> tensor) whose values must be the same on every rank. A hash of each is compared whenever
@@ -179,13 +141,7 @@ def check_agreement(
             parts of the weight are equal.
     """
     if torch.compiler.is_compiling():
-        shapes = [name for name in facts if name.startswith("the shape of ")]
-        fixed = [(name, specialize(value)) for name, value in facts.items() if name not in shapes]
-        sizes = [size for name in shapes for size in facts[name]]
-        dims = [(name, len(facts[name])) for name in shapes]
-        weight = local_of(sharded_weight if weight is None else weight)
-        place = torch.empty(0, device=device) if weight is None else weight
-        _check_later(place, repr((group_name(group), fixed, dims)), sizes)
+        _check_when_run(facts, group, device, local_of(sharded_weight if weight is None else weight))
         return
     compare_environments(group, device)
     known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
@@ -197,54 +153,44 @@ def check_agreement(
         return
     facts = {**facts, "the kind of device": device.type}
     if isinstance(agreed, AgreedCalls):
-        facts[_NUMBER] = agreed.number
+        facts[LAYER_NUMBER] = agreed.number
         agreed.name = facts.get("the layer", agreed.name)
-    hashed = {f"{_HASH_OF} {name}": tensor for name, tensor in (same or {}).items()}
+    hashed = {f"{HASH_OF} {name}": tensor for name, tensor in (same or {}).items()}
     if not agreed or is_call_check_enabled():
-        hashed |= {f"{_HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
+        hashed |= {f"{HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
     # selective checkpointing would give what these operators return to the same operators of the recomputed layer
-    with _disable_current_modes():
-        shard = source = 0
+    with without_dispatch_modes():
+        numbers = (0, 0)
         if sharded_weight is not None and not agreed:
-            allowed = shards_may_be_equal or getattr(sharded_weight, "shards_may_be_equal", False)
-            shard = shard_hash(local_of(sharded_weight), allowed)
-            source = source_of(sharded_weight)
+            numbers = part_numbers(sharded_weight, shards_may_be_equal)
         for name, tensor in hashed.items():
             if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
                 facts[name] = int(tensor_hash(tensor))
-        _compare(facts, group, device, agreed, shard, source)
+        rows = compare(facts, group, device, numbers, describe=partial(_describe, facts))
+        check_parts(rows, facts.get("the layer", ""))
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
     agreed.add(known)
 
 
-def _describe_new_call(facts: Mapping[str, Any], agreed: Collection[Hashable]) -> str:
-    """How a call differs from the most similar agreed call, for an error."""
-    now = {name: repr(value) for name, value in facts.items()}
-    most_like: dict[str, str] = {}
-    for known in agreed:
-        if isinstance(known, tuple) and len(known) == 3 and known[1:2]:
-            before = dict(zip(known[1], map(repr, known[2]), strict=True))
-            if before.keys() <= now.keys() and _facts_in_common(before, now) >= _facts_in_common(most_like, now):
-                most_like = before
-    called = " and ".join(now[name] for name in _CALL_NAMES if name in now)
-    parts = [f"{called}, {_NUMBER} {now[_NUMBER]}"] if _NUMBER in now else []
-    for name, value in now.items():
-        if name == _NUMBER or (_NUMBER in now and name in _CALL_NAMES):
-            continue
-        if not most_like and (name in _CALL_NAMES or name.startswith(_SHAPE_AND_DTYPE)):
-            parts.append(f"{name} is {value}")
-        elif most_like and most_like.get(name, value) != value:
-            parts.append(f"{name} is {value}, so far {most_like[name]}")
-    return " | ".join(parts[:_SHOWN]) if parts else ", ".join(list(now)[:_SHOWN])
+def _describe(facts: Mapping[str, Any]) -> str:
+    called = [repr(facts[name]) for name in CALL_NAMES if name in facts]
+    shown = (LAYER_NUMBER, LOCAL_ERROR, "the shape of ", "the dtype of ")
+    parts = [f"{name} is {value!r}" for name, value in facts.items() if name.startswith(shown)]
+    return " | ".join([*called, *parts] or facts)
 
 
-_CALL_NAMES = ("the layer", "the call", "the layer whose backward runs")
-_SHAPE_AND_DTYPE = ("the shape of", "the dtype of")
+# --- compiled code --------------------------------------------------------------------------------------------------
 
 
-def _facts_in_common(one: Mapping[str, str], other: Mapping[str, str]) -> int:
-    return sum(other.get(name) == value for name, value in one.items())
+def _check_when_run(facts: Mapping[str, Any], group: Group, device: torch.device, weight: Tensor | None) -> None:
+    """check_agreement when the code that is being compiled runs: what is fixed becomes a text, sizes remain numbers."""
+    shapes = [name for name in facts if name.startswith("the shape of ")]
+    fixed = [(name, specialize(value)) for name, value in facts.items() if name not in shapes]
+    sizes = [size for name in shapes for size in facts[name]]
+    dims = [(name, len(facts[name])) for name in shapes]
+    place = torch.empty(0, device=device) if weight is None else weight
+    _check_later(place, repr((group_name(group), fixed, dims)), sizes)
 
 
 def _check_named(place: Tensor, text: str, sizes: Sequence[int]) -> None:
@@ -254,74 +200,59 @@ def _check_named(place: Tensor, text: str, sizes: Sequence[int]) -> None:
     text: the group's name, the facts, and of each shape among them its name and how many of `sizes` it has.
     """
     name, fixed, dims = _literal(text)
-    group, number, device = group_by_name(name), getattr(place, "layer_number", 0), place.device
+    group, number = group_by_name(name), getattr(place, "layer_number", 0)
     if group.process_group is None:
-        return
-    agreed, call = _agreed_of(group.process_group, number), (text, device, *sizes)
-    if call in agreed.compiled and not is_call_check_enabled():
         return
     facts, left = dict(fixed), tuple(sizes)
     if number:
-        facts[_NUMBER] = number
+        facts[LAYER_NUMBER] = number
     for shape, dim in dims:
         facts[shape], left = left[:dim], left[dim:]
-    check_agreement(facts, group, device, agreed)
-    agreed.compiled.add(call)
+    check_agreement(facts, group, place.device, agreed_in(group, number))
 
 
 _literal = lru_cache(maxsize=4096)(ast.literal_eval)
 _check_later = as_runtime_op(_check_named, name="check_agreement", arguments="Tensor place, str text, SymInt[] sizes")
 
 
-def _announce_arrival(group: Group) -> None:
-    """Records in the group's store that this rank has reached the group's first call, for the error of another rank."""
-    assert group.process_group is not None
-    store = group.process_group.get_group_store()
-    store.set(f"tp_invariant: came to the first call/{group.rank}", "")
-
-
-def _ranks_not_arrived(group: Group) -> list[int]:
-    """The ranks that have not reached the group's first call; [] if the store has ended, too.
-
-    A rank that ends breaks the others' connections at once, while a third rank may still be on its way: it has
-    ``_LATE`` to arrive before it is named.
-    """
-    assert group.process_group is not None
-    store = group.process_group.get_group_store()
-    keys = [f"tp_invariant: came to the first call/{rank}" for rank in range(group.size)]
-    try:
-        with suppress(RuntimeError):  # the time has passed
-            store.wait(keys, _LATE)
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:
-        return []
+# --- a group's first call -------------------------------------------------------------------------------------------
 
 
 def compare_environments(group: Group, device: torch.device) -> None:
     """Compares the ranks' environments, once for each group and kind of device, and exchanges liveness contacts.
 
     Raises:
-        RuntimeError: the same on every rank, at each call until the environments are equal.
+        RuntimeError: the same on every rank, at each call until the environments are equal; or this rank has waited in
+            vain for ranks that have not come to the group's first call, which it names.
     """
     if group.process_group is None:
         return
     kinds = _compared_devices.setdefault(group.process_group, set())
     if device.type in kinds:
         return
-    with _disable_current_modes():  # as in check_agreement
-        _compare_environments(group, device, kinds)
+    with without_dispatch_modes():  # as in check_agreement
+        facts = environment_facts(device)
+        if kinds:
+            compare(facts, group, device)
+        else:
+            _first_comparison(facts, group, device)
     kinds.add(device.type)
 
 
-def _compare_environments(group: Group, device: torch.device, kinds: set[str]) -> None:
+def _first_comparison(facts: Mapping[str, Any], group: Group, device: torch.device) -> None:
+    """A rank that ends breaks the others' connections at once, while a third one may still be on its way."""
     assert group.process_group is not None
-    facts = environment_facts(device)
-    if not kinds:
-        _announce_arrival(group)
+    store = group.process_group.get_group_store()
+    arrivals = [f"tp_invariant: came to the first call/{rank}" for rank in range(group.size)]
+    store.set(arrivals[group.rank], "")
     try:
-        _compare(facts, group, device)
+        compare(facts, group, device)
     except RuntimeError as error:
-        missing = [] if kinds else _ranks_not_arrived(group)
+        missing = []
+        with suppress(RuntimeError):  # the store may have ended, too
+            with suppress(RuntimeError):  # the time has passed
+                store.wait(arrivals, _LATE)
+            missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])]
         if not missing:
             raise
         ranks = dist.get_process_group_ranks(group.process_group)
@@ -330,16 +261,14 @@ def _compare_environments(group: Group, device: torch.device, kinds: set[str]) -
             f"rank {group.rank} of tp_group has waited for rank {named}, which has not come to the group's first call: "
             f"it has ended before, or makes no such call. See its log; every rank of tp_group must ({error})"
         ) from error
-    if not kinds:
 
-        def gather(own: bytes) -> list[bytes]:
-            data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(group_device(group, device))
-            return [bytes(row.tolist()) for row in gather_major(data, group).cpu()]
+    def gather(own: bytes) -> list[bytes]:
+        data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(group_device(group, device))
+        return [bytes(row.tolist()) for row in gather_major(data, group).cpu()]
 
-        contacts = [liveness.Contact.decode(contact) for contact in gather(liveness.own_contact().encode())]
-        liveness.remember_contacts(contacts)
-        if "cpu:gloo" in dist.get_backend_config(group.process_group):
-            call_records.share_records(group, gather)
+    liveness.remember_contacts([liveness.Contact.decode(one) for one in gather(liveness.own_contact().encode())])
+    if "cpu:gloo" in dist.get_backend_config(group.process_group):
+        call_records.share_records(group, gather)
 
 
 def share_error(error: Exception, group: Group, device: torch.device, agreed: set[Hashable]) -> None:
@@ -350,7 +279,7 @@ def share_error(error: Exception, group: Group, device: torch.device, agreed: se
             raise
 
     Communicates only if the other ranks are certain to compare this call: the first call, or any call with
-    TP_INVARIANT_CHECK=1. Returns if all ranks have found the same error.
+    TP_INVARIANT_CHECK=1. Returns if all ranks have found an error.
 
     Raises:
         RuntimeError: the same on every rank; says which rank has found which error.
@@ -360,66 +289,34 @@ def share_error(error: Exception, group: Group, device: torch.device, agreed: se
     if torch.compiler.is_compiling():  # no rank has called anything yet: each rank's compiler raises its own error
         return
     compare_environments(group, device)
-    text = f"{type(error).__name__}: {error}".replace(f" on rank {group.rank}", " here")
-    facts = {_LOCAL_ERROR: text}
-    _compare(facts, group, device)
+    compare(_error_facts(error, group), group, device)
 
 
-# --- comparing ------------------------------------------------------------------------------------------------------
+def compare_call(
+    numbers: Tensor, facts: Mapping[str, Any], group: Group, name: str, error: Exception | None = None
+) -> list[list[int]]:
+    """Every rank's `numbers`, at every call, where a call must gather them at its start anyway. A collective.
+
+    numbers: 1-D and integers, of one length in all calls of the group. So a rank that leaves out a layer meets the
+        others with its next call.
+    name: that of the argument which gives the group, for errors.
+    error: what this rank has found wrong in its call.
+
+    Raises:
+        RuntimeError: the same on every rank: the ranks' facts differ, or some have found an error.
+        Exception: `error`, if all ranks have found one.
+    """
+    compare_environments(group, numbers.device)
+    facts = facts if error is None else _error_facts(error, group)
+    rule = "They must make the same calls in the same order, in each micro-batch of a step"
+    rows = compare(facts, group, numbers.device, numbers, name=name, rule=rule)
+    if error is not None:
+        raise error
+    return rows
 
 
-def group_device(group: Group, device: torch.device) -> torch.device:
-    """The device of a group's small messages, the same kind on all ranks even if their tensors' devices differ."""
-    if "cpu:" in dist.get_backend_config(group.process_group):
-        return torch.device("cpu")
-    return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-
-
-def _compare(
-    facts: Mapping[str, Any],
-    group: Group,
-    device: torch.device,
-    agreed: Collection[Hashable] = frozenset(),
-    shard: int = 0,
-    source: int = 0,
-) -> None:
-    numbers = mark(sorted(facts.items())), shard, source
-    own = torch.tensor(numbers, dtype=torch.int64, device=group_device(group, device))
-    call_context.comparing = partial(_describe_new_call, facts, agreed)
-    try:
-        marks, shards, sources = gather_major(own, group).view(-1, 3).t().tolist()
-    finally:
-        call_context.comparing = None
-    if len(set(marks)) == 1:
-        check_shards(shards, facts.get("the layer", ""))
-        check_sources(sources, facts.get("the layer", ""))
-        return
-    assert group.process_group is not None
-    report = {name: repr(value) for name, value in facts.items()}, _layer_counts.get(group.process_group, 0)
-    everyone, made = zip(*gather_objects(report, group), strict=True)
-    _layer_counts[group.process_group] = max(made)  # so that layers which are built after the error have equal numbers
-    found = differences(everyone)
-    hashes = (_HASH_OF, _HASH_OF_PARAMETER)
-    found = {name: values for name, values in found.items() if not name.startswith(hashes)} or found  # of other calls
-    names = sorted(found, key=lambda name: name not in (_NUMBER, "the layer"))  # first, where there are many
-    parts = [f"{name} is {format_values(found[name])}" for name in ([_LOCAL_ERROR] if _LOCAL_ERROR in found else names)]
-    if len(parts) > _SHOWN:
-        parts[_SHOWN:] = [f"and {len(parts) - _SHOWN} more"]
-    order = (
-        ". Layers are numbered in the order in which they are made for a tp_group: make the same layers on every rank, "
-        "and call them in the same order"
-    )
-    batch = (
-        ". Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel ranks alone"
-    )
-    seed = ". Seed all ranks alike before the layers are made, or load one checkpoint on every rank"
-    raise RuntimeError(
-        f"the {group.size} ranks of tp_group disagree: {' | '.join(parts)}. They must make the same calls with the "
-        "same settings, and under sequence_parallel the degree must divide the sequence"
-        + (order if any(part.startswith(f"{_NUMBER} is ") for part in parts) else "")
-        + (batch if any(name.startswith(_HASH_OF) for name in found) else "")
-        + (seed if any(name.startswith(_HASH_OF_PARAMETER) for name in found) else "")
-    )
+def _error_facts(error: Exception, group: Group) -> dict[str, Any]:
+    return {LOCAL_ERROR: f"{type(error).__name__}: {error}".replace(f" on rank {group.rank}", " here")}
 
 
 # --- backward -------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Group, gather_major
+from ..comm.collectives import Group
 from ..core.bits import tensor_hash
-from .agreement import check_agreement, group_device
+from .agreement import compare_environments
+from .compare import compare
 from .differences import format_unnamed, ranks_by_value
 
 _SHOWN = 5
@@ -41,15 +42,16 @@ def check_same_model(
     named = {name: t for tensors in kinds.values() for name, t in tensors.items()}
     if group.process_group is None or group.size == 1 or not named:
         return
-    place = group_device(group, next((t.device for t in named.values() if not t.is_meta), torch.device("cpu")))
+    device = next((t.device for t in named.values() if not t.is_meta), torch.device("cpu"))
     counts = ", ".join(f"{len(tensors)} {kind}" for kind, tensors in kinds.items())
     shapes = {f"the dtype and shape of {name}": (str(t.dtype), tuple(t.shape)) for name, t in named.items()}
-    check_agreement({"the model": f"{type(model).__name__}, {counts}", **shapes, **facts}, group, place, set())
-    own = torch.stack([tensor_hash(t.detach()).to(place) for t in named.values()])
-    everyone = gather_major(own, group).t().tolist()
+    compare_environments(group, device)
+    hashes = torch.stack([tensor_hash(t.detach()).cpu() for t in named.values()])
+    facts = {"the model": f"{type(model).__name__}, {counts}", **shapes, **facts}
+    everyone = zip(*compare(facts, group, device, hashes), strict=True)
     problems = {}
-    for name, hashes in zip(named, everyone, strict=True):
-        values = ranks_by_value((rank, value) for rank, value in enumerate(hashes) if value)
+    for name, column in zip(named, everyone, strict=True):
+        values = ranks_by_value((rank, value) for rank, value in enumerate(column) if value)
         if len(values) > 1:
             problems[name] = f"  {name}: {format_unnamed(values)}"
     if problems:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..comm.collectives import Group, exchange_flat, ranks_of
 from ..comm.wire import gather_objects
-from ..consistency.same_call import gather_if_same_call
+from ..consistency.agreement import compare_call
 from ..core.dtensors import is_dtensor, local_of
 from ..core.layout import split_sizes
 from ..functional.partial_gradients import PartialGradients, partial_gradients_of
@@ -159,7 +159,7 @@ class ExpertSums:
         """
         numbers = torch.zeros(self.group.size, dtype=torch.int64, device=self.parameters[0].device)
         facts = {"the call": "MicroBatchTree.reduce", "the number of micro-batches added": added}
-        gather_if_same_call(numbers, facts, self.group, "expert_parallel_group")
+        compare_call(numbers, facts, self.group, "expert_parallel_group")
 
     def totals(self, divide_by: int | None, chunk: int) -> list[Tensor]:
         """The sum of all micro-batches, divided, for each parameter; fp32. A collective of dp_group.

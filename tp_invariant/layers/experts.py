@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
-from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
-from ..consistency.same_call import gather_if_same_call
+from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, compare_call, share_error
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.fsdp import resharded_whole
 from ..core.graph_breaks import outside_of_graphs
@@ -492,7 +491,7 @@ class Experts(ShardedModule):
             counts = torch.zeros(self.group.size, dtype=torch.int64, device=x.device)
         before, call_context.layer = call_context.layer, None
         try:
-            table = gather_if_same_call(counts, facts, self.group, "expert_parallel_group", error)
+            table = compare_call(counts, facts, self.group, "expert_parallel_group", error)
             weight = self._parameters.get(self.up_name)
             check_agreement(facts, self.group, x.device, self._agreed, weight, self.shards_may_be_equal)
         finally:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
-from ..consistency.agreement import check_agreement, compare_environments, group_device, share_error
+from ..consistency.agreement import check_agreement, compare_environments, share_error
+from ..consistency.compare import LOCAL_ERROR, group_device
 from ..consistency.differences import mark
-from ..consistency.same_gradients import Question, compare, maximal_groups
+from ..consistency.same_gradients import GradientComparison, compare_gradients, maximal_groups
 from ..core.bits import tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.fsdp import sharded_parameters
@@ -40,8 +41,6 @@ from .grad_partial_sums import (
     shape_of,
 )
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
-
-_LOCAL_ERROR = "an error before the call"  # if ranks differ in it, consistency/agreement.py shows no other difference
 
 _USUAL_CAUSES = (
     "The parameter counts as replicated, so its gradient must be the same on every rank. Usual causes: a plain norm "
@@ -77,10 +76,9 @@ def clip_grad_norm_(
     pass the same parameters in the same order.
 
     Gradients of replicated parameters must be the same on every rank. The ranks compare digests of them: on CPUs in
-    every call; on GPUs in the first call with gradients of these shapes, and afterwards without waiting, so that a
-    difference is reported by the next call; with TP_INVARIANT_CHECK=1 always in the same call; inside a CUDA graph
-    never. They compare over tp_group and over the groups in the parameters' attributes: a model without sharded
-    parameters is compared only if tp_group is given.
+    every call; on GPUs in the first call with gradients of these shapes, and with TP_INVARIANT_CHECK=1 in every call;
+    inside a CUDA graph never. They compare over tp_group and over the groups in the parameters' attributes: a model
+    without sharded parameters is compared only if tp_group is given.
 
     A DTensor, alone or among plain tensors, counts each element of its full tensor once. Its partial sums run along the
     dim of the last Shard among its placements, or along dim 0 if all are Replicate, independent of the mesh's sizes: so
@@ -294,39 +292,30 @@ class ClipCall:
     def agree(self, caller: str, options: Mapping[str, Any]) -> None:
         """Compares the call and the gradients of replicated parameters across ranks, then raises `error`, if any."""
         if self.maximal_groups and self.held:
-            compare(
-                [self.question(compared_group, caller, options) for compared_group in self.maximal_groups],
-                self.device,
-                caller,
-            )
+            comparisons = [self.comparison(compared_group, caller, options) for compared_group in self.maximal_groups]
+            compare_gradients(comparisons, self.device, caller)
         if self.error is not None:
             raise self.error
 
-    def question(self, compared_group: Group, caller: str, options: Mapping[str, Any]) -> Question:
+    def comparison(self, compared_group: Group, caller: str, options: Mapping[str, Any]) -> GradientComparison:
         """What is compared over a group."""
         if self.error is not None:
             text = f"{type(self.error).__name__}: {self.error}".replace(f" on rank {self.rank}", " here")
             # equal on all ranks that have an error: then each rank raises its own
-            return Question(compared_group, (_LOCAL_ERROR,), lambda: {_LOCAL_ERROR: text}, (), list, "")
-        mode = is_tp_invariant_mode_enabled()
-        gradients = tuple(self._gradient_facts(compared_group))
-        facts = mode, tuple(options.values()), gradients
-
-        def named_facts() -> dict[str, Any]:
-            each = {
-                f"the gradient of parameter {index}": facts and tuple(map(_plain, facts)) for index, facts in gradients
-            }
-            return {
-                "the TP-invariant mode": mode,
-                **{f"{name} of {caller}": value for name, value in options.items()},
-                **each,
-            }
-
+            return GradientComparison(compared_group, {LOCAL_ERROR: text}, (), (), "")
+        facts = {
+            "the TP-invariant mode": is_tp_invariant_mode_enabled(),
+            **{f"{name} of {caller}": value for name, value in options.items()},
+            **{
+                f"the gradient of parameter {index}": of_gradient and tuple(map(_plain, of_gradient))
+                for index, of_gradient in self._gradient_facts(compared_group)
+            },
+        }
         whole = _whole_over(self.with_grad, compared_group)
-        # a list of texts, since an error may be raised in a later call: the gradients' memory is free until then
-        names = [f"the gradient of parameter {h.number} with shape {tuple(shape_of(h.parameter))}" for h in whole]
-        grads = [held.local for held in whole]
-        return Question(compared_group, facts, named_facts, grads, lambda: names, _USUAL_CAUSES)
+        names = [
+            f"the gradient of parameter {held.number} with shape {tuple(shape_of(held.parameter))}" for held in whole
+        ]
+        return GradientComparison(compared_group, facts, [held.local for held in whole], names, _USUAL_CAUSES)
 
     def _gradient_facts(self, compared_group: Group) -> list[tuple[int, tuple | None]]:
         """(number, `_facts` of its gradient, or None without one) for each parameter."""
@@ -342,11 +331,11 @@ class ClipCall:
         ):
             return
         caller, name = "clip_grad_norm_", "the norm of all gradients"
-        asked = [
-            Question(compared_group, (name,), lambda: {}, [total], lambda: [name], _ACROSS_GROUPS_CAUSES)
+        comparisons = [
+            GradientComparison(compared_group, {"the call": name}, [total], [name], _ACROSS_GROUPS_CAUSES)
             for compared_group in self.maximal_groups
         ]
-        compare(asked, total.device, f"{caller}, once each rank has its norm")
+        compare_gradients(comparisons, total.device, f"{caller}, once each rank has its norm")
 
 
 def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | None) -> Group:

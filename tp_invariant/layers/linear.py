@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
-from ..consistency.same_draws import note_source
+from ..consistency.shards import note_source
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.function_modes import enter_again, leave

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
-from ..consistency.same_draws import note_conversion, note_source, source_of
+from ..consistency.shards import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 from .saved_shards import refuse_to_save
@@ -58,7 +58,7 @@ def mark_sharded(
                                 same micro-batch; a backward gives gradients of all of the group's micro-batches. Else
                                 None, or not there
 
-    A user may set two others: `shards_may_be_equal`, then equal parts on several ranks are no error (equal_shards.py);
+    A user may set two others: `shards_may_be_equal`, then equal parts on several ranks are no error (shards.py);
     and `shared`, then another stage of a pipeline counts the parameter (grad_norm.py).
 
     Args:

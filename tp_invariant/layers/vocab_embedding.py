@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
-from ..consistency.same_draws import note_source
+from ..consistency.shards import note_source
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local, local_of, refuse_dtensor

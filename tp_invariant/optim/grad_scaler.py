@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ..comm.collectives import Group, gather_major, resolve_group
-from ..consistency.agreement import group_device
+from ..consistency.compare import group_device
 from ..consistency.same_gradients import maximal_groups
 from ..core.dtensors import is_dtensor, local_of
 from ..layers.parameters import carried_group

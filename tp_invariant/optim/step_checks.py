@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, is_capturing
-from ..consistency.same_gradients import compare, in_common_order, maximal_groups
+from ..consistency.same_gradients import compare_gradients, in_common_order, maximal_groups
 from ..core.dtensors import is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
 from ..layers.grad_norm import ClipCall
@@ -122,9 +122,9 @@ def _compare_replicated(optimizer: Optimizer) -> None:
 
 def _compare(optimizer: Optimizer, calls: Mapping[Group, ClipCall], why: str) -> None:
     caller = f"{type(optimizer).__name__}.step"
-    questions = [call.question(group, caller, {}) for group, call in calls.items()]
-    questions = [question._replace(why=f"{question.why}. {why}") for question in questions]
-    compare(questions, _parameters(optimizer)[0].device, caller, at_once=True)
+    comparisons = [call.comparison(group, caller, {}) for group, call in calls.items()]
+    comparisons = [one._replace(why=f"{one.why}. {why}") for one in comparisons]
+    compare_gradients(comparisons, _parameters(optimizer)[0].device, caller, every_call=True)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
