@@ -25,7 +25,8 @@ from tp_invariant.comm import peer_copies
 from tp_invariant.comm.collectives import Group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional.attention_choice import safe_attention
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.tokens import shared_tokens
+from tp_invariant.gemm.weights import weight_cache
 
 CONTENDERS = ("stock", "gather_all", "tp_invariant")
 PARTS = ("projections", "mlp", "layer")
@@ -170,10 +171,10 @@ class Stack(nn.Module):
 @contextlib.contextmanager
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
-    before = scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens
+    before = weight_cache.keep, weight_cache.ahead, weight_cache.ahead_in_graphs, shared_tokens.enabled
     transport = peer_copies.transport()
-    scheduler.keep = keep if contender == "tp_invariant" else 0
-    scheduler.ahead = scheduler.ahead_in_graphs = scheduler.share_tokens = contender == "tp_invariant"
+    weight_cache.keep = keep if contender == "tp_invariant" else 0
+    weight_cache.ahead = weight_cache.ahead_in_graphs = shared_tokens.enabled = contender == "tp_invariant"
     try:
         with tpi.set_tp_invariant_mode(contender != "stock"):
             if contender != "tp_invariant":
@@ -181,4 +182,4 @@ def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
             yield
     finally:
         os.environ[peer_copies.TRANSPORT_VARIABLE] = transport
-        scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens = before
+        weight_cache.keep, weight_cache.ahead, weight_cache.ahead_in_graphs, shared_tokens.enabled = before

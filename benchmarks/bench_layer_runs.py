@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_invariant import graphs
 from tp_invariant.comm import peer_copies, peer_reads, small_gathers, wire
 from tp_invariant.comm.collectives import Group
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 
 Call = Callable[[], Any]
 
@@ -231,5 +231,5 @@ def forget() -> None:
     """Drops what the library keeps between calls, and graphs: NCCL's communicators end after those that hold them."""
     while _graphed:
         _graphed.pop().remove()
-    scheduler.clear()
+    weight_cache.clear()
     gc.collect()

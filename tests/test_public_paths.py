@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import tp_invariant as tpi
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 
 PATHS = {  # what the README and the pages name
     "batch_invariant": "set_batch_invariant_mode batch_invariant is_batch_invariant_mode_enabled "
@@ -38,7 +38,7 @@ def test_modules_and_their_names(path):
 
 
 def test_an_alias_holds_the_very_objects():
-    assert tpi.owners.weight_cache is scheduler
+    assert tpi.owners.weight_cache is weight_cache
     for path in ("owners", "parameters", "plans", "regions", "kernels.tensor_core"):
         alias = importlib.import_module(f"tp_invariant.{path}")
         for name in alias.__all__:

@@ -10,8 +10,7 @@ from .gemm.owner_maps import (
     sharded_product,
     start_product,
 )
-from .gemm.scheduler import WeightLayout
-from .gemm.scheduler import scheduler as weight_cache
+from .gemm.weights import WeightLayout, weight_cache
 
 __all__ = [
     "OWNER_MAPS",

@@ -13,7 +13,7 @@ from tp_invariant.comm import peer_copies
 from tp_invariant.comm.collectives import resolve_group, start_exchange_rows, start_gather_dim, start_gather_major
 from tp_invariant.comm.copy_protocol import CapturedCopies, Flag
 from tp_invariant.comm.peer_copies import copies_of
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.kernels import launch, peer_flags
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks
 
@@ -302,7 +302,7 @@ def captured_steps(tp_group, choice):
     with (
         mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice),
         mock.patch.object(peer_copies, "MIN_BYTES", 2**18),
-        mock.patch.object(scheduler, "ahead_in_graphs", True),
+        mock.patch.object(weight_cache, "ahead_in_graphs", True),
         tpi.set_tp_invariant_mode(True),
     ):
         stream = torch.cuda.Stream()
@@ -327,7 +327,7 @@ def captured_steps(tp_group, choice):
             graph.replay()
             results = [t.detach().clone() for t in outputs]
         torch.cuda.synchronize()
-        scheduler.clear()
+        weight_cache.clear()
     parts = [testing.digest([start_gather_dim(results[i], 0, group).wait()]) for i in range(2)]
     return parts, started
 

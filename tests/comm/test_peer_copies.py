@@ -26,8 +26,8 @@ from tp_invariant.comm.collectives import (
 from tp_invariant.comm.copy_protocol import PER_CLASS, Flag, PeerCopies, size_class
 from tp_invariant.comm.peer_copies import copies_of, transport
 from tp_invariant.core.torch_graphs import torch_graph
-from tp_invariant.gemm import scheduler as scheduling
-from tp_invariant.gemm.scheduler import Scheduler, WeightLayout, scheduler
+from tp_invariant.gemm import weights as gemm_weights
+from tp_invariant.gemm.weights import WeightCache, WeightLayout, weight_cache
 from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
 
 # --- simulated ranks ------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def on_lent(tp_group):
                 with mock.patch.multiple(peer_copies, **LENDING):
                     got = two_steps(tp_group, sp, owner_map)
                     most = Lent.open
-                    scheduler.clear()
+                    weight_cache.clear()
                 found.append((digest(got) == digest(want), bool(torch.stack([t.isnan().any() for t in got]).any())))
                 found[-1] += (Lent.started, most, Lent.open)
     return found
@@ -338,23 +338,26 @@ def test_nothing_reads_a_buffer_that_was_released():
 
 
 def test_cached_gathers_are_not_in_leased_buffers(monkeypatch):
-    """`keep` set after a gather was started: that gather is dropped, because a CUDA graph may read cached weights."""
+    """Nor is one that was started before `keep` was set, because a CUDA graph may read what is kept."""
     started = []
 
     def start(weight, layout, *, lend, **options):
         started.append(Lent(Pending(weight, None)) if lend else Pending(weight, None))
         return started[-1]
 
-    monkeypatch.setattr(scheduling, "start_weight", start)
-    cache, weight, layout = Scheduler(), torch.ones(3), WeightLayout("whole", 0, Group(None, 0, 1))
+    monkeypatch.setattr(gemm_weights, "start_weight", start)
+    cache, weight, layout = WeightCache(), torch.ones(3), WeightLayout("whole", 0, Group(None, 0, 1))
     Lent.open = 0
-    cache.prefetch_weight(weight, layout)
+    cache.prefetch(weight, layout)
     assert Lent.open == 1
     cache.keep = 1
-    assert not cache.holds_weight(weight, layout)
-    assert cache.take_weight(weight, layout) is started[1]
+    taken = cache.take(weight, layout)
+    assert taken is started[0]
+    taken.wait()
+    taken.release()
     assert Lent.open == 0
-    assert cache.take_weight(weight, layout) is started[1]
+    assert cache.take(weight, layout) is started[1]
+    assert cache.take(weight, layout) is started[1]
 
 
 # --- what is chosen -------------------------------------------------------------------------------------------------

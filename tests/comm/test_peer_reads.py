@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import tp_invariant as tpi
 from tp_invariant.comm import collectives, moves, peer_copies, peer_reads, small_gathers
 from tp_invariant.comm.collectives import Group, Pending, gather_dim, resolve_group
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
 
 GPUS = gpu_ranks()
@@ -115,7 +115,7 @@ def training(tp_group, sp, owner_map):
         x, dy = (t.chunk(group.size)[group.rank] for t in (x, dy))
 
     def step():
-        scheduler.clear()
+        weight_cache.clear()
         torch.manual_seed(0)
         layers = [
             tpi.Linear(48, 64, parallel_mode="column", **options), tpi.Linear(64, 48, parallel_mode="row", **options)
@@ -293,7 +293,7 @@ def mlp(tp_group, tokens, hidden, inner, owner_map, choice):
         y = row(F.silu(column(given)))
         y.backward(dy)
         torch.cuda.synchronize()
-        scheduler.clear()
+        weight_cache.clear()
         used = peer_reads.reads_of(group, x.device).moves - before if choice == "auto" and group.size > 1 else 0
     results = [y.detach(), given.grad, column.weight.grad, row.weight.grad]
     if group.size > 1:

@@ -12,7 +12,7 @@ import torch
 import tp_invariant as tpi
 from tp_invariant.comm import small_gathers
 from tp_invariant.comm.collectives import gather_dim, gather_major, resolve_group
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
 
 GPUS = gpu_ranks()
@@ -176,7 +176,7 @@ def layer(tp_group, rows, choice):
     before = 0
     with (
         mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice),
-        mock.patch.object(scheduler, "keep", 1),  # so that activations alone travel in the graph
+        mock.patch.object(weight_cache, "keep", 1),  # so that activations alone travel in the graph
         tpi.set_tp_invariant_mode(True),
         torch.no_grad(),
     ):
@@ -192,7 +192,7 @@ def layer(tp_group, rows, choice):
         captured.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        scheduler.clear()
+        weight_cache.clear()
     count = 0
     if choice == "auto" and group.size > 1:
         count = channels.eager.gathers + channels.captured.gathers - before

@@ -21,7 +21,7 @@ from tp_invariant.core import mode
 from tp_invariant.core.identity import identify
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
 from tp_invariant.gemm import set_default_gemm_fn
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
@@ -134,7 +134,7 @@ def odd_linear(tp_group, what, enabled):
     if what == "owner_map":
         options["owner_map"] = "rows" if odd else "cols"
     if what == "ahead" and odd:
-        scheduler.ahead = False  # the next case finds it as it was
+        weight_cache.ahead = False  # the next case finds it as it was
     dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
     with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
         layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, dtype=dtype, **options)
@@ -372,7 +372,7 @@ def keeps_more(tp_group, what):
     """A layer that has been called finds how many weights are kept changed, on one rank to another number."""
     layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)
     layer(torch.ones(4, 8))
-    scheduler.keep = 2 if tp_group.rank() == ODD and what == "keep" else 1
+    weight_cache.keep = 2 if tp_group.rank() == ODD and what == "keep" else 1
     layer(torch.ones(4, 8))
 
 

@@ -63,7 +63,6 @@ ALLOWED = {
     "functional/stock.py": 1,
     "functional/vocab.py": 1,
     "gemm/gemm_fn.py": 2,
-    "gemm/scheduler.py": 3,
     "graphs/capture.py": 3,
     "graphs/checks.py": 4,
     "graphs/graphed_call.py": 1,

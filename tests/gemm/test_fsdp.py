@@ -19,12 +19,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import tp_invariant as tpi
-from tp_invariant.comm.collectives import Group, Pending
+from tp_invariant.comm.collectives import Pending
 from tp_invariant.core import fsdp
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.core.fsdp import resharded_whole
-from tp_invariant.gemm import scheduler as scheduling
-from tp_invariant.gemm.scheduler import WeightLayout, scheduler
+from tp_invariant.gemm import weights as gemm_weights
+from tp_invariant.gemm.weights import WeightLayout, weight_cache
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 STEPS = 3
@@ -89,9 +89,12 @@ class Late(Pending):
 @contextlib.contextmanager
 def garbage_in_freed_memory():
     """fully_shard's memory holds garbage when it is freed, and comes back at the address that it had."""
-    start, free = scheduling.start_weight, FSDPParam.free_unsharded_param
+    start, free = gemm_weights.start_weight, FSDPParam.free_unsharded_param
 
     def start_weight(weight, layout, *, early, **options):
+        if weight.untyped_storage().nbytes() == 0:
+            weight = torch.full(weight.shape, 1e30)
+
         def now():
             return start(weight, layout, early=early, **options)
 
@@ -106,8 +109,8 @@ def garbage_in_freed_memory():
         free(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling, "start_weight", start_weight)
-        patch.setattr(scheduling, "_state", lambda weight: (weight._version, weight.shape, weight.dtype))
+        patch.setattr(gemm_weights, "start_weight", start_weight)
+        patch.setattr(gemm_weights, "_memory_of", lambda weight: (weight.untyped_storage()._cdata, weight.shape))
         patch.setattr(FSDPParam, "free_unsharded_param", free_unsharded_param)
         yield
 
@@ -131,27 +134,6 @@ def managed(whole):
         yield looks
 
 
-def test_aliases_of_fully_shards_memory_die():
-    """A compiled block's op has another alias of the weight at every call: none is held, nor looked up anew."""
-    whole, layout = torch.nn.Parameter(torch.ones(2, 3)), WeightLayout("whole", 0, Group(None, 0, 1))
-    with managed(whole) as looks, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling, "LIMIT", 8)
-        of = scheduling._OfGroup()
-        for _ in range(50):
-            alias = whole.detach()
-            use = of.use(alias, layout)
-            of.schedule.note(use, scheduling.Phase.FORWARD)
-            assert use.resharded is not None, "the control: fully_shard's"
-            assert not scheduling._is_empty(use.resharded)
-            assert len(of.uses) <= 8
-        dead = weakref.ref(alias)
-        del alias
-        assert dead() is None
-        assert len(looks) == 1
-        whole.untyped_storage().resize_(0)
-        assert scheduling._is_empty(use.resharded), "fully_shard frees it, and the use of an alias that is gone knows"
-
-
 def test_what_is_known_of_fully_shards_memory_holds_none_and_is_checked():
     whole = torch.nn.Parameter(torch.ones(2, 3))
     with managed(whole) as looks:
@@ -173,7 +155,7 @@ def sharded(tp_group, kind, keep, simulated, rule):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"] if kind == "mesh" else mesh["tp"].get_group()
-    scheduler.keep = keep
+    weight_cache.keep = keep
     with contextlib.ExitStack() as stack:
         stack.enter_context(tpi.set_tp_invariant_mode(True))
         model = torch.nn.Sequential(Block(tp), Block(tp))
@@ -184,15 +166,15 @@ def sharded(tp_group, kind, keep, simulated, rule):
             stack.enter_context(garbage_in_freed_memory())
         if not rule:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-                scheduling, "resharded_whole", lambda weight: None
+                gemm_weights, "resharded_whole", lambda weight: None
             )
         results = train(model)
         model[0].unshard()
         weight, layout = local_of(model[0].up.weight), WeightLayout("whole", 0, model[0].up.group)
-        scheduler.prefetch_weight(weight, layout)
-        assert scheduler.holds_weight(weight, layout) != rule, "it would be of memory that is freed"
+        weight_cache.prefetch(weight, layout)
+        assert weight_cache.holds(weight, layout) == [not rule], "it would be of memory that is freed"
         assert resharded_whole(weight) is weight and resharded_whole(torch.zeros(2)) is None, "of the weight alone"
-        scheduler.clear()
+        weight_cache.clear()
         model[0].reshard()
     return results
 
@@ -210,7 +192,7 @@ def flat(tp_group, keep):
     """The same with FSDP's first form, FullyShardedDataParallel."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    scheduler.keep = keep
+    weight_cache.keep = keep
     wrap = functools.partial(
         FullyShardedDataParallel,
         process_group=mesh["dp"].get_group(),

@@ -24,8 +24,8 @@ from tp_invariant.comm import peer_copies
 from tp_invariant.comm.collectives import Group, resolve_group, start_gather_major
 from tp_invariant.comm.peer_copies import copies_of
 from tp_invariant.functional import attention_choice
-from tp_invariant.gemm import scheduler as scheduling
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm import weights as gemm_weights
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.graphs import capture as graphs
 from tp_invariant.graphs import checks as graph_checks
 from tp_invariant.graphs.graphed_call import GraphedForward
@@ -39,7 +39,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Captured:
-    """What the emulation would capture: the actions of the scheduler in each forward and backward; and what it
+    """What the emulation would capture: the actions of the weight cache in each forward and backward; and what it
     leaves unfinished, which would make the capture fail."""
 
     passes: ClassVar[list[list[str]]] = []
@@ -48,15 +48,15 @@ class Captured:
     @classmethod
     @contextlib.contextmanager
     def one(cls):
-        start, cls.passes = scheduling.start_weight, [*cls.passes, []]
+        start, cls.passes = gemm_weights.start_weight, [*cls.passes, []]
 
         def noting(weight, layout, *, early, **options):
             cls.passes[-1].append("ahead" if early else "when needed")
             return start(weight, layout, early=early, **options)
 
-        with mock.patch.object(scheduling, "start_weight", noting):
+        with mock.patch.object(gemm_weights, "start_weight", noting):
             yield
-        cls.left_over += sum(len(of.early) for of in scheduler._groups.values())
+        cls.left_over += sum(len(of.early) for of in weight_cache._groups.values())
 
 
 def emulated(callables, sample_args, num_warmup_iters=3, allow_unused_input=False, pool=None):
@@ -231,7 +231,7 @@ def trained(tp_group, graphed, mode=True, device="cpu", transport="auto", **size
         if device == "cuda" and tp_group.size() > 1 and transport == "auto" and graphed:
             captured = copies_of(resolve_group(tp_group), torch.device(device, torch.cuda.current_device())).captured
             copies = 0 if captured is None else captured.started
-        scheduler.clear()
+        weight_cache.clear()
     return digest(results), results[0], copies
 
 
@@ -302,7 +302,7 @@ def trained_in_shapes(tp_group, graphed, device, mode=True, dtype=torch.float32)
         results.append(tpi.testing.full_grads(model))
         if graphed:
             handle.remove()
-        scheduler.clear()
+        weight_cache.clear()
         return digest(results)
 
 
@@ -414,7 +414,7 @@ def hf_steps(tp_group, graphed, device, sizes, kind="group"):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach().cpu())
-        scheduler.clear()
+        weight_cache.clear()
         return digest([losses, tpi.testing.full_parameters(model)])
 
 
@@ -437,7 +437,7 @@ def captured():
         scale = torch.ones(HIDDEN, device=x_of(alone).device)
         graphs.graph_layers(model, lambda: through(model, x_of(alone), scale=scale, mix={"by": (0.5, None)}))
         yield model, x_of(alone), dict(scale=scale, mix={"by": (0.5, None)})
-        scheduler.clear()
+        weight_cache.clear()
 
 
 def test_arguments_by_position_and_name_and_results_in_their_places(captured):

@@ -21,7 +21,7 @@ from tp_invariant.consistency import agreement
 from tp_invariant.consistency.agreement import AgreedCalls
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.gemm import set_default_gemm_fn
-from tp_invariant.gemm.scheduler import scheduler
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.layers import linear as layers_linear
 from tp_invariant.layers import parallel_norm
@@ -100,11 +100,11 @@ OF_BOTH = [
 
 @contextmanager
 def keeps():
-    before, scheduler.keep = scheduler.keep, 3
+    before, weight_cache.keep = weight_cache.keep, 3
     try:
         yield
     finally:
-        scheduler.keep = before
+        weight_cache.keep = before
 
 
 OF_LINEAR = [

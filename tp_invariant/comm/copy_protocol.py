@@ -12,7 +12,7 @@ streams write into peers' memory and wait for, so that no kernel has to start fo
               part hang, as in any collective, and never read or overwrite another use's bytes.
     deadlock  a stream waits only for what its peers launch at the same place of the program or before. So ranks may
               run ahead of each other, and streams may share a hardware queue.
-    buffers   are lent: owner_maps.py releases them once its product is launched, scheduler.py when the next layer
+    buffers   are lent: owner_maps.py releases them once its product is launched, tokens.py when the next layer
               comes. Which one is taken depends on the sizes and the order of starts and releases alone, which ranks of
               one program share. What is kept or returned to a caller goes another way, as does what finds no buffer.
     graphs    `CapturedCopies` have buffers of their own, and flags that count by themselves instead of numbers

@@ -41,7 +41,7 @@ from ..core.bits import digest, leaves
 from ..core.layout import shard
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.torch_private import tree
-from ..gemm.scheduler import scheduler
+from ..gemm.weights import weight_cache
 from ..hugging_face.experts import use_own_code
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
@@ -339,7 +339,7 @@ def _preserved_state(model: nn.Module) -> Iterator[None]:
         for kind in {p.device.type for p in model.parameters()} | {"cpu"}:
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(scheduler.clear)  # of what it learnt of the copies
+        stack.callback(weight_cache.clear)  # of what it learnt of the copies
         yield
 
 

@@ -333,7 +333,7 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     """Another object for the same bytes, except for parameters.
 
     Compiled code writes new values into the memory, and even the tensor object, of one that it needs no more, and does
-    not raise its version: by neither would gemm/scheduler.py see that it is another.
+    not raise its version: by neither would gemm/weights.py see that it is another.
     """
     if type(tensor) is Tensor:  # for other types isinstance calls Python
         return tensor.detach()

@@ -6,7 +6,7 @@ autograd function is given the DTensor itself, which autograd knows, computes wi
 gradient with the DTensor's own spec. `with_dtensors` makes such a function of one that knows plain tensors alone.
 
 torch counts the writes to a DTensor (`_version`), and not those to its local tensor that come through the DTensor: an
-optimizer's step, `copy_`. What goes by the version of a weight (gemm/scheduler.py) has the local tensor. So
+optimizer's step, `copy_`. What goes by the version of a weight (gemm/weights.py) has the local tensor. So
 `local_of` passes the count on, and after an optimizer's step so is that of all its parameters.
 """
 

@@ -5,7 +5,7 @@ pool of torch's, which must know of all that outlives the graph: results, and wh
 decides by itself when it records again, so that one may record what others replay. So what moves bytes in there
 
     leaves nothing    no gather starts ahead of its use, is kept, or is shared, and nothing is learnt of the order of
-                      calls, which a replay would not see (gemm/scheduler.py)
+                      calls, which a replay would not see (gemm/weights.py)
     moves by NCCL     or the group's other collectives, which meet whether a rank calls, records or replays them; copies
                       between peers count their uses otherwise inside of graphs than outside (comm/peer_copies.py)
 """

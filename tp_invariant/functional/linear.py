@@ -11,7 +11,7 @@ Communication is started ahead of its use, in the same order on every rank:
     column backward   x's tokens, then dy's rows to their owners; wgrad runs while dy travels, dgrad comes last
     row backward      dy's tokens; then those of the x of the column-parallel layer that was called before it, whose
                       backward is next: they travel beside this layer's dgrad and wgrad
-    weights           one use ahead; gemm/scheduler.py knows the order
+    weights           one use ahead; gemm/weights.py knows the order
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from ..gemm.gemm_fn import (
     uses_bundled,
 )
 from ..gemm.owner_maps import ShardedWeight, start_product
-from ..gemm.scheduler import scheduler
+from ..gemm.tokens import shared_tokens
+from ..gemm.weights import weight_cache
 from .main_grad import MainGrad, is_asked_for
 from .regions import among_unread_parts, dim_gathered, dim_of_part_read, gather_of
 
@@ -68,7 +69,7 @@ class LinearCall:
             return Pending(x, None)
         if user is None:
             return start_gather_dim(x, self.sequence_dim, self.group)
-        return scheduler.take_tokens(x, self.sequence_dim, self.group, user)
+        return shared_tokens.take(x, self.sequence_dim, self.group, user)
 
     def start_product(
         self, a: Tensor, weight: Tensor, k_dim: int, bias: Tensor | None = None, *, scatter_dim: int | None = None,
@@ -272,7 +273,7 @@ class ColumnLinear(_Linear):
             # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
             hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             x_held, gathers = None if hooked else x, ctx.needs_input_grad[1]
-            ctx.tokens = scheduler.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
+            ctx.tokens = shared_tokens.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
         ctx.gather = None if call.sequence_parallel or not call.grad else gather_of(x, call.group)
         gathered = call.start_gather_tokens(x, weight)
         try:
@@ -317,7 +318,7 @@ class RowLinear(_Linear):
         if call.group.size == 1:
             return _local(call, x, weight, bias, transposed=True)
         if call.sequence_parallel and call.grad:
-            ctx.tokens = scheduler.tokens_before(call.group)
+            ctx.tokens = shared_tokens.before(call.group)
         return call.start_product(x, weight, 1, bias)()
 
     @staticmethod
@@ -331,7 +332,7 @@ class RowLinear(_Linear):
         if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share this gather
             gathered = moves.start_gather_dim(dy, call.sequence_dim, call.group)
         dy_full = gathered.wait()
-        scheduler.start_tokens(ctx.tokens)
+        shared_tokens.start(ctx.tokens, weight_cache.ahead_in_graphs)
         ctx.tokens = None
         try:
             dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None

@@ -28,7 +28,7 @@ from ..core.options import OwnerMap
 from ..core.torch_graphs import in_torch_graph
 from .cost_model import Problem, choose, costs_of, explain
 from .gemm_fn import GemmFn, RankMajor, gemm, gemm_rank_major
-from .scheduler import WeightLayout, scheduler
+from .weights import WeightLayout, weight_cache
 
 OWNER_MAPS = get_args(OwnerMap)
 
@@ -67,14 +67,14 @@ class ShardedWeight(NamedTuple):
 
     def prefetch(self, owner_map: str) -> None:
         """Starts gathering what `owner_map` will need of this weight."""
-        scheduler.prefetch_weight(self.local, self.layout(owner_map))
+        weight_cache.prefetch(self.local, self.layout(owner_map))
 
     def is_cached(self, owner_map: str) -> bool:
-        return scheduler.holds_weight(self.local, self.layout(owner_map))
+        return weight_cache.holds(self.local, self.layout(owner_map))[0]
 
     def start(self, owner_map: str) -> Pending:
         """Starts gathering B, for `cols` only this rank's columns, with all of K; `wait` returns it."""
-        return scheduler.take_weight(self.local, self.layout(owner_map), grad=self.grad)
+        return weight_cache.take(self.local, self.layout(owner_map), grad=self.grad)
 
     def wait(self, pending: Pending, owner_map: str) -> RankMajor:
         """Waits for B, then starts the gather of the weight that is expected to be used next."""
@@ -82,7 +82,7 @@ class ShardedWeight(NamedTuple):
         # its gather may have been started on another stream; a lent buffer is not memory of torch's allocator
         if buffer.is_cuda and not pending.leased:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        scheduler.start_next_weight(self.group)
+        weight_cache.start_next(self.group)
         return RankMajor(buffer, self.layout(owner_map).k_dim_that_arrives(self.cols), self.stride)
 
 
@@ -113,14 +113,14 @@ class Product(NamedTuple):
     def start_whole_a(self) -> Pending:
         """All of A, rank-major: [P, T, K/P]."""
         return start_gather_major(
-            self.a_shard, self.group, overlapped=self.overlapped, for_graphs=scheduler.ahead_in_graphs
+            self.a_shard, self.group, overlapped=self.overlapped, for_graphs=weight_cache.ahead_in_graphs
         )
 
     def start_rows_of_a(self) -> Pending:
         """This rank's rows of A, rank-major: [P, T/P, K/P]."""
         return start_exchange_rows(
             self.a_shard, self.row_sizes, self.group,
-            overlapped=self.overlapped, for_graphs=scheduler.ahead_in_graphs,
+            overlapped=self.overlapped, for_graphs=weight_cache.ahead_in_graphs,
         )  # fmt: skip
 
     def gemm(self, a: Pending, weight: Pending, owner_map: str, bias: Tensor | None) -> Tensor:
@@ -176,7 +176,7 @@ def resolve_owner_map(
     """`owner_map`; for "auto" the cheaper one of rows and cols by cost_model.py."""
     if owner_map != "auto":
         return owner_map
-    rows_cached, cols_cached = scheduler.holds_any(weight.local, weight.layout("rows"), weight.layout("cols"))
+    rows_cached, cols_cached = weight_cache.holds(weight.local, weight.layout("rows"), weight.layout("cols"))
     problem = Problem(
         a_shard.shape[0],
         weight.cols,
@@ -186,8 +186,8 @@ def resolve_owner_map(
         a_shard.element_size(),
         rows_cached,
         cols_cached,
-        scheduler.ahead and not in_torch_graph(),
-        scheduler.keep > 0 and not weight.grad and not in_torch_graph(),
+        weight_cache.ahead and not in_torch_graph(),
+        weight_cache.keep > 0 and not weight.grad and not in_torch_graph(),
         overlapped,
     )
     return _choose(problem, costs_of(a_shard.device))
@@ -214,7 +214,7 @@ def explain_choice(
         facts: further fields of cost_model.Problem: itemsize, rows_cached, cols_cached, ahead, kept,
             overlapped.
     """
-    problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": scheduler.ahead, **facts})
+    problem = Problem(rows, cols, k, world, scatter_rows=scatter_rows, **{"ahead": weight_cache.ahead, **facts})
     return explain(problem, costs_of(device))
 
 

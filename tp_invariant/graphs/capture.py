@@ -4,7 +4,7 @@ A layer of a few thousand tokens takes Python longer than the GPU. `graph_layers
 backward by torch.cuda.make_graphed_callables, for which torch and Transformer Engine have the same use, and adds:
 
     arguments   any of tensors, numbers, strings and None, by position or name, as one forward of the model passes them
-    weights     a gather that a layer's graph starts ahead ends in it: `scheduler.enter` says where a graph begins
+    weights     a gather that a layer's graph starts ahead ends in it: `weight_cache.enter` says where a graph begins
     refusals    a graph repeats what was captured, to the same addresses. So what it would get wrong silently is an
                 error, here or in graphed_call.py
     copies      what is returned, and all gradients, are copies, which no later replay overwrites
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..core.dtensors import is_dtensor, local_of, placed_like
 from ..functional.regions import gradients_of_leaves_alone
-from ..gemm.scheduler import scheduler
+from ..gemm.weights import weight_cache
 from .arguments import Call, fill, flatten, reached_leaves
 from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks, records_of_groups
 from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions, cpu_randomness
@@ -216,7 +217,7 @@ class _Step:
         args, kwargs = fill(self.call.tree, tensors[: len(self.call.tensors)])
         for place in self.places:
             place.renew()
-        scheduler.enter((id(self), "forward"))
+        weight_cache.enter((id(self), "forward"))
         with ExitStack() as modes:
             modes.enter_context(gradients_of_leaves_alone())  # make_graphed_callables: those of `tensors`
             active = list(map(id, _get_current_function_mode_stack()))
@@ -268,7 +269,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scheduler.enter((ctx.step, "backward"))
+        weight_cache.enter((ctx.step, "backward"))
         return None, *grads
 
 
@@ -301,14 +302,15 @@ def _record(
 @contextmanager
 def _ahead_in_graphs() -> Iterator[None]:
     """Gathers weights inside the graphs: a replay would read the values that a kept weight had at the capture."""
-    before = scheduler.keep, scheduler.ahead_in_graphs
-    scheduler.clear()
-    scheduler.keep, scheduler.ahead_in_graphs = 0, scheduler.ahead
+    before = weight_cache.keep, weight_cache.ahead_in_graphs, weight_cache.passes
+    weight_cache.clear()
+    weight_cache.keep, weight_cache.ahead_in_graphs = 0, weight_cache.ahead
+    weight_cache.passes = sys.maxsize  # each layer's warm-up takes several
     try:
         yield
     finally:
-        scheduler.clear()
-        scheduler.keep, scheduler.ahead_in_graphs = before
+        weight_cache.clear()
+        weight_cache.keep, weight_cache.ahead_in_graphs, weight_cache.passes = before
 
 
 class _Place(NamedTuple):
@@ -319,7 +321,7 @@ class _Place(NamedTuple):
 
     names: list[tuple[nn.Module, str]]
     leaf: Tensor
-    local: Tensor  # the leaf outside of autograd: always the same object, by which the scheduler knows a weight
+    local: Tensor  # the leaf outside of autograd: always of the same memory, by which the weight cache knows a weight
     like: DTensor
 
     def renew(self) -> None:

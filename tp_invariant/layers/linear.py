@@ -30,7 +30,7 @@ from ..functional.regions import gather_features, gather_of, scatter_features
 from ..gemm.cost_model import costs_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, check_norm_dtype, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
-from ..gemm.scheduler import scheduler
+from ..gemm.weights import weight_cache
 from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 from .ties import refuse_ties
@@ -456,7 +456,7 @@ class Linear(ShardedModule, nn.Linear):
         )  # fmt: skip
         if not self._moves_bytes:  # then the rest is of no matter
             return options
-        ahead = scheduler.ahead, scheduler.ahead_in_graphs, scheduler.keep
+        ahead = weight_cache.ahead, weight_cache.ahead_in_graphs, weight_cache.keep
         return *options, _costs_text(x.device), gemm_fn_name(self.gemm_fn, x.device), ahead, self._reads_all(x)
 
     def _reads_all(self, x: Tensor) -> bool:

@@ -27,7 +27,8 @@ from ..core import mode
 from ..core.processes import end_with_parent
 from ..core.torch_private import count_groups_from
 from ..gemm.gemm_fn import set_default_gemm_fn
-from ..gemm.scheduler import scheduler
+from ..gemm.tokens import shared_tokens
+from ..gemm.weights import weight_cache
 from .rank_pool import Outcome, dumps
 
 _MOST_DESCRIPTORS = 253  # that the kernel passes with one message
@@ -148,7 +149,7 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
     agreement.forget_layers()  # after a failed case the ranks may have created different numbers of layers
     torch.manual_seed(0)  # after a case of fewer ranks they would draw different weights
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    ahead = scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens
+    ahead = weight_cache.keep, weight_cache.ahead, weight_cache.ahead_in_graphs, shared_tokens.enabled
     try:
         with mode.set_tp_invariant_mode(state["override"]):
             yield fn, args
@@ -156,8 +157,8 @@ def _case_state(message: bytes) -> Iterator[tuple[Callable, tuple]]:
         set_default_gemm_fn(None)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        scheduler.keep, scheduler.ahead, scheduler.ahead_in_graphs, scheduler.share_tokens = ahead
-        scheduler.clear()
+        weight_cache.keep, weight_cache.ahead, weight_cache.ahead_in_graphs, shared_tokens.enabled = ahead
+        weight_cache.clear()
 
 
 def _dump_outcome(outcome: Outcome) -> bytes:

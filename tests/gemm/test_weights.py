@@ -1,15 +1,13 @@
-"""The scheduler of gathered weights: what it may serve, what it starts ahead, and what it holds; on one process."""
+"""Gathered weights: what the cache may serve, what it starts ahead, and what it holds; on one process."""
 
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
 
 from tp_invariant.comm.collectives import Group, Pending
-from tp_invariant.gemm import scheduler as scheduling
-from tp_invariant.gemm.scheduler import LIMIT, Phase, Schedule, Scheduler
+from tp_invariant.gemm import weights as gemm_weights
+from tp_invariant.gemm.weights import PASSES, Phase, Schedule, WeightCache
 from tp_invariant.testing import assert_bitwise_equal
 
 GROUP = Group(None, 0, 2)
@@ -27,14 +25,17 @@ class Layout:
         return Pending(result, None)
 
     def count(self, weight, early=None):
-        return sum(w is weight and early in (None, e) for w, e in self.started)
+        """Of this weight's gathers, also from memory that it had before."""
+        addresses = vars(weight).setdefault("addresses", set())
+        addresses.add(weight.data_ptr())
+        return sum(w.data_ptr() in addresses and early in (None, e) for w, e in self.started)
 
 
 @pytest.fixture(autouse=True)
 def gathers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            scheduling, "start_weight", lambda weight, layout, *, early, **_: layout.start(weight, early=early)
+            gemm_weights, "start_weight", lambda weight, layout, *, early, **_: layout.start(weight, early=early)
         )
         yield
 
@@ -43,10 +44,10 @@ def weight_of(value):
     return torch.nn.Parameter(torch.full((2, 3), float(value)))
 
 
-def take(scheduler, weight, layout, grad=True):
+def take(cache, weight, layout, grad=True):
     """As gemm/owner_maps.py does: what is wanted, then what comes next."""
-    result = scheduler.take_weight(weight, layout, grad=grad).wait()
-    scheduler.start_next_weight(layout.group)
+    result = cache.take(weight, layout, grad=grad).wait()
+    cache.start_next(layout.group)
     return result
 
 
@@ -65,38 +66,25 @@ class _Take(torch.autograd.Function):
         return grad, None, None
 
 
-def test_clearing_forgets_everything():
-    group = Group(None, 0, 2)
-    scheduler, weight, layout, alive = Scheduler(keep=1), weight_of(1), Layout(group), weakref.ref(group)
-    take(scheduler, weight, layout)
-    scheduler.prefetch_weight(weight, Layout(group))
-    del layout, group
-    gc.collect()
-    assert alive() is not None, "the control"
-    scheduler.clear()
-    gc.collect()
-    assert alive() is None, "nor does it keep a group, and so a process group, for a weight that lives on"
-
-
 # --- what may be served ---------------------------------------------------------------------------------------------
 
 
 def test_a_prefetched_weight_is_used_once():
-    scheduler, weight, layout = Scheduler(), weight_of(1), Layout()
-    scheduler.prefetch_weight(weight, layout)
-    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (1, True)
-    scheduler.prefetch_weight(weight, layout)
+    cache, weight, layout = WeightCache(), weight_of(1), Layout()
+    cache.prefetch(weight, layout)
+    assert (layout.count(weight), cache.holds(weight, layout)[0]) == (1, True)
+    cache.prefetch(weight, layout)
     assert layout.count(weight) == 1, "already on its way"
-    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
-    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (1, False)
-    take(scheduler, weight, layout)
+    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
+    assert (layout.count(weight), cache.holds(weight, layout)[0]) == (1, False)
+    take(cache, weight, layout)
     assert layout.count(weight) == 2, "keep=0 keeps nothing"
 
 
 def test_a_kept_weight_is_gathered_once():
-    scheduler, weight, layout = Scheduler(keep=1), weight_of(1), Layout()
+    cache, weight, layout = WeightCache(keep=1), weight_of(1), Layout()
     for _ in range(3):
-        assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
+        assert_bitwise_equal(take(cache, weight, layout), weight.detach())
     assert layout.count(weight) == 1
 
 
@@ -112,68 +100,82 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("how", ["prefetched", "kept", "ahead"])
 def test_a_change_invalidates(change, how):
-    scheduler, first, weight, layout = Scheduler(2 if how == "kept" else 0), weight_of(0), weight_of(1), Layout()
+    cache, first, weight, layout = WeightCache(2 if how == "kept" else 0), weight_of(0), weight_of(1), Layout()
     if how == "prefetched":
-        scheduler.prefetch_weight(weight, layout)
+        cache.prefetch(weight, layout)
     elif how == "kept":
-        take(scheduler, weight, layout)
+        take(cache, weight, layout)
     else:
         for used in (first, weight, first):  # weight came after first, so it is started
-            take(scheduler, used, layout)
+            take(cache, used, layout)
         assert layout.count(weight, early=True) == 1
-    assert scheduler.holds_weight(weight, layout)
+    assert cache.holds(weight, layout)[0]
     before = layout.count(weight)
     with torch.no_grad():
         change(weight)
-    assert not scheduler.holds_weight(weight, layout)
-    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
+    assert not cache.holds(weight, layout)[0]
+    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
     assert layout.count(weight, early=False) >= 1
     assert layout.count(weight) == before + 1
 
 
 def test_an_optimizer_step_invalidates():
-    scheduler, weight, layout = Scheduler(keep=2), weight_of(1), Layout()
-    before = take(scheduler, weight, layout)
+    cache, weight, layout = WeightCache(keep=2), weight_of(1), Layout()
+    before = take(cache, weight, layout)
     weight.grad = torch.ones(2, 3)
     torch.optim.SGD([weight], lr=0.5).step()
-    assert_bitwise_equal(take(scheduler, weight, layout), before - 0.5)
+    assert_bitwise_equal(take(cache, weight, layout), before - 0.5)
     assert layout.count(weight) == 2
 
 
 def test_prefetching_again_after_a_change_replaces_the_stale_entry():
-    scheduler, weight, layout = Scheduler(), weight_of(1), Layout()
-    scheduler.prefetch_weight(weight, layout)
+    cache, weight, layout = WeightCache(), weight_of(1), Layout()
+    cache.prefetch(weight, layout)
     with torch.no_grad():
         weight.add_(1)
-    scheduler.prefetch_weight(weight, layout)
+    cache.prefetch(weight, layout)
     assert layout.count(weight) == 2
-    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
+    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
     assert layout.count(weight) == 2
 
 
 def test_the_least_recently_used_goes_first():
-    scheduler, layout = Scheduler(keep=2, ahead=False), Layout()
+    cache, layout = WeightCache(keep=2, ahead=False), Layout()
     weights = [weight_of(i) for i in range(3)]
     for i in (0, 1, 0, 2):  # 1 is the one not used for longest when 2 comes
-        take(scheduler, weights[i], layout)
-    assert [scheduler.holds_weight(w, layout) for w in weights] == [True, False, True]
+        take(cache, weights[i], layout)
+    assert [cache.holds(w, layout)[0] for w in weights] == [True, False, True]
     assert [layout.count(w) for w in weights] == [1, 1, 1]
 
 
+def test_a_weight_is_held_for_some_passes_and_no_longer():
+    """So the weights of a model that is gone do not stay for ever."""
+    cache, layout, weight, other = WeightCache(), Layout(), weight_of(1), weight_of(2)
+    take(cache, weight, layout)
+    uses = cache._of(GROUP).schedule._last_pass
+    for _ in range(PASSES + 2):
+        assert {use.weight.data_ptr() for use in uses} >= {weight.data_ptr()}
+        take(cache, other, layout)
+        uses = cache._of(GROUP).schedule._last_pass
+    assert {use.weight.data_ptr() for use in uses} == {other.data_ptr()}
+    followers = cache._of(GROUP).schedule._followers
+    assert all(use.weight.data_ptr() != weight.data_ptr() for before in followers for use, _ in before)
+
+
 def test_layouts_are_kept_apart():
-    scheduler, weight, layouts = Scheduler(keep=4), weight_of(1), [Layout() for _ in range(4)]
+    cache, weight, layouts = WeightCache(keep=4), weight_of(1), [Layout() for _ in range(4)]
     for layout in layouts:
-        assert not scheduler.holds_weight(weight, layout)
-        take(scheduler, weight, layout)
+        assert not cache.holds(weight, layout)[0]
+        take(cache, weight, layout)
     assert [layout.count(weight) for layout in layouts] == [1] * 4
 
 
 def test_clear_forgets_everything():
-    scheduler, weight, layout = Scheduler(keep=2), weight_of(1), Layout()
-    take(scheduler, weight, layout)
-    scheduler.clear()
-    assert not scheduler.holds_weight(weight, layout)
-    take(scheduler, weight, layout)
+    cache, weight, layout = WeightCache(keep=2), weight_of(1), Layout()
+    take(cache, weight, layout)
+    cache.clear()
+    assert not cache.holds(weight, layout)[0]
+    take(cache, weight, layout)
     assert layout.count(weight) == 2
 
 
@@ -181,32 +183,12 @@ def test_inference_tensors_are_never_kept():
     """They have no version that would tell when they change."""
     with torch.inference_mode():
         weight = torch.ones(2, 3)
-    scheduler, layout = Scheduler(keep=2), Layout()
-    scheduler.prefetch_weight(weight, layout)
-    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (0, False)
+    cache, layout = WeightCache(keep=2), Layout()
+    cache.prefetch(weight, layout)
+    assert (layout.count(weight), cache.holds(weight, layout)[0]) == (0, False)
     for _ in range(2):
-        take(scheduler, weight, layout)
-    assert (layout.count(weight), scheduler.holds_weight(weight, layout)) == (2, False)
-
-
-def test_another_tensor_at_the_same_id_is_not_confused():
-    scheduler, layout = Scheduler(), Layout()
-    storage = torch.ones(2, 3)
-    weight = storage.detach()
-    take(scheduler, weight, layout)
-    address, use = id(weight), scheduler._of(GROUP).use(weight, layout)
-    layout.started.clear()
-    del weight
-    gc.collect()
-    others = []
-    while len(others) < 10000:  # same storage, same version: only the object is another one
-        again = storage.detach()
-        if id(again) == address:
-            break
-        others.append(again)
-    else:
-        pytest.fail("no tensor came to the same id")
-    assert scheduler._of(GROUP).use(again, layout) is not use
+        take(cache, weight, layout)
+    assert (layout.count(weight), cache.holds(weight, layout)[0]) == (2, False)
 
 
 # --- what is started ahead ------------------------------------------------------------------------------------------
@@ -216,7 +198,7 @@ class Model:
     """Layers' weights used as in training: forward in order, backward from the last; `recompute` repeats forwards."""
 
     def __init__(self, layers=3, recompute=False, **options):
-        self.scheduler, self.recompute = Scheduler(**options), recompute
+        self.cache, self.recompute = WeightCache(**options), recompute
         self.row, self.column = Layout(), Layout()
         self.weights = [(weight_of(2 * i), weight_of(2 * i + 1)) for i in range(layers)]
 
@@ -229,12 +211,12 @@ class Model:
         for row, column in self.weights:
 
             def forward(row=row):
-                assert_bitwise_equal(take(self.scheduler, row, self.row), row.detach())
+                assert_bitwise_equal(take(self.cache, row, self.row), row.detach())
 
             def backward(row=row, column=column):
                 if self.recompute:
-                    assert_bitwise_equal(take(self.scheduler, row, self.row), row.detach())
-                assert_bitwise_equal(take(self.scheduler, column, self.column), column.detach())
+                    assert_bitwise_equal(take(self.cache, row, self.row), row.detach())
+                assert_bitwise_equal(take(self.cache, column, self.column), column.detach())
 
             y = _Take.apply(y, forward, backward)
         y.backward()
@@ -262,17 +244,17 @@ def test_all_but_the_first_are_started_ahead(recompute, through_data):
             assert (needed, ahead) == (1, uses - 1)
         else:
             assert uses <= needed + ahead <= uses + 1
-        assert not model.scheduler._of(GROUP).early, "nothing is on its way when a step is over"
+        assert not model.cache._of(GROUP).early, "nothing is on its way when a step is over"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
     model = Model()
-    model.scheduler.ahead_in_graphs = ahead
+    model.cache.ahead_in_graphs = ahead
     model.step()
-    monkeypatch.setattr(scheduling, "_capturing", lambda weight: True)
+    monkeypatch.setattr(gemm_weights, "is_capturing", lambda: True)
     assert [model.step() for _ in range(2)] == [(1, 5) if ahead else (6, 0)] * 2
-    assert not model.scheduler._of(GROUP).early, "all that was started in the graph has been taken in it"
+    assert not model.cache._of(GROUP).early, "all that was started in the graph has been taken in it"
     monkeypatch.undo()
     assert model.step() == (1, 5)
 
@@ -280,20 +262,21 @@ def test_while_a_graph_of_whole_passes_is_captured(monkeypatch, ahead):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_gather_does_not_pass_the_border_of_a_graph(monkeypatch, inside):
     """Neither one that eager work has started into the graph, nor one of a capture that failed out of it."""
-    scheduler, first, second, layout = Scheduler(ahead_in_graphs=True), weight_of(1), weight_of(2), Layout()
+    cache, first, second, layout = WeightCache(ahead_in_graphs=True), weight_of(1), weight_of(2), Layout()
     for weight in (first, second) * 2:
-        take(scheduler, weight, layout)
+        take(cache, weight, layout)
     started = layout.count(second)
-    monkeypatch.setattr(scheduling, "_capturing", lambda weight: inside)
-    take(scheduler, first, layout)
+    monkeypatch.setattr(gemm_weights, "is_capturing", lambda: inside)
+    take(cache, first, layout)
     assert layout.count(second, early=True) and layout.count(second) == started + 1
-    (early,) = scheduler._of(GROUP).early.values()
-    monkeypatch.setattr(scheduling, "_capturing", lambda weight: not inside)
-    assert not scheduler.holds_weight(second, layout)
-    assert_bitwise_equal(take(scheduler, second, layout), second.detach())
+    (early,) = cache._of(GROUP).early.values()
+    monkeypatch.setattr(gemm_weights, "is_capturing", lambda: not inside)
+    assert not cache.holds(second, layout)[0]
+    assert_bitwise_equal(take(cache, second, layout), second.detach())
     assert layout.count(second) == started + 2
-    scheduler.clear()
-    assert early.pending.waited != inside and not scheduler._of(GROUP).early, (
+    monkeypatch.undo()
+    cache.clear()
+    assert early.pending.waited != inside and not cache._of(GROUP).early, (
         "of a failed capture there is nothing to wait for"
     )
 
@@ -313,12 +296,12 @@ def test_an_optimizer_drops_what_is_on_its_way():
                     p.data.sub_(1)
 
     def run(step):
-        scheduler, layout, a, b = Scheduler(), Layout(), weight_of(1), weight_of(2)
+        cache, layout, a, b = WeightCache(), Layout(), weight_of(1), weight_of(2)
         for used in (a, b, a):
-            take(scheduler, used, layout)
-        assert scheduler.holds_weight(b, layout)
+            take(cache, used, layout)
+        assert cache.holds(b, layout)[0]
         step(b)
-        return take(scheduler, b, layout), b.detach()
+        return take(cache, b, layout), b.detach()
 
     got, want = run(lambda b: ThroughData([b], lr=1.0).step())
     assert_bitwise_equal(got, want)
@@ -327,16 +310,16 @@ def test_an_optimizer_drops_what_is_on_its_way():
 
 
 def test_a_deviation_costs_a_gather_and_no_more():
-    scheduler, layout = Scheduler(), Layout()
+    cache, layout = WeightCache(), Layout()
     a, b, c, other = (weight_of(i) for i in range(4))
     for used in (a, b, c, a, b):
-        take(scheduler, used, layout)
-    assert scheduler.holds_weight(c, layout)
-    assert_bitwise_equal(take(scheduler, other, layout), other.detach())
-    assert not scheduler.holds_weight(c, layout), "what is not used next is dropped"
+        take(cache, used, layout)
+    assert cache.holds(c, layout)[0]
+    assert_bitwise_equal(take(cache, other, layout), other.detach())
+    assert not cache.holds(c, layout)[0], "what is not used next is dropped"
     for used in (a, b, c) * 3:
-        assert_bitwise_equal(take(scheduler, used, layout), used.detach())
-    assert layout.started[-1][0] is c
+        assert_bitwise_equal(take(cache, used, layout), used.detach())
+    assert layout.started[-1][0].data_ptr() == c.data_ptr()
     assert layout.started[-1][1], "back in step"
 
 
@@ -351,15 +334,6 @@ def test_nothing_is_expected_of_another_pass(phases):
     for use in "cdc":
         schedule.note(use, second)
     assert schedule.expected() == "d", "the control: in one pass it is"
-
-
-def test_a_schedule_that_grows_too_long_learns_anew():
-    schedule, hits = Schedule(), 0
-    for use in range(2 * LIMIT + 10):
-        hits += schedule.expected() == use % 3
-        schedule.note(use % 3, Phase.INFERENCE)
-    assert len(schedule._seen) <= LIMIT
-    assert hits > 1.3 * LIMIT  # two of three: the next round's first is never expected
 
 
 class Counted:
@@ -385,124 +359,26 @@ def test_at_most_two_gathered_weights_are_alive(ahead, most):
     assert counted.most == most
 
 
-# --- whether a weight is alive changes nothing -----------------------------------------------------------------------
-
-
-class Shapes(Layout):
-    """Holds no weight, and counts which of its gathers were waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.pending = []
-
-    def start(self, weight, *, early):
-        self.started.append((tuple(weight.shape), weight.dtype, early))
-        self.pending.append(Pending(weight.detach().clone(), None))
-        return self.pending[-1]
-
-
-def alive_and_dead(program):
-    """What program(scheduler, layout, weight, let_go) gives where `let_go(weight)` frees it and where garbage holds it.
-
-    Garbage in reference cycles lives longer on one rank than on another, and a rank that gathers alone waits for ever.
-    """
-    results = []
-    for alive in (True, False):
-        garbage, scheduler, layout = [], Scheduler(), Shapes()
-        weight = torch.nn.Parameter(torch.zeros(4, 5))
-        reference = torch.utils.weak.TensorWeakRef(weight)
-        if alive:
-            garbage.append(weight)
-        run = program(scheduler, layout, weight)
-        next(run)
-        del weight
-        gc.collect()
-        results.append((next(run), layout.started, [pending.waited for pending in layout.pending]))
-        assert alive or reference() is None, "nor does the scheduler hold a weight that its model has let go"
-    return results
-
-
-def used_before_another_model(scheduler, layout, weight):
-    shared, other = weight_of(0), weight_of(1)
-    take(scheduler, shared, layout)
-    take(scheduler, weight, layout)
-    del weight
-    yield
-    take(scheduler, shared, layout)
-    early = layout.started[-1]
-    for _ in range(3):
-        for used in (other, shared):
-            assert_bitwise_equal(take(scheduler, used, layout), used.detach())
-    yield early
-
-
-def changed_before_another_model(scheduler, layout, weight):
-    """It was used in float32 and is bfloat16 when it is let go."""
-    used = used_before_another_model(scheduler, layout, weight)
-    next(used)
-    weight.data = weight.data.bfloat16()
-    del weight
-    yield
-    yield next(used)
-
-
-@pytest.mark.parametrize("program", [used_before_another_model, changed_before_another_model])
-def test_what_is_started_does_not_depend_on_when_a_weight_dies(program):
-    alive, dead = alive_and_dead(program)
-    assert alive == dead
-    assert alive[0] == ((4, 5), torch.float32, True), "the control: it was foreseen"
-
-
-def prefetched_and_never_used(scheduler, layout, weight):
-    other = weight_of(1)
-    scheduler.prefetch_weight(weight, layout)
-    del weight
-    yield
-    waited = []
-    for _ in range(4):
-        scheduler.prefetch_weight(other, layout)
-        take(scheduler, other, layout)
-        waited.append(layout.pending[0].waited)
-    yield waited
-
-
-def test_when_a_prefetched_weight_goes_does_not_depend_on_when_it_dies():
-    """It is for the two passes that come next, and gone after them."""
-    alive, dead = alive_and_dead(prefetched_and_never_used)
-    assert alive == dead
-    assert alive[0] == [False, False, False, True]
-
-
-def test_a_prefetched_weight_does_not_end_inside_a_graph(monkeypatch):
-    scheduler, layout, other = Scheduler(ahead_in_graphs=True), Shapes(), weight_of(1)
-    scheduler.prefetch_weight(weight_of(0), layout)
-    for capturing in (True, False):
-        monkeypatch.setattr(scheduling, "_capturing", lambda weight, capturing=capturing: capturing)
-        for _ in range(5):
-            take(scheduler, other, layout)
-        assert layout.pending[0].waited != capturing
-
-
 def test_memory_at_an_address_that_was_another_weights():
     """Weights replaced through `.data` twice may come back to the address of what was gathered."""
-    scheduler, weight, layout = Scheduler(keep=1), weight_of(1), Layout()
+    cache, weight, layout = WeightCache(keep=1), weight_of(1), Layout()
     weight.data = first = torch.full((64, 64), 1.0)
-    take(scheduler, weight, layout)
+    take(cache, weight, layout)
     address = weight.data_ptr()
     weight.data = torch.full((64, 64), 2.0)
     del first
     others = [torch.full((64, 64), 3.0) for _ in range(1000)]
     weight.data = next((t for t in others if t.data_ptr() == address), others[0])
-    assert_bitwise_equal(take(scheduler, weight, layout), weight.detach())
+    assert_bitwise_equal(take(cache, weight, layout), weight.detach())
 
 
 def test_a_weight_that_a_program_computes_is_not_foreseen():
     """A cast or a product is another tensor at every pass: to foresee the last one would be a gather for nothing."""
-    scheduler, layout, first, second = Scheduler(), Shapes(), weight_of(1), weight_of(2)
+    cache, layout, first, second = WeightCache(), Layout(), weight_of(1), weight_of(2)
     for _ in range(3):
-        take(scheduler, first, layout)
-        take(scheduler, second * 2, layout)
-    assert [early for *_, early in layout.started] == [False] * 6
+        take(cache, first, layout)
+        take(cache, second * 2, layout)
+    assert [early for _, early in layout.started] == [False] * 6
 
 
 # --- groups have nothing in common ----------------------------------------------------------------------------------
@@ -513,20 +389,20 @@ OTHERS = Group(None, 1, 2)
 @pytest.mark.parametrize("between", [False, True])
 def test_a_group_keeps_its_weights_whatever_another_one_does(between):
     """Two groups may be used by two threads, whose calls fall together in another way on every rank."""
-    scheduler, mine, other = Scheduler(keep=1), Layout(), Layout(OTHERS)
+    cache, mine, other = WeightCache(keep=1), Layout(), Layout(OTHERS)
     weight = weight_of(1)
     for value in range(3):
-        take(scheduler, weight, mine)
+        take(cache, weight, mine)
         if between:
-            take(scheduler, weight_of(value), other)
+            take(cache, weight_of(value), other)
     assert mine.count(weight) == 1
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_an_optimizer_of_another_thread_drops_nothing(elsewhere):
-    scheduler, layout, a, b = Scheduler(), Layout(), weight_of(1), weight_of(2)
+    cache, layout, a, b = WeightCache(), Layout(), weight_of(1), weight_of(2)
     for used in (a, b, a):
-        take(scheduler, used, layout)
+        take(cache, used, layout)
 
     def step():
         torch.optim.SGD([weight_of(3)], lr=1.0).step()
@@ -537,7 +413,7 @@ def test_an_optimizer_of_another_thread_drops_nothing(elsewhere):
         thread.join()
     else:
         step()
-    assert scheduler.holds_weight(b, layout) == elsewhere, "the control: one of its own thread does"
+    assert cache.holds(b, layout)[0] == elsewhere, "the control: one of its own thread does"
 
 
 # --- a rank's columns -----------------------------------------------------------------------------------------------
@@ -560,6 +436,6 @@ ONE_ROW = torch.arange(34.0, dtype=torch.bfloat16).view(2, 17)
     ids=("plain", "unaligned", "transposed", "expanded", "negated", "unaligned and negated", "one row", "no columns"),
 )
 def test_the_columns_of_each_rank_stand_one_after_another(weight):
-    by_rank = scheduling._columns_by_rank(weight, 2)
+    by_rank = gemm_weights._columns_by_rank(weight, 2)
     assert not by_rank.is_neg()
     assert_bitwise_equal(by_rank, torch.cat(weight.resolve_neg().chunk(2, 1)))
