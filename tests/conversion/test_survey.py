@@ -404,17 +404,6 @@ def test_an_unknown_norm_stays_where_all_is_whole():
     )
 
 
-def test_parameters_beside_sharded_features():
-    """Their gradient would be a part of a sum: a learned activation, attention sinks."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8))
-    plan = {"0": "colwise", "2": "rowwise"}
-    assert "1: PReLU has parameters beside column-parallel layers, and may see this rank's features" in refusal(
-        model, plan
-    )
-    gathered = {"0": "colwise_gather_output", "1": "replicate", "2": "rowwise_split_input"}  # as the error says
-    assert type(parallelize(model, None, gathered)[1]) is nn.PReLU
-
-
 class Heads(nn.Module):
     """Two projections with something between them, applied to their heads of 8."""
 
@@ -427,23 +416,6 @@ class Heads(nn.Module):
 
 
 HEADS_PLAN = {"q": "colwise", "out": "rowwise"}
-BETWEEN = [nn.PReLU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(2, 8)]
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda module: type(module).__name__)
-def test_parameters_at_any_depth_of_a_block(between, depth):
-    name, inner = "between", between
-    for _ in range(depth):
-        name, inner = f"{name}.0", nn.Sequential(inner)
-    model = Heads(inner)
-    text = refusal(copy.deepcopy(model), HEADS_PLAN)
-    assert [line.split(": ")[0] for line in text.splitlines()[1:]] == [f"  {name}"]
-    assert f"{name}: {type(between).__name__} has parameters beside column-parallel layers, and may see" in text
-    assert ("if it is a norm of each head" in text) == isinstance(between, nn.LayerNorm)
-    parallelize(model, None, {**HEADS_PLAN, name: "replicate"})
-
-
 def heads_partial_on_rank(tp_group, style):
     torch.manual_seed(0)
     model = Heads(nn.Sequential(nn.PReLU()))
@@ -460,35 +432,12 @@ def heads_partial_on_rank(tp_group, style):
     return model.between[0].weight.grad
 
 
-def test_what_is_refused_would_have_been_partial():
-    """Said to see all features though it does not, its gradient is a part: what the first forward refuses."""
+def test_what_the_first_forward_refuses_would_have_been_partial():
+    """Said to see all features though it does not, its gradient is a part."""
     one, *_ = run_ranks(heads_partial_on_rank, 1, "replicate")
     parts = run_ranks(heads_partial_on_rank, 2, "replicate")
     torch.testing.assert_close(sum(parts), one)
     assert all((part - one).abs() > 1e-3 for part in parts)
-
-
-def test_columns_and_rows_in_containers_of_their_own():
-    """The row-parallel layer tells too that what stands beside it is sharded."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16)), nn.PReLU(), nn.Sequential(nn.PReLU(), nn.Linear(16, 8)))
-    text = refusal(nn.ModuleDict({"mlp": Holder(model)}), {"mlp.inner.0.0": "colwise", "mlp.out": "rowwise"})
-    assert [line.split(": ")[0] for line in text.splitlines()[1:]] == [
-        "  mlp.inner.1", "  mlp.inner.2.0", "  mlp.inner.2.1"
-    ]  # fmt: skip
-
-
-class Holder(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.out = inner, nn.Linear(16, 8)
-
-
-def test_the_order_of_a_sequence_tells_what_is_whole():
-    def layers() -> nn.Sequential:
-        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8))
-
-    parallelize(layers(), None, {"2": "colwise", "3": "rowwise"})
-    assert refusal(layers(), {"1": "colwise", "3": "rowwise"}).splitlines()[1].startswith("  2: Linear has parameters")
 
 
 def test_a_sharded_output_layer_makes_no_block_of_the_model():
@@ -585,10 +534,7 @@ def test_a_layer_whose_weight_has_another_shape_than_it_says():
 
 
 def test_parameters_that_a_module_holds_itself():
-    """Whole on each rank they would get a part of their gradient."""
     model = Heads(nn.Identity())
-    model.sinks = nn.Parameter(torch.zeros(4))
-    assert "Heads: Heads has parameters beside column-parallel layers" in refusal(model, HEADS_PLAN)
     model.sinks = nn.Parameter(torch.tensor(0.0))
     assert "sinks: has no dim: it cannot be sharded" in refusal(model, {**HEADS_PLAN, "sinks": "colwise"})
     (name,) = (name for name in HEADS_PLAN if HEADS_PLAN[name] == "rowwise")

@@ -21,7 +21,6 @@ from ..layers.linear import Linear, check_sizes
 from ..layers.parallel_norm import ParallelNorm, recognise_norm
 from ..layers.parameters import ShardedModule, ShardSpec
 from ..layers.vocab_embedding import VocabParallelEmbedding
-from .feature_blocks import FeatureBlocks, is_norm
 from .head_dims import WITH_ALL_FEATURES, ProbeError, ShardedInput, sharded_inputs
 from .plans import (
     EMBEDDING_STYLE,
@@ -136,7 +135,6 @@ class Survey:
                 self._survey_module(name, module)
             except Exception as error:  # the survey of a module may run foreign code
                 self._problem(name, f"{type(module).__name__} was not understood: {type(error).__name__}: {error}")
-        self._check_features()
         self._check_ties()
         self._check_config()
 
@@ -482,32 +480,6 @@ class Survey:
 
     # --- the whole model
 
-    def _check_features(self) -> None:
-        """A module with parameters inside a block that no pattern matches must be known to get all features.
-
-        If it gets only this rank's features or heads, its gradient is one summand of a sum over ranks. Examples are a
-        learned activation, attention sinks, and a norm or a linear layer of each head.
-        """
-        blocks = FeatureBlocks(
-            self.modules,
-            {name: part.linear_options() for name, part in self.parts.items()},
-            None if self.stack is None else self.stack.prefix,
-            self.own_plan,
-            hugging_face.config_values(self.config, "head_dim"),
-        )
-        planned = {id(self.modules[name]) for name, part in self.parts.items() if part.style != LOCAL_STYLE}
-        refused = {problem.partition(": ")[0] for problem in self.problems}
-        for name, module in self.model.named_modules(remove_duplicate=False):  # a module may stand in several places
-            owns = any(f"{name}.{key}" not in self.parameter_parts for key, _ in module.named_parameters(recurse=False))
-            if owns and id(module) not in planned and name not in refused and blocks.may_shard(name, module):
-                self._problem(
-                    name,
-                    f"{type(module).__name__} has parameters beside column-parallel layers, and may see this rank's "
-                    "features only: if it sees them all, give it the style 'replicate' (the first forward with "
-                    "gradients, and verify=True, are errors if it does not)"
-                    + (f"; if it is a norm of each head, {HEADS_STYLE!r}" if is_norm(module) else ""),
-                )
-
     def _check_ties(self) -> None:
         """Modules that share a parameter must shard it alike."""
         users: dict[int, list[str]] = {}
@@ -554,6 +526,11 @@ class Survey:
 
 
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the name of its class contains "norm", and it has parameters."""
+    return "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False))
 
 
 def _is_activation(module: nn.Module) -> bool:
