@@ -416,6 +416,8 @@ class Heads(nn.Module):
 
 
 HEADS_PLAN = {"q": "colwise", "out": "rowwise"}
+
+
 def heads_partial_on_rank(tp_group, style):
     torch.manual_seed(0)
     model = Heads(nn.Sequential(nn.PReLU()))
