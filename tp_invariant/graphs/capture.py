@@ -40,18 +40,28 @@ _MOST_FORWARDS = 16
 class GraphedLayers:
     """The layers that `graph_layers` has captured. `remove()` restores them."""
 
-    def __init__(self, forwards: Sequence[GraphedForward]) -> None:
-        self._forwards = list(forwards)
+    def __init__(self, forwards: Sequence[GraphedForward], cuda_graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+        self._forwards, self._cuda_graphs = list(forwards), list(cuda_graphs)
 
     def remove(self) -> None:
-        """Frees the graphs and their memory, once nothing that they returned awaits its backward.
+        """Waits for the GPU and ends the graphs. What they returned can have no backward afterwards.
 
-        Call it before torch.distributed.destroy_process_group, which may wait for graphs that hold NCCL's kernels.
+        Call it before torch.distributed.destroy_process_group, which waits for graphs that hold NCCL's kernels.
         """
+        if self._cuda_graphs:
+            torch.cuda.synchronize()
         for forward in self._forwards:
             forward.remove()
+        for graph in self._cuda_graphs:  # a result that is still referred to would keep its graph
+            graph.reset()
         self._forwards.clear()
+        self._cuda_graphs.clear()
         gc.collect()  # torch keeps each graph in a class made for it, and classes refer to themselves
+
+
+def _cuda_graphs() -> list[torch.cuda.CUDAGraph]:
+    """Those of this process. torch.cuda.make_graphed_callables does not return the ones that it makes."""
+    return [x for x in gc.get_objects() if type(x) is torch.cuda.CUDAGraph]
 
 
 def graph_layers(
@@ -125,6 +135,7 @@ def graph_layers(
     check_same(options, groups)
     captured: list[list[Captured]] = []  # of each function, of each layer
     pool = torch.cuda.graph_pool_handle()
+    earlier_graphs = _cuda_graphs()
     with _as_before(layers) as reassigned:
         for one in forwards:
             recorded, problem = _record(layers, names, one)
@@ -169,7 +180,8 @@ def graph_layers(
     ]  # fmt: skip
     for layer, replacement in zip(layers, graphed, strict=True):
         layer.forward = replacement
-    return GraphedLayers(graphed)
+    own_graphs = [graph for graph in _cuda_graphs() if all(graph is not earlier for earlier in earlier_graphs)]
+    return GraphedLayers(graphed, own_graphs)
 
 
 def _alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> str:
