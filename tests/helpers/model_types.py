@@ -389,10 +389,16 @@ _STATES = {"works": "yes", "refused": "refused", "no model": "not tried", "defec
 
 
 def row(model_type: str, results: dict[str, dict[str, str]]) -> str:
-    """One line of the table: | type | class | plain | tied | sp | tied, sp | the first reason |."""
+    """What a line of the table has beside the type: plain | tied | sp | tied, sp | the first reason |."""
     cells = [_STATES[results[name]["state"]] if name in results else "" for name in ("plain", "tied", "sp", "tied, sp")]
     reason = next((_reason(found["why"]) for found in results.values() if found["state"] != "works"), "")
-    return f"| {model_type} | {class_names()[model_type]} | {' | '.join(cells)} | {reason} |"
+    return f"{' | '.join(cells)} | {reason.replace(class_names()[model_type], 'it')} |"
+
+
+def rows(page: str) -> dict[str, str]:
+    """What the page has of each model type, as `row` gives it."""
+    lines = [line.removeprefix("| ").partition(" | ") for line in page.partition(_BEGIN)[2].splitlines()]
+    return {name: rest for names, _, rest in lines if rest for name in names.split(", ")}
 
 
 def _line(why: str) -> str:
@@ -406,12 +412,14 @@ def _reason(why: str) -> str:
 
 
 def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The generated part of the document."""
-    works = [t for t, r in results.items() if any(found["state"] == "works" for found in r.values())]
-    others = [t for t in results if t not in works]
-    head = "| model type | class | TP | tied | SP | tied, SP | why not |\n| --- | --- | --- | --- | --- | --- | --- |"
-    text = f"Of {len(results)} model types {len(works)} work.\n\n{head}\n"
-    return text + "\n".join(row(t, results[t]) for t in [*works, *others]) + "\n"
+    """The generated part of the document: types of which the same is so are one line."""
+    works = sum(any(found["state"] == "works" for found in r.values()) for r in results.values())
+    alike: dict[str, list[str]] = {}
+    for model_type, found in results.items():
+        alike.setdefault(row(model_type, found), []).append(model_type)
+    head = "| model types | TP | tied | SP | tied, SP | why not |\n| --- | --- | --- | --- | --- | --- |"
+    lines = [f"| {', '.join(alike[text])} | {text}" for text in sorted(alike, key=lambda text: "yes" not in text)]
+    return "\n".join([f"Of {len(results)} model types {works} work.\n", head, *lines]) + "\n"
 
 
 def write(results: dict[str, dict[str, dict[str, str]]]) -> None:

@@ -185,8 +185,7 @@ SAMPLE = ["qwen3", "glm4", "gpt_neox", "seed_oss", "nanochat", "deepseek_v3", "q
 
 
 def working_types() -> list[str]:
-    lines = [line for line in model_types.DOCUMENT.read_text().splitlines() if "| yes |" in line]
-    names = [line.split(" | ")[0].strip("| ") for line in lines]
+    names = [name for name, row in model_types.rows(model_types.DOCUMENT.read_text()).items() if "yes |" in row]
     return [name for name in names if name in model_types.class_names()]
 
 
