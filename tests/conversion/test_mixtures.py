@@ -223,40 +223,10 @@ def test_sizes_that_the_degree_does_not_divide():
         assert "mlp.experts: intermediate size=33 is not divisible by TP degree=2" in text
 
 
-CAPACITY = {
-    "SwitchTransformers": dict(expert_capacity=3),
-    "NllbMoe": dict(expert_capacity=64, moe_eval_capacity_token_fraction=1.0),
-}
-
-
-@pytest.mark.parametrize("name", CAPACITY)
-def test_models_that_drop_tokens_are_refused(name):
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, encoder_layers=2, decoder_layers=2,
-                 encoder_ffn_dim=32, decoder_ffn_dim=32, num_heads=4, encoder_attention_heads=4,
-                 decoder_attention_heads=4, num_experts=4)  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**sizes, **CAPACITY[name])
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    with pytest.raises(ValueError, match=f"{name}ForConditionalGeneration brings no tensor-parallel plan"):
-        tpi.parallelize(model, None)
-    names = [name for name, module in model.named_modules() if re.search(r"\.(q|q_proj)$", name)]
-    with pytest.raises(ValueError) as caught:
-        tpi.parallelize(model, None, dict.fromkeys(names, "colwise_gather_output"))
-    for key, value in CAPACITY[name].items():
-        assert f"config.{key}={value}: experts that drop the tokens beyond a capacity are not supported" in str(
-            caught.value
-        )
-
-
 def test_a_capacity_in_a_config_is_refused():
     assert "config.moe_capacity_factor=1.25: experts that drop the tokens" in refused(moe_capacity_factor=1.25)
     for unlimited in (None, -1.0, 0):
         tpi.parallelize(hf_models.build("qwen3_moe", moe_capacity_factor=unlimited), None)
-
-
-def test_layers_have_no_capacity():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'capacity_factor'"):
-        tpi.MixtureOfExperts(4, 8, 16, tpi.Routing(top_k=2), capacity_factor=1.25)
 
 
 @pytest.fixture(scope="module")
@@ -334,12 +304,16 @@ def test_gpt_oss_with_verify():
 
 def test_sinks_need_their_heads():
     """Whole on each rank they would get a part of their gradient."""
-    model = hf_models.build("gpt_oss")
-    plan = tpi.plans.own_plan(model)
+    plan = tpi.plans.own_plan(hf_models.build("gpt_oss"))
     whole = {name: style for name, style in plan.items() if not name.endswith("sinks")}
-    begin = "model.layers.0.self_attn: GptOssAttention has parameters beside column-parallel layers, and may see"
-    assert begin in refused("gpt_oss", plan=whole)
-    assert begin in refused("gpt_oss", plan={**whole, "model.layers.*.self_attn": "local_params"})
+
+    def on_rank(tp_group):
+        model = tpi.parallelize(hf_models.build("gpt_oss"), tp_group, whole)
+        for mode in (True, False):
+            with tpi.set_tp_invariant_mode(mode), pytest.raises((ValueError, RuntimeError)):
+                model(**hf_models.batch())
+
+    run_ranks(on_rank, 2)
     name = "model.layers.*.self_attn.sinks"
     assert "layers.0.self_attn.sinks: Part(style='packed_colwise'" in refused(
         "gpt_oss", plan={**plan, name: "packed_colwise"}

@@ -1,31 +1,26 @@
 """parallelize(.., verify=True): a model by its plan against the unsharded one, before the model itself is touched.
 
-A plan says which layers are sharded. Names and shapes do not show what the code between these layers does with a part
-of the features: it may split q, k and v out of one projection, or compute a mean over sharded features. So the plan is
-tested: copies of the model run forward and backward on the same random input,
+Names and shapes do not show what the code between the layers does with a part of the features: it may split q, k and v
+out of one projection, or compute a mean over sharded features. So copies of the model run forward and backward:
 
     exact    in float64, unsharded
     plain    in float32, unsharded
     ours     in float32, by the plan, over the ranks, in the mode as it is
+    one      in float32, by the plan, on one rank; with the mode on
 
-and the output of each module and the gradient of each parameter and input are compared with those of `exact`. An error
+The output of each module and the gradient of each parameter and input are compared with those of `exact`. An error
 counts as rounding if it is at most MAX_ERROR_RATIO times that of `plain`, or at most the square root of float32's
 epsilon; with a wrong plan about one digit is right, or none. Backward starts from random gradients of the outputs, so
-that no gradient is zero by symmetry. With the mode on there is one more copy,
+that no gradient is zero by symmetry. `ours` must also have the bytes of `one`: code between the layers may be right,
+and add in an order that follows from how many features a rank has.
 
-    one      in float32, by the plan, on one rank
-
-of which `ours` must have the bytes: code between the layers may be right, and add in an order that follows from how
-many features a rank has.
-
-While this runs, the copies and their gradients take some 50 bytes for each element of each parameter, on each rank.
-The model does not change: no gradient, buffer, hook or flag, and no state of a generator. Verify a large model by a
-small configuration of it.
+The model does not change: no gradient, buffer, hook or flag, and no state of a generator.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,9 +49,6 @@ MAX_ERROR_RATIO = 10.0  # what rounding in another order may cost
 FLOOR = _EPS**0.5
 SMALL = _EPS**0.25  # times the root mean square of all gradients: errors are relative to no less than this
 TOKENS = 8  # at least, in the random sequence for a Hugging Face model
-
-
-# --- input ----------------------------------------------------------------------------------------------------------
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position, and by name
@@ -113,22 +105,6 @@ def _kept(x: Tensor) -> Tensor:
     return x.detach().to(torch.float64, copy=True)
 
 
-@contextmanager
-def _recorded_outputs(model: nn.Module, run: Run) -> Iterator[None]:
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            run.seen.setdefault(name, []).extend(_kept(t) for t in _floats(output))
-
-        return hook
-
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _forward(model: nn.Module, example: Example, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """(floating-point outputs, the floating-point tensors among the inputs)."""
     inputs: list[Tensor] = []
@@ -142,14 +118,6 @@ def _forward(model: nn.Module, example: Example, dtype: torch.dtype) -> tuple[li
 
     args, kwargs = tree.tree_map_only(Tensor, own, example)
     return _floats(model(*args, **kwargs)), inputs
-
-
-def _grad_of(output: Tensor, index: int, full_shape: torch.Size, group: Group) -> Tensor:
-    """Random, the same for every copy; this rank's part where the output is one."""
-    generator = torch.Generator().manual_seed(index + 1)
-    full = torch.randn(full_shape, generator=generator, dtype=torch.float64).to(output)
-    part = _part_of(full, output.shape, group)
-    return full if part is None else part
 
 
 def _part_of(full: Tensor, shape: torch.Size, group: Group) -> Tensor | None:
@@ -167,21 +135,34 @@ def _part_of(full: Tensor, shape: torch.Size, group: Group) -> Tensor | None:
 def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | None, group: Group) -> Run:
     """`like`: exact's, whose outputs tell the full shapes."""
     run = Run()
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        run.seen.setdefault(name, []).extend(map(_kept, _floats(output)))
+
     model.zero_grad(set_to_none=True)
-    with _recorded_outputs(model, run):
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(functools.partial(note, name)))
         outputs, inputs = _forward(model, example, dtype)
     run.outputs = [_kept(y) for y in outputs]
     shapes = [y.shape for y in (run if like is None else like).outputs]
+    differentiable: tuple[list[Tensor], list[Tensor]] = ([], [])
     if len(shapes) != len(outputs):
         raise ValueError(f"the model gives {len(outputs)} tensors by the plan, {len(shapes)} without")
     try:
         check_gradient_flow(model, outputs, inputs)
     except IncompleteGradient as error:
         run.incomplete = str(error)
-    differentiable = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
-    if differentiable:
-        grads = [_grad_of(y, i, shapes[i], group) for i, y in differentiable]
-        torch.autograd.backward([y for _, y in differentiable], grads)
+    for index, (y, shape) in enumerate(zip(outputs, shapes, strict=True)):
+        if y.requires_grad:  # the same random gradient for every copy; this rank's part where the output is one
+            generator = torch.Generator().manual_seed(index + 1)
+            full = torch.randn(shape, generator=generator, dtype=torch.float64).to(y)
+            part = _part_of(full, y.shape, group)
+            differentiable[0].append(y)
+            differentiable[1].append(full if part is None else part)
+    if differentiable[0]:
+        torch.autograd.backward(*differentiable)
     for name, parameter, spec in named_shard_specs(model):
         if parameter.requires_grad:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
