@@ -31,8 +31,8 @@ from ..core.torch_private import function_of
 from ..functional import experts, linear, norm, regions, stock
 from ..functional.cross_entropy import _CrossEntropy
 from ..functional.rotary_embedding import Rotation
-from ..layers.parameters import ShardedModule, named_shard_specs
-from ..layers.replicate import Views
+from ..layers.local_parameters import PartsOfForeignModule
+from ..layers.parameters import named_shard_specs
 from ..layers.vocab_embedding import _VocabEmbedding
 
 WHOLE, PART, UNKNOWN = "whole", "part", "unknown"
@@ -307,7 +307,7 @@ def _names_of_parts(model: nn.Module) -> dict[int, str]:
     return {
         id(parameter): f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        if isinstance(module, Views) and isinstance(module, ShardedModule)
+        if isinstance(module, PartsOfForeignModule)
         for name, parameter in module.named_parameters(recurse=False)
         if name in module.SHARDED_PARAMETERS
     }

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bits import raw_bytes
+from ..core.derived_class import derived_class
 from ..core.elementwise import PositionInvariantActivation
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
@@ -48,8 +49,7 @@ def install(model: nn.Module) -> None:
         if (block := gated_block_of(module)) is not None:
             setattr(module, block.act, block.activation)
             module.__dict__["_gated_block"] = block
-            kind: Any = type(module)
-            module.__class__ = _class_of_gated(kind)
+            module.__class__ = derived_class(type(module), _Gated)
 
 
 def _same_bytes(ours: Callable, theirs: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -202,7 +202,6 @@ class _Gated(nn.Module):
     """What the classes of gated blocks derive from, before the class that the block had."""
 
     _gated_block: Any
-    _made_of: tuple[Any, ...]  # the class that the block had
     down_proj: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,21 +209,6 @@ class _Gated(nn.Module):
         if len(args) != 1 or kwargs or not is_tp_invariant_mode_enabled() or not block.calls_as_tried(self):
             return super().forward(*args, **kwargs)
         return self.down_proj(block.product(self, args[0]))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, self._made_of, *reduced[2:]
-
-
-@functools.cache
-def _class_of_gated(base: Any) -> Any:
-    attributes = {"__module__": base.__module__, "__doc__": base.__doc__, "_made_of": (base,)}
-    return type(base.__name__, (_Gated, base), attributes)
-
-
-def _new(base: Any) -> Any:
-    kind = _class_of_gated(base)
-    return kind.__new__(kind)
 
 
 def gated_block_of(module: nn.Module) -> GatedBlock | None:

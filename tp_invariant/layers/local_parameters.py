@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
+from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor
 from .parameters import ShardedModule, ShardSpec
-from .replicate import Views, class_of_views
+from .replicate import ForeignModule
 
 
 def shard_parameters(module: nn.Module, group: Group, dims: Mapping[str, int]) -> None:
@@ -29,14 +30,14 @@ def shard_parameters(module: nn.Module, group: Group, dims: Mapping[str, int]) -
     """
     kind: Any = type(module)
     full = {name: module.get_parameter(name) for name in dims}
-    module.__class__ = class_of_views(kind, frozenset(dims), _Parts)
-    assert isinstance(module, _Parts)
+    module.__class__ = derived_class(kind, PartsOfForeignModule, frozenset(dims))
+    assert isinstance(module, PartsOfForeignModule)
     module.group, module.part_dims = group, dict(dims)
     for name, parameter in full.items():
         setattr(module, name, nn.Parameter(module.shard_spec(name).local(parameter), parameter.requires_grad))
 
 
-class _Parts(Views, ShardedModule):
+class PartsOfForeignModule(ForeignModule, ShardedModule):
     """What the classes of these modules have in common."""
 
     part_dims: dict[str, int]

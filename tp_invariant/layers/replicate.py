@@ -10,7 +10,6 @@ DTensor; and so does fully_shard, also during a forward, since between its uses 
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import resolve_group
 from ..consistency.same_weights import check_same_model
+from ..core.derived_class import derived_class
 from ..core.dtensors import as_local, is_dtensor, local_of
 from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded, mark_sharded
 
@@ -117,25 +117,25 @@ def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 def _show_local(module: nn.Module, seen: set[int]) -> bool:
     """Changes the classes of the modules that are not this library's; whether `module` has any of their parameters."""
     if id(module) in seen:
-        return isinstance(module, Views)
+        return isinstance(module, ForeignModule)
     seen.add(id(module))
     below = [_show_local(child, seen) for child in module.children()]
-    if isinstance(module, ShardedModule) and not isinstance(module, Views):
+    if isinstance(module, ShardedModule) and not isinstance(module, ForeignModule):
         return any(below)
     names = frozenset(name for name, p in module._parameters.items() if p is not None)
     if not names and not any(below):
         return False
     kind: Any = type(module)
-    if not isinstance(module, Views):
-        module.__class__ = class_of_views(kind, names, Views)
-    elif not names <= kind._views[1]:
-        base, before = kind._views
-        module.__class__ = class_of_views(base, names | before, kind._kind)
+    if not isinstance(module, ForeignModule):
+        module.__class__ = derived_class(kind, ForeignModule, names)
+    elif not all(isinstance(getattr(kind, name, None), _ReadParameter) for name in names):
+        base, added, before = kind.derived_from
+        module.__class__ = derived_class(base, added, names | before)
     return True
 
 
 class _Forwards(threading.local):
-    """How many forwards of classes with views this thread is inside of, and the DTensors whose local tensors were read.
+    """How many forwards of a ForeignModule this thread is inside of, and the DTensors whose local tensors were read.
 
     What is written to a DTensor does not count as written to its local tensor (core/dtensors.py), and backward may need
     the values that were read. So the count is passed on when backward comes to an output of the outermost forward.
@@ -153,7 +153,7 @@ def _computes() -> bool:
     return _forwards.running > 0 or torch._C._current_graph_task_id() != -1
 
 
-class _View:
+class _ReadParameter:
     """In a class, under a parameter's name: inside a forward the local tensor of one that is shown, else the parameter.
 
     What is in an instance's __dict__ comes first.
@@ -176,72 +176,26 @@ class _View:
         return as_local(parameter)
 
 
-class Views(KeepsAttributes):
-    """What the classes of modules that are not ours have in common."""
+class ForeignModule(KeepsAttributes):
+    """A module that is not ours, over a DeviceMesh: in its forward parameters are local tensors."""
 
-    _views: tuple[type, frozenset[str]]  # the class that the module had, and the names that a class has _View for
-    _kind: type[Views]  # that it is made of
+    @staticmethod
+    def class_attributes(names: frozenset[str]) -> dict[str, Any]:
+        return {name: _ReadParameter(name) for name in names}
 
     def shows(self, name: str, parameter: Tensor) -> bool:
         """Whether the forward computes with the local tensor of `parameter`: with that of one that is whole."""
         return is_dtensor(parameter) and all(placement.is_replicate() for placement in parameter.placements)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """As the former class does, which can be found by its name."""
-        base, names = type(self)._views
-        reduced: Any = super(KeepsAttributes, self).__reduce_ex__(protocol)
-        make, args, *state = reduced
-        args = tuple(base if arg is type(self) else arg for arg in args)
-        return _made, (make, args, names, type(self)._kind), *state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        own: Any = getattr(type(self)._views[0], "__deepcopy__", None)
-        if own in (None, Views.__deepcopy__) and not _pickles_by_itself(type(self)._views[0]):
-            return super().__deepcopy__(memo)  # parametrizations refuse to be pickled
-        if own in (None, Views.__deepcopy__):
-            make, args, *state = self.__reduce_ex__(4)
-            twin = memo[id(self)] = make(*copy.deepcopy(args, memo))
-            if state and state[0] is not None:
-                twin.__setstate__(copy.deepcopy(state[0], memo))
-        else:
-            twin = own(self, memo)
-        twin.__class__ = type(self)
-        self._copy_attributes(twin)
-        return twin
-
-
-def _pickles_by_itself(base: type) -> bool:
-    base = getattr(base, "_made_of", (base,))[0]  # classes of conversion/other_forwards.py: the former class decides
-    names = "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"
-    return any(getattr(base, name, None) is not getattr(nn.Module, name, None) for name in names)
-
-
-def _made(make: Any, args: tuple, names: frozenset[str], kind: Any = Views) -> Any:
-    module = make(*args)
-    base: Any = type(module)
-    module.__class__ = class_of_views(base, names, kind)
-    return module
-
-
-def _count_writes(parameters: list[Tensor], grad: Tensor) -> None:
-    for parameter in parameters:
-        local_of(parameter)
-
-
-@functools.cache
-def class_of_views(base: Any, names: frozenset[str], kind: type[Views]) -> Any:
-    """A class of `base`'s name that derives from `kind` and from it, in which forwards see what `kind` shows."""
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled is a forward, and a thread's count is nothing to guard
-            return base.forward(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
         if not _forwards.running:
             _forwards.read = {}
         read = _forwards.read
         _forwards.running += 1
         try:
-            result = base.forward(self, *args, **kwargs)
+            result = super().forward(*args, **kwargs)
         finally:
             _forwards.running -= 1
         if not _forwards.running and read:
@@ -250,12 +204,7 @@ def class_of_views(base: Any, names: frozenset[str], kind: type[Views]) -> Any:
                     tensor.register_hook(functools.partial(_count_writes, list(read.values())))
         return result
 
-    attributes = {
-        "forward": forward,
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-        "_views": (base, names),
-        "_kind": kind,
-        **{name: _View(name) for name in names},
-    }
-    return type(base.__name__, (kind, base), attributes)
+
+def _count_writes(parameters: list[Tensor], grad: Tensor) -> None:
+    for parameter in parameters:
+        local_of(parameter)
