@@ -19,14 +19,19 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 
-@functools.cache
-def derived_class(base: Any, added: Any, *options: Hashable) -> Any:
+def derived_class(base: type, added: type, *options: Hashable) -> Any:
     """A class that derives from `added` and from `base`, the class of a module.
 
     added: its methods come first and call those of `base` by super(); its `forward`, if it has one, gets the signature
         of that of `base`. Of it `class_attributes(*options)`, if it has such a method, gives more attributes.
     options: what pickles hold of it, plain values.
     """
+    classes: Any = (base, added)
+    return _derived(*classes, *options)
+
+
+@functools.cache
+def _derived(base: Any, added: Any, *options: Hashable) -> Any:
     attributes: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -71,7 +76,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     if own is not None:
         twin = own(self, memo)
     elif is_parametrized(self):  # which refuses to be pickled
-        twin = memo[id(self)] = type(self).__new__(type(self))
+        kind: Any = type(self)
+        twin = memo[id(self)] = kind.__new__(kind)
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
     else:
         make, args, *state = self.__reduce_ex__(4)
