@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from unittest import mock
 
 import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
-from meshes import init_device_mesh
 from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import prune
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.core import random_fills
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.owners import weight_cache
 from tp_invariant.testing import full_grads, full_parameters, run_ranks
@@ -773,90 +769,6 @@ def test_on_gpus(size):
             testing.assert_bitwise_equal(result, expected)
     off = run_ranks(stepped_on_gpus, size, "mesh", False, device="cuda")[0]
     assert testing.digest(off) != testing.digest(expected), "the control"
-
-
-# --- random numbers -------------------------------------------------------------------------------------------------
-
-
-def filled(tp_group, fully, known):
-    """Weights of each kind after functions of torch.nn.init and others; `known`: False for the control."""
-    dp = 2 if fully else 1
-    mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
-    results = {}
-    for kind in (dict(parallel_mode="column", partition_stride=2), dict(parallel_mode="row"), dict(parallel_mode=None)):
-        layer = tpi.Linear(16, 32, bias=False, tp_group=mesh["tp"], **kind)
-        if fully:
-            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=tpi.fsdp_placement)
-        with mock.patch.object(random_fills, "_meshes", random_fills._meshes if known else set()):
-            for name in ("normal_", "kaiming_uniform_", "xavier_normal_", "trunc_normal_", "orthogonal_"):
-                torch.manual_seed(3)
-                getattr(torch.nn.init, name)(layer.weight)
-                results[name, str(kind)] = tpi.full_state_dict(layer)["weight"]
-            if known:  # torch 2.11 itself does not know the operator
-                torch.manual_seed(3)
-                layer.weight.data.exponential_(2.0)
-                results["exponential_", str(kind)] = tpi.full_state_dict(layer)["weight"]
-            torch.manual_seed(3)
-            with torch.no_grad():
-                layer.weight.add_(torch.randn_like(layer.weight)).sub_(torch.rand_like(layer.weight))
-            results["noise", str(kind)] = tpi.full_state_dict(layer)["weight"]
-    return results
-
-
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-def test_random_numbers_are_those_of_the_whole_tensor():
-    (expected,) = run_ranks(filled, 1, False, True)
-    torch.manual_seed(3)
-    plain = torch.nn.init.trunc_normal_(torch.empty(32, 16))
-    assert all(torch.equal(value, plain) for (name, _), value in expected.items() if name == "trunc_normal_")
-    for degree, fully in ((2, False), (4, True)):
-        for got in run_ranks(filled, degree, fully, True):
-            testing.assert_bitwise_equal(got, expected)
-    (control, _) = run_ranks(filled, 2, False, False)
-    # torch 2.11 draws the whole of some matrices before it makes them orthogonal
-    others = [key for key in control if key[0] != "orthogonal_" and "None" not in key[1]]
-    assert not any(torch.equal(control[key], expected[key]) for key in others)
-
-
-def fill_of(x):
-    torch.manual_seed(3)
-    with torch.no_grad():
-        return torch.randn_like(x.normal_()).add_(x)
-
-
-@mock.patch.object(random_fills, "_meshes", set())  # a process of the pool may have had layers on any ranks
-def filled_beside(tp_group):
-    """Random numbers on the mesh of a layer while another thread draws such on a mesh of torch's own; then torch's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ours = tpi.Linear(16, 32, bias=False, parallel_mode="column", tp_group=mesh["tp"]).weight.detach()
-    theirs = distribute_tensor(torch.zeros(8, 8), mesh["dp"], [Shard(0)])
-    found = []
-
-    def fill_ours(mesh):
-        if mesh is theirs.device_mesh:
-            thread = threading.Thread(target=lambda: found.append(fill_of(ours).full_tensor()))
-            thread.start()
-            thread.join()
-        return False  # as for every mesh of CPUs
-
-    with mock.patch("torch.distributed.tensor._dispatch.is_rng_supported_mesh", fill_ours):
-        fill_of(theirs)
-    seen = fill_of(theirs).to_local()
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    with mock.patch.dict(handlers):
-        for operator in [op for op, handler in handlers.items() if handler.__module__ == random_fills.__name__]:
-            del handlers[operator]
-        return found, fill_of(ours).full_tensor(), seen, fill_of(theirs).to_local()
-
-
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-def test_random_numbers_while_another_thread_draws_on_a_foreign_mesh():
-    expected = fill_of(torch.empty(32, 16))
-    for found, control, seen, of_torch in run_ranks(filled_beside, 4):
-        assert len(found) == 2, "for normal_ and for randn_like"
-        assert all(torch.equal(one, expected) for one in found)
-        assert not torch.equal(control, expected)
-        testing.assert_bitwise_equal(seen, of_torch)
 
 
 def made_of_fakes(tp_group):

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.compiled import set_group_type
-from ..core.dtensors import expect_dtensors
+from ..core.dtensors import prepare_dtensors
 from ..core.layout import split_sizes
 from . import wire
 
@@ -42,7 +42,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
-            expect_dtensors(ranks_of(self))
+            prepare_dtensors()
 
     def __eq__(self, other: object) -> bool:  # faster than dataclass's, for every call
         if self is other:

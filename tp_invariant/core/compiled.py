@@ -37,7 +37,6 @@ from torch._library.simple_registry import singleton as _registry
 from torch.fx import traceback
 from torch.fx.node import has_side_effect
 
-from .differentiation import applier, are_ordinary, direct_apply
 from .dtensors import as_local, is_dtensor, with_dtensors
 from .graph_breaks import outside_of_graphs
 from .mode import is_call_check_enabled
@@ -556,14 +555,11 @@ def as_custom_op(
         op = define(f"{name}{ending}", schema, kernel, run_fake, ordered=bool(ending))
         ops.append(with_derivative(op, schema, derivative(adjoint), setup_context, ordered=bool(ending)))
     single_rank_op, multi_rank_op = ops
-    of_plain, of_dtensors = applier(function), applier(with_dtensors(function))
-    directly = direct_apply(function)
+    of_dtensors = with_dtensors(function)
 
     def apply(*args: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            if are_ordinary(args[:count]):
-                return directly(*args)
-            return (of_dtensors if any(map(is_dtensor, args[:count])) else of_plain)(*args)
+            return (of_dtensors if any(map(is_dtensor, args[:count])) else function).apply(*args)
         args = (*map(as_local, args[:count]), *args[count:])
         groups: list[str] = []
         sizes: list[int] = []

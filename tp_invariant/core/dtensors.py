@@ -1,20 +1,18 @@
 """Parameters that are DTensors: read without dispatch, and given gradients that are DTensors too.
 
-A DTensor carries its local tensor as an attribute, which costs nothing to read; `to_local` and `from_local` cost a
-hundred times as much and make another tensor at every call, under which nobody would recognise the weight. So an
+`to_local` and `from_local` make another tensor at every call, under which nobody would recognise the weight. So an
 autograd function is given the DTensor itself, which autograd knows, computes with its local tensor, and wraps the local
 gradient with the DTensor's own spec. `with_dtensors` makes such a function of one that knows plain tensors alone.
 
-torch counts the writes to a DTensor (`_version`), and not those to its local tensor that come through the DTensor: an
-optimizer's step, `copy_`. What goes by the version of a weight (gemm/weights.py) has the local tensor. So
-`local_of` passes the count on, and after an optimizer's step so is that of all its parameters.
+torch counts the writes to a DTensor, and not those to its local tensor that come through the DTensor: an optimizer's
+step, `copy_`. What goes by the version of a weight (gemm/weights.py) has the local tensor. So `local_of` passes the
+count on, and after an optimizer's step so is that of all its parameters.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,86 +22,62 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .differentiation import once_differentiable
+from .torch_private import local_tensor, spec_of, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-_is_known: dict[type, bool] = {}
 
-
-def is_dtensor(x: Tensor | None) -> TypeGuard[DTensor]:
+def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     kind = type(x)
     if kind is Tensor or kind is nn.Parameter or x is None:
         return False
-    # without a look at what is known: compiled code that had looked would be compiled again when that grows
-    known = None if torch.compiler.is_compiling() else _is_known.get(kind)
-    return _is_of_dtensors(kind) if known is None else known
-
-
-def expect_dtensors(ranks: Sequence[int]) -> None:
-    """Mends what torch does with DTensors on the mesh of layers, which has these ranks (pieces.py, random_fills.py),
-    before there is one."""
-    if torch.compiler.is_compiling():  # layers, whose parameters these are, are made before
-        return
-    from torch.distributed.tensor import DTensor
-
-    from .random_fills import note_mesh
-
-    note_mesh(ranks)
-    if DTensor not in _is_known:
-        _is_of_dtensors(DTensor)
-
-
-def _is_of_dtensors(kind: type) -> bool:
     from torch.distributed.tensor import DTensor  # slow to import, and here already if x is one
 
-    found = issubclass(kind, DTensor)
-    if not torch.compiler.is_compiling():
-        _is_known[kind] = found
-        if found:
-            from .local_operators import shorten  # these import this module
-            from .pieces import mend_torch
-            from .random_fills import mend_fills
+    return issubclass(kind, DTensor)
 
-            mend_torch()
-            mend_fills()
-            shorten()
-    return found
+
+@functools.cache
+def prepare_dtensors() -> None:
+    """Once in a process that has layers over a DeviceMesh: what torch lacks of DTensors, by its registrations."""
+    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    from .torch_private import StridedShard
+
+    def is_any_true(x: Any) -> list[tuple[list[Any], list[Any]]]:
+        """Of the parts of a sharded tensor the largest; every rank learns of it, and raises where one does."""
+        sharded = [placement for placement in x.placements if not placement.is_replicate()]
+        return [([Replicate()], [Replicate()]), *(([Partial("max")], [placement]) for placement in sharded)]
+
+    register_sharding(torch.ops.aten._is_any_true.default)(is_any_true)  # torch.autograd.detect_anomaly calls it
+    torch.serialization.add_safe_globals([type(StridedShard(0, split_factor=2))])  # as later torches do
 
 
 def local_of(x: Any) -> Any:
     """The local tensor of a DTensor, always the same object and outside of autograd; anything else as it is."""
     if not is_dtensor(x):
         return x
-    return x._local_tensor if torch.compiler.is_compiling() else _passed_on(x)
-
-
-def _passed_on(x: DTensor) -> Tensor:
-    """`local_of` of what is known to be a DTensor, in eager mode."""
-    local = x._local_tensor
-    try:
-        version = x._version
-    except RuntimeError:  # an inference tensor, which has none: to ask first takes as long as the rest
-        return local
-    if version != getattr(local, "_version_of_dtensor", 0) and not local.is_inference():
-        local._version_of_dtensor = version  # type: ignore[attr-defined]
-        increment_version(local)
+    local = local_tensor(x)
+    if not torch.compiler.is_compiling():
+        _pass_on([x])
     return local
 
 
-def _pass_on_all(tensors: Sequence[Tensor]) -> None:
-    """`local_of` of many tensors, which takes less time than one by one."""
+def _pass_on(tensors: Sequence[DTensor]) -> None:
+    """Counts at the local tensors what was written through DTensors."""
     written: list[Tensor] = []
-    with torch._C.DisableTorchFunctionSubclass():  # else torch takes four times as long to tell a DTensor's version
-        for x in tensors:
-            if is_dtensor(x) and not x.is_inference() and not x._local_tensor.is_inference():
-                local, version = x._local_tensor, x._version
-                if version != getattr(local, "_version_of_dtensor", 0):
-                    local._version_of_dtensor = version  # type: ignore[attr-defined]
-                    written.append(local)
-    increment_version(written)
+    for x in tensors:
+        local = local_tensor(x)
+        if not x.is_inference() and not local.is_inference():  # inference tensors have no count
+            version = version_of(x)
+            if version != getattr(local, "_version_of_dtensor", 0):
+                local._version_of_dtensor = version  # type: ignore[attr-defined]
+                written.append(local)
+    if written:
+        increment_version(written)
 
 
 def refuse_dtensor(x: Any, name: str) -> None:
@@ -131,22 +105,7 @@ def as_local(x: Any) -> Any:
 
 def grad_like(grad: Tensor, like: Any) -> Any:
     """A local gradient as that of `like`."""
-    return new_dtensor(type(like), grad, like._spec) if is_dtensor(like) else grad
-
-
-def new_dtensor(kind: Any, local: Tensor, spec: Any) -> Any:
-    """A DTensor with this local tensor and spec, of the class DTensor itself or of one that derives from it.
-
-    DTensor.__new__ sets everything. Its __init__ only tells torch.export of the call, and takes longer than __new__.
-    """
-    return kind(local, spec, requires_grad=False) if torch.compiler.is_compiling() else new_in_eager(kind, local, spec)
-
-
-def new_in_eager(kind: Any, local: Tensor, spec: Any) -> Any:
-    """`new_dtensor` where nothing is traced: to ask takes as long as what else is done here."""
-    if kind.__module__ != "torch.distributed.tensor":
-        return kind(local, spec, requires_grad=False)
-    return kind.__new__(kind, local, spec, requires_grad=False)
+    return type(like)(grad, spec_of(like), requires_grad=False) if is_dtensor(like) else grad
 
 
 class _Local(torch.autograd.Function):
@@ -154,7 +113,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor) -> Tensor:
         ctx.x = x
         ctx.set_materialize_grads(False)  # no gradient stays none: functional/partial_gradients.py
-        local = local_of(x)
+        local: Tensor = local_of(x)
         return local.view_as(local)  # autograd writes into what is returned
 
     @staticmethod
@@ -205,62 +164,30 @@ def _refuse_partial(name: str, grad: Any) -> None:
         )
 
 
-def _references(grad: Any) -> int:
-    return sys.getrefcount(grad)
-
-
-def _references_of_new() -> int:
-    new = object()
-    return _references(new)
-
-
-_ALONE = _references_of_new()  # to what one function has made and another is given
-
-
-def _is_ours(grad: Any) -> bool:
-    """Whether nobody else holds a gradient: a gemm_fn may keep what it returned. autograd sees the DTensor alone."""
-    return sys.getrefcount(grad) <= _ALONE and grad._use_count() <= 1 and grad.is_contiguous()
-
-
 def with_dtensors(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """`function` for arguments some of which are DTensors: it sees their local tensors, and gives local gradients.
 
-    A node of the graph is one of `function` too (`_backward_cls`), and `of_plain` says which.
+    The nodes of the graph are those of the class that is returned, whose `of_plain` is `function`. The local gradients
+    become those of the parameters as they are, so that `function` must return memory of its own.
     """
-
     # without its own once_differentiable, which is around it all
     local_backward = getattr(function.backward, "__wrapped__", function.backward)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        dtensors, plain = [], list(args)
-        for place, x in enumerate(args):
-            if is_dtensor(x):
-                plain[place] = _passed_on(x)
-                dtensors.append((place, x))
-        ctx.dtensors = dtensors
-        return function.forward(ctx, *plain)
+        ctx.dtensors = [(place, x) for place, x in enumerate(args) if is_dtensor(x)]
+        return function.forward(ctx, *map(local_of, args))
 
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        dtensors = ctx.dtensors
-        for _, x in dtensors:
-            _passed_on(x)  # so that autograd notices what was written to what is saved, as of plain tensors
-        found = list(local_backward(ctx, *grads))
-        for place, x in dtensors:
-            grad, found[place] = found[place], None
-            if grad is None:
-                continue
-            if not _is_ours(grad):
-                grad = grad.clone(memory_format=torch.contiguous_format)
-            found[place] = new_in_eager(type(x), grad, x._spec)
-        return tuple(found)
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        _pass_on([x for _, x in ctx.dtensors])  # so that autograd notices what was written to what is saved
+        results = list(local_backward(ctx, *grads))
+        for place, x in ctx.dtensors:
+            if (grad := results[place]) is not None:
+                results[place] = grad_like(grad.contiguous(), x)
+        return tuple(results)
 
-    name = function.__name__
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    other: Any = type(name, (function,), {**methods, "of_plain": function})
-    parts = {"_forward_cls": other, "_autograd_function_id": other._backward_cls._autograd_function_id}
-    other._backward_cls = type(f"{name}Backward", (function._backward_cls,), parts)
-    return other
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "of_plain": function}
+    return type(function.__name__, (function,), methods)
 
 
 # --- what other tools place ------------------------------------------------------------------------------------------
@@ -311,18 +238,30 @@ def _are_clear(placements: tuple[Any, ...], sizes: tuple[int, ...]) -> bool:
     return True
 
 
+_OFFERS = "_tp_invariant_offers_pieces"  # of an optimizer whose state dicts do
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if is_dtensor(p) and len(p._spec.placements) > 1:
-                    check_placements(p)
+    if torch.compiler.is_compiling():
+        return
+    for p in _dtensors_of(optimizer):
+        if len(p.placements) > 1:
+            check_placements(p)
+        if _OFFERS not in optimizer.__dict__ and any(getattr(x, "split_factor", 1) > 1 for x in p.placements):
+            from .pieces import offer_pieces_of_states  # which imports this module
+
+            optimizer.__dict__[_OFFERS] = True
+            optimizer.register_state_dict_post_hook(offer_pieces_of_states)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a layer's call a weight may be gathered ahead, which goes by the version as well."""
     if not torch.compiler.is_compiling():
-        _pass_on_all([p for group in optimizer.param_groups for p in group["params"]])
+        _pass_on(_dtensors_of(optimizer))
+
+
+def _dtensors_of(optimizer: torch.optim.Optimizer) -> list[DTensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
 
 
 register_optimizer_step_pre_hook(_before_step)

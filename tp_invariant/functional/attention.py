@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.compiled import define, with_derivative
-from ..core.differentiation import applier
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.graph_breaks import outside_of_graphs
@@ -467,7 +466,7 @@ class _Attention(torch.autograd.Function):
         return *_eager_backward(*arguments), None, None, None
 
 
-_differentiable = applier(_Attention)
+_differentiable = _Attention.apply
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -28,7 +28,7 @@ from ..comm.collectives import Group, resolve_group
 from ..comm.moves import gather_by_rank
 from ..consistency.agreement import AgreedCalls, agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, op_config
-from ..core.differentiation import are_ordinary, once_differentiable
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import fresh_view
@@ -108,7 +108,7 @@ _on_one_rank = AgreedCalls()  # the calls in a group of one rank that passed all
 
 def _key_of(logits: Tensor, target: Tensor, group: Group, *options: Any) -> tuple | None:
     """None for a call that must be looked at in full."""
-    if group.size > 1 or not mode_if_cacheable() or not are_ordinary((logits, target)):
+    if group.size > 1 or not mode_if_cacheable():
         return None
     return logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device, *options
 

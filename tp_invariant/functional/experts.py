@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
-from ..core.differentiation import applier, once_differentiable
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import local_of
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
@@ -305,8 +305,8 @@ class Combine(torch.autograd.Function):
         return drows, dweights, None
 
 
-token_rows = applier(TokenRows)
-combine = applier(Combine)
+token_rows = TokenRows.apply
+combine = Combine.apply
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class PartialSums:
         waiting.add(parameter, [*each, *[None] * (self.count - len(each))])
 
 
-_grouped_linear = applier(GroupedLinear)
+_grouped_linear = GroupedLinear.apply
 
 
 def grouped_linear(

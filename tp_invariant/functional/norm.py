@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm.collectives import Group, gather_dim
 from ..comm.moves import gather_along, start_gather_major
 from ..core.compiled import as_custom_op, op_config
-from ..core.differentiation import applier, once_differentiable
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import is_dtensor, with_dtensors
 from ..core.layout import TokenSharding
 from ..core.options import Normalization
@@ -258,7 +258,7 @@ invariant_norm = as_custom_op(
 )
 
 
-_add_norm_of_plain, _add_norm_of_dtensors = applier(AddNorm), applier(with_dtensors(AddNorm))
+_add_norm_of_plain, _add_norm_of_dtensors = AddNorm.apply, with_dtensors(AddNorm).apply
 
 
 def invariant_add_norm(

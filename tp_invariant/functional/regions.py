@@ -25,9 +25,10 @@ from ..comm.collectives import Group, resolve_group
 from ..comm.moves import gather_along
 from ..consistency.agreement import agreed_in, check_agreement, check_gradient, share_error
 from ..core.compiled import as_custom_op, group_name, stored_copy, traced_op
-from ..core.differentiation import are_ordinary, is_executed, once_differentiable
+from ..core.differentiation import is_executed, once_differentiable
 from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
+from ..core.torch_private import gradient_hooks_of, node_class, saved_tensors_hooks
 
 # --- operators of two moves, the one the other's adjoint ------------------------------------------------------------
 
@@ -192,7 +193,7 @@ def _anchors(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
     """What `fn` gets besides, by which its backward can tell whether torch.autograd.grad runs it."""
     if torch.compiler.is_compiling() or fn is not _gather_sequence or not x.requires_grad or _of_thread.forward:
         return ()
-    return (_ANCHOR,) if are_ordinary((x,)) else ()
+    return (_ANCHOR,)
 
 
 class _Forward:
@@ -223,16 +224,16 @@ def gather_of(x: Tensor, group: Group) -> Any:
     """The node of the gather_sequence over `group` that returned x; None if x is something else, or has hooks."""
     node: Any = x.grad_fn
     # hooks on saved tensors (checkpointing) give backward another tensor, which does not know who has hooks on x
-    if type(node) is not _GATHER_NODE or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if type(node) is not _GATHER_NODE or saved_tensors_hooks() is not None:
         return None
     if node.group != group or node.configs[0] == x.dim() - 1:  # a part of the features is no part of the tokens
         return None
-    if x._backward_hooks or x.retains_grad:  # known already, so that the ranks compare it
+    if gradient_hooks_of(x) or x.retains_grad:  # known already, so that the ranks compare it
         return None
     return node if node.anchors or node.forward is not None else None
 
 
-_GATHER_NODE: Any = _GatherSequence._backward_cls
+_GATHER_NODE: Any = node_class(_GatherSequence)
 
 
 def dim_of_part_read(x: Tensor, node: Any) -> int | None:
@@ -241,7 +242,7 @@ def dim_of_part_read(x: Tensor, node: Any) -> int | None:
     node: what `gather_of` has found for x.
     """
     of_x: Any = x.grad_fn
-    if of_x is not node or x._backward_hooks or x.retains_grad or torch.is_anomaly_enabled():
+    if of_x is not node or gradient_hooks_of(x) or x.retains_grad or torch.is_anomaly_enabled():
         return None
     if node.forward is None:
         # torch.autograd.grad, which runs what leads to its inputs alone, may have been asked for the gradient of x

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.differentiation import applier, once_differentiable
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import is_dtensor
 from ..kernels.rowwise.rope_checks import check_rope, rotated
 from ..kernels.select import select
@@ -93,4 +93,4 @@ class Rotation(torch.autograd.Function):
         return dq, dk, None, None, None
 
 
-apply_rotation = applier(Rotation)
+apply_rotation = Rotation.apply

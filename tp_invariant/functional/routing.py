@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.compiled import as_custom_op, define
-from ..core.differentiation import applier, once_differentiable
+from ..core.differentiation import once_differentiable
 from ..core.elementwise import in_whole_vectors
 from ..core.graph_breaks import outside_of_graphs
 from ..kernels.select import select
@@ -150,7 +150,7 @@ class _Softmax(torch.autograd.Function):
         return select("softmax", y.device.type).softmax_backward(dy, y, out_dtype=ctx.dtype)
 
 
-_softmax = applier(_Softmax)
+_softmax = _Softmax.apply
 
 
 class _Route(torch.autograd.Function):
@@ -190,7 +190,7 @@ class _Route(torch.autograd.Function):
         return (dscores * (scores * (1 - scores))).to(ctx.dtype), None, None, None
 
 
-_route = applier(_Route)
+_route = _Route.apply
 
 
 @outside_of_graphs("a compiler may compute sums and exponentials in another order")

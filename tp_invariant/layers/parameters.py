@@ -28,6 +28,7 @@ from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_g
 from ..consistency.shards import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
+from ..core.pieces import offer_pieces
 from .saved_shards import refuse_to_save
 
 if TYPE_CHECKING:
@@ -302,9 +303,13 @@ class ShardedModule(KeepsAttributes):
             tensor = destination.get(prefix + name)
             if tensor is None or (spec := self.shard_spec(name)).dim is None or spec.group.size == 1:
                 continue
+            if keep_vars:
+                continue
             # a DTensor may be over data-parallel ranks alone: fully_shard's part of a plain shard
-            if not keep_vars and (not is_dtensor(tensor) or not _is_placed_over(tensor, spec.group)):
+            if not is_dtensor(tensor) or not _is_placed_over(tensor, spec.group):
                 refuse_to_save(tensor, spec.group)
+            else:
+                offer_pieces(tensor)
 
     def _on_mesh(self, name: str, param: nn.Parameter) -> nn.Parameter:
         spec = self.shard_spec(name)
