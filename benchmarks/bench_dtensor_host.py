@@ -2,18 +2,15 @@
 
     python benchmarks/bench_dtensor_host.py
 
-One process, a mesh of one rank, parameters so small that their arithmetic is short. The third column has the same
-DTensors without core/local_operators.py, in torch's way. Times are the process's own time on the CPU, the least of
-many runs in turn, so that other programs on the machine count little.
+One process, a mesh of one rank, parameters so small that their arithmetic is short. Times are the
+process's own time on the CPU, the least of many runs in turn, so that other programs on the machine count little.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tp_invariant as tpi
-from tp_invariant.core import local_operators
 from tp_invariant.core.dtensors import grad_like, is_dtensor, with_dtensors
 from tp_invariant.layers.parameters import mark_sharded
 
@@ -40,15 +36,6 @@ class Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return grad, torch.empty_like(ctx.saved_tensors[0])
-
-
-@contextlib.contextmanager
-def torchs_way() -> Iterator[None]:
-    handlers, detach = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten.detach.default
-    handler = handlers.pop(detach)
-    with mock.patch.object(local_operators, "_local_lists", lambda lists, options: None):
-        yield
-    handlers[detach] = handler
 
 
 def parts(count: int, group, mesh) -> dict[str, Callable[[], float]]:
@@ -99,18 +86,16 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     kinds = {
-        "plain": (parts(options.parameters, mesh, None), contextlib.nullcontext),
-        "DTensors": (parts(options.parameters, mesh, mesh), contextlib.nullcontext),
-        "in torch's way": (parts(options.parameters, mesh, mesh), torchs_way),
+        "plain": parts(options.parameters, mesh, None),
+        "DTensors": parts(options.parameters, mesh, mesh),
     }
     print(f"torch {torch.__version__}, {options.parameters} parameters, us for each")
     with tpi.set_tp_invariant_mode(True):
-        for part in kinds["plain"][0]:
+        for part in kinds["plain"]:
             least = dict.fromkeys(kinds, float("inf"))
             for _ in range(options.runs):
-                for kind, (runs, way) in kinds.items():
-                    with way():
-                        least[kind] = min(least[kind], runs[part]())
+                for kind, runs in kinds.items():
+                    least[kind] = min(least[kind], runs[part]())
             print(f"{part:16}", *(f"{kind} {us:.1f}  " for kind, us in least.items()))
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -315,6 +316,9 @@ def offered_in_boxes(tp_group):
     layer = tpi.Linear(8, 16, parallel_mode="column", partition_stride=2, tp_group=mesh_or_group(tp_group, "mesh"))
     state = layer.state_dict()["weight"]
     assert len(state.__create_write_items__("weight", state)) == 2
+    with pytest.raises(ValueError, match="a copy of a state dict's tensor of shape"):
+        copy.deepcopy(state).__create_write_items__("weight", state)
+    assert "__create_write_items__" not in vars(pickle.loads(pickle.dumps(state))._local_tensor)
     freed = weakref.ref(state._local_tensor)
     del layer, state
     gc.collect()

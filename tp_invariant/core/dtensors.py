@@ -39,18 +39,23 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     return issubclass(kind, DTensor)
 
 
-@functools.cache
 def prepare_dtensors() -> None:
-    """Once in a process that has layers over a DeviceMesh: what torch lacks of DTensors, by its registrations."""
+    """Registers with torch, once in a process that has layers over a DeviceMesh, what it lacks of DTensors."""
+    if not torch.compiler.is_compiling():  # layers, whose parameters these are, are made before
+        _prepare_dtensors()
+
+
+@functools.cache
+def _prepare_dtensors() -> None:
     from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.experimental import register_sharding
 
     from .torch_private import StridedShard
 
     def is_any_true(x: Any) -> list[tuple[list[Any], list[Any]]]:
-        """Of the parts of a sharded tensor the largest; every rank learns of it, and raises where one does."""
-        sharded = [placement for placement in x.placements if not placement.is_replicate()]
-        return [([Replicate()], [Replicate()]), *(([Partial("max")], [placement]) for placement in sharded)]
+        """Ranks gather x, so that all have the answer; torch 2.11 cannot gather stacked pieces, whose ranks do not."""
+        stacked = [placement for placement in x.placements if hasattr(placement, "split_factor")]
+        return [([Replicate()], [Replicate()]), *(([Partial("max")], [placement]) for placement in stacked)]
 
     register_sharding(torch.ops.aten._is_any_true.default)(is_any_true)  # torch.autograd.detect_anomaly calls it
     torch.serialization.add_safe_globals([type(StridedShard(0, split_factor=2))])  # as later torches do

@@ -77,34 +77,58 @@ def pieces_of(tensor: DTensor, local: Tensor) -> list[tuple[Size, Tensor]]:
     return pieces
 
 
+class _Boxes:
+    """What torch.distributed.checkpoint asks a tensor for that has several boxes of one of `shape`."""
+
+    def __init__(self, shape: Size, boxes: dict[Size, Tensor] | None) -> None:
+        self._shape, self._boxes = shape, boxes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Boxes:
+        return _Boxes(self._shape, None)  # the copy of a tensor has other memory
+
+    @property
+    def boxes(self) -> dict[Size, Tensor]:
+        if self._boxes is None:
+            raise ValueError(
+                f"a copy of a state dict's tensor of shape {tuple(self._shape)}, of which each rank has several pieces "
+                "(partition_stride): torch.distributed.checkpoint can save and load the state dict itself (save, not "
+                "async_save), and tp_invariant.checkpoint.save does either"
+            )
+        return self._boxes
+
+    def write_items(self, fqn: str, _: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        items = []
+        for chunk, view in zip(self.chunk_list(), self.boxes.values(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), self._shape)
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def chunk_list(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets, view.shape) for offsets, view in self.boxes.items()]
+
+    def tensor_shard(self, index: Any) -> Tensor:
+        return self.boxes[index.offset]
+
+
 def offer_pieces(tensor: Any) -> None:
     """Lets torch.distributed.checkpoint write and read the pieces of a state dict's tensor, if it has several.
 
     Raises:
         ValueError: see `pieces_of`.
     """
-    if not is_dtensor(tensor) or max(_strides(tensor)) == 1:
-        return
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    local: Any = local_tensor(tensor)
-    # views of an alias: a view holds its base, and of `local`, which holds them, that would be a cycle in C++
-    boxes: dict[Size, Tensor] = dict(pieces_of(tensor, local.detach()))
-    shape = tensor.shape
-
-    def write_items(fqn: str, _: Any) -> list[WriteItem]:
-        items = []
-        for offsets, view in boxes.items():
-            chunk = ChunkStorageMetadata(offsets, view.shape)
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), shape)
-            items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    local.__create_write_items__ = write_items
-    local.__create_chunk_list__ = lambda: [ChunkStorageMetadata(o, view.shape) for o, view in boxes.items()]
-    local.__get_tensor_shard__ = lambda index: boxes[index.offset]
-    local.__getstate__ = dict  # pickled, a tensor has none of these
+    if is_dtensor(tensor) and max(_strides(tensor)) > 1:
+        local: Any = local_tensor(tensor)
+        # views of an alias: a view holds its base, and of `local`, which holds them, that would be a cycle in C++
+        boxes = _Boxes(tensor.shape, dict(pieces_of(tensor, local.detach())))
+        local.__create_write_items__ = boxes.write_items
+        local.__create_chunk_list__ = boxes.chunk_list
+        local.__get_tensor_shard__ = boxes.tensor_shard
+        local.__getstate__ = dict  # pickled, a tensor has none of these
 
 
 def offer_pieces_of_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
