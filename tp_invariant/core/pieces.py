@@ -39,7 +39,7 @@ def _strides(tensor: DTensor) -> list[int]:
 
 def _offsets(tensor: DTensor) -> list[int]:
     """Where this rank's part of a DTensor begins that has one box."""
-    (box,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    (box,) = tensor.__create_chunk_list__()
     return list(box.offsets)
 
 
