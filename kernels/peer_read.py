@@ -108,18 +108,18 @@ def _read_kernel(
 
 
 @functools.cache
-def _launch(index: int | None, size: int, blocks: int, chunks: int) -> Launch:
-    return Launch(_read_kernel, chunks, num_warps=_WARPS, num_stages=1, sanitize_overflow=False)
+def _launch(index: int | None, size: int, blocks: int) -> Launch:
+    return Launch(_read_kernel, CHUNKS, num_warps=_WARPS, num_stages=1, sanitize_overflow=False)
 
 
-def slot_of(nbytes: int, size: int, chunks: int | None = None) -> int:
+def slot_of(nbytes: int, size: int) -> int:
     """Vectors that a buffer must hold for each chunk and half, so that a rank can send `nbytes`, in blocks or whole."""
-    return -(-nbytes // (VECTOR * (chunks or CHUNKS))) + size
+    return -(-nbytes // (VECTOR * CHUNKS)) + size
 
 
-def buffer_bytes(slot: int, size: int, chunks: int | None = None) -> int:
+def buffer_bytes(slot: int, size: int) -> int:
     """Of a rank's buffer: two halves of chunks, and their flags."""
-    return 2 * (chunks or CHUNKS) * (slot * VECTOR + size * 4)
+    return 2 * CHUNKS * (slot * VECTOR + size * 4)
 
 
 class PeerRead:
@@ -133,10 +133,8 @@ class PeerRead:
         limit: after how many looks (about a microsecond each) the kernel gives up.
     """
 
-    def __init__(
-        self, table: Tensor, states: Tensor, rank: int, slot: int, limit: int, chunks: int | None = None
-    ) -> None:
-        self._table, self._states, self._chunks = table, states, chunks or CHUNKS
+    def __init__(self, table: Tensor, states: Tensor, rank: int, slot: int, limit: int) -> None:
+        self._table, self._states = table, states
         self._rank, self._size, self._slot, self._limit = rank, table.shape[0], slot, limit
         self._addresses = table.data_ptr(), states.data_ptr()
         self._index = table.get_device() if table.is_cuda else None
@@ -166,8 +164,8 @@ class PeerRead:
         size, vectors, row = self._size, nbytes // blocks // VECTOR, row // VECTOR
         places = (row, size * row, row) if side_by_side else (max(vectors, 1), 0, vectors)
         before = self._rank, vectors, *places, self._slot
-        after = self._limit, size, next_power_of_2(size), blocks, self._chunks, _BLOCK
+        after = self._limit, size, next_power_of_2(size), blocks, CHUNKS, _BLOCK
         if len(self._known) >= _MAX_KNOWN:  # sizes that change all the time
             self._known.clear()
-        found = self._known[key] = _launch(self._index, size, blocks, self._chunks), before, after
+        found = self._known[key] = _launch(self._index, size, blocks), before, after
         return found

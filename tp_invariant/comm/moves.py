@@ -15,7 +15,6 @@ group's ranks can do, which are the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,9 +52,7 @@ def start_gather_major(
     def copy() -> Pending | None:
         return peer_copies.start_gather(x, group, early=early) if lend else None
 
-    pending = _first(
-        lambda: peer_reads.start_gather_major(x, group, aside=overlapped or early), copy, overlapped or early
-    )
+    pending = _first(lambda: peer_reads.start_gather_major(x, group), copy, overlapped or early)
     if pending is not None:
         return pending
     return collectives.start_gather_major(x, prefetch_group(group, x.device) if early else group)
@@ -79,7 +76,7 @@ def start_exchange_rows(
         return peer_copies.start_exchange_rows(x, send_sizes, group, early=early) if lend else None
 
     def kernel() -> Pending | None:
-        return peer_reads.start_exchange_rows(x, send_sizes, group, aside=overlapped or early)
+        return peer_reads.start_exchange_rows(x, send_sizes, group)
 
     pending = _first(kernel, copy, overlapped or early)
     if pending is not None:
@@ -97,8 +94,7 @@ def exchange_cols_for_rows(x: Tensor, row_sizes: list[int], col_sizes: list[int]
 
 def start_gather_dim(x: Tensor, dim: int, group: Group, *, overlapped: bool = False) -> Pending:
     """Every rank's x, concatenated along `dim` in rank order."""
-    kernel = partial(peer_reads.start_gather_dim, aside=overlapped)
-    ways: list[Callable[[Tensor, int, Group], Pending | None]] = [kernel, peer_copies.start_gather_dim]
+    ways = [peer_reads.start_gather_dim, peer_copies.start_gather_dim]
     for way in (small_gathers.start_gather_dim, *(reversed(ways) if overlapped else ways)):
         pending = way(x, dim, group)
         if pending is not None:

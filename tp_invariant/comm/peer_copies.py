@@ -25,7 +25,7 @@ from .peer_memory import CudaMachine, GraphMachine, connect, on_this_host
 logger = logging.getLogger(__name__)
 
 TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
-TRANSPORTS = ("auto", "nccl", "copy_engine", "kernel")
+TRANSPORTS = ("auto", "nccl", "copy_engine")
 _KEY = os.environ.encodekey(TRANSPORT_VARIABLE)
 _CHOICES = {os.fsencode(choice): choice for choice in TRANSPORTS}
 MIN_BYTES = 2**23  # of what a rank sends: for less, a dozen driver calls keep the host longer than they save the GPU
@@ -40,7 +40,6 @@ def transport() -> str:
                       torch.compile makes, whatever the variable says
         nccl          NCCL (or gloo) for everything
         copy_engine   peer copies for blocks of any size; an error where a group has none
-        kernel        as auto without peer copies: kernels for blocks of up to 128 MiB (temporary, for a measurement)
 
     Raises:
         ValueError: the variable holds anything else.
@@ -101,7 +100,7 @@ def prepare_for_graphs(group: Group, device: torch.device) -> None:
     if isinstance(known, PeerCopies) and known.is_prepared:
         return
     choice = transport()
-    if choice in ("nccl", "kernel") or group.size == 1 or device.type != "cuda" or is_capturing():
+    if choice == "nccl" or group.size == 1 or device.type != "cuda" or is_capturing():
         return
     copies = copies_of(group, device)
     if not isinstance(copies, str):
@@ -110,7 +109,7 @@ def prepare_for_graphs(group: Group, device: torch.device) -> None:
 
 def _copies_for(x: Tensor, group: Group, sent: Sequence[tuple[int, int]]) -> PeerCopies | None:
     choice = transport()
-    if choice in ("nccl", "kernel") or group.size == 1 or x.numel() == 0:
+    if choice == "nccl" or group.size == 1 or x.numel() == 0:
         return None
     least = 0 if choice == "copy_engine" else MIN_BYTES_IN_GRAPHS if x.is_cuda else x.nbytes + 1
     if x.nbytes < least:

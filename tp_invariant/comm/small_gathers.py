@@ -86,8 +86,8 @@ class SmallGathers:
 class OnStream(Pending):
     """What a kernel on `stream` makes."""
 
-    def __init__(self, result: Tensor, machine: CudaMachine, stream: Any, operand: Tensor | None = None) -> None:
-        super().__init__(result, None, operand)
+    def __init__(self, result: Tensor, machine: CudaMachine, stream: Any) -> None:
+        super().__init__(result, None)
         self._machine, self._stream = machine, stream
 
     def wait(self) -> Tensor:
@@ -141,9 +141,7 @@ def start_gather(x: Tensor, group: Group, dim: int = 0, shape: tuple[int, ...] |
     None where NCCL (or gloo) is to do it: TP_INVARIANT_TRANSPORT is not auto, x is none of a few bytes on a GPU, or the
     group's ranks cannot write into each other's memory. The same on every rank.
     """
-    if not x.is_cuda or group.size == 1 or not 0 < group.size * x.nbytes <= MOST_BYTES:
-        return None
-    if transport() not in ("auto", "kernel"):
+    if not x.is_cuda or group.size == 1 or not 0 < group.size * x.nbytes <= MOST_BYTES or transport() != "auto":
         return None
     if (x.nbytes if dim == 0 else x.shape[1] * x.element_size()) % 4:
         return None
