@@ -15,7 +15,7 @@ from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
 from tp_invariant import graphs
-from tp_invariant.comm import peer_copies, peer_reads, small_gathers, wire
+from tp_invariant.comm import peer_copies, peer_kernels, wire
 from tp_invariant.comm.collectives import Group
 from tp_invariant.gemm.weights import weight_cache
 
@@ -93,8 +93,7 @@ def slowest(values: list[float], device: torch.device, group: Group) -> list[flo
 def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
     """Bytes that this rank receives from others, counted from the shapes of what is moved; those by copy engine."""
     gather, exchange, total = wire.start_all_gather, wire.start_all_to_all, 0
-    copy, copied, small = peer_copies.PeerCopies.start, 0, small_gathers.SmallGathers.gather
-    read = peer_reads.PeerReads.move
+    copy, copied, move = peer_copies.PeerCopies.start, 0, peer_kernels.PeerKernels.move
 
     def counted_gather(out: Tensor, local: Tensor, group: Any) -> Any:
         nonlocal total
@@ -114,26 +113,19 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
             copied += (copies.machine.size - 1) * sent[copies.machine.rank][1]
         return lease
 
-    def counted_small(gathers: Any, x: Tensor, *options: Any) -> Any:
+    def counted_move(kernels: Any, x: Tensor, shape: Any, row: int, blocks: int, side_by_side: bool) -> Any:
         nonlocal total
-        total += (gathers.size - 1) * x.nbytes
-        return small(gathers, x, *options)
-
-    def counted_read(reads: Any, x: Tensor, shape: Any, blocks: int, *options: Any) -> Any:
-        nonlocal total
-        total += (reads.size - 1) * x.nbytes // blocks
-        return read(reads, x, shape, blocks, *options)
+        total += (kernels.size - 1) * x.nbytes // blocks
+        return move(kernels, x, shape, row, blocks, side_by_side)
 
     wire.start_all_gather, wire.start_all_to_all = counted_gather, counted_exchange
-    peer_copies.PeerCopies.start, small_gathers.SmallGathers.gather = counted_copy, counted_small
-    peer_reads.PeerReads.move = counted_read
+    peer_copies.PeerCopies.start, peer_kernels.PeerKernels.move = counted_copy, counted_move
     stock.moved = 0
     try:
         yield lambda: (total + copied + stock.moved, copied)
     finally:
         wire.start_all_gather, wire.start_all_to_all = gather, exchange
-        peer_copies.PeerCopies.start, small_gathers.SmallGathers.gather = copy, small
-        peer_reads.PeerReads.move = read
+        peer_copies.PeerCopies.start, peer_kernels.PeerKernels.move = copy, move
 
 
 def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ What they move, and what the GEMMs lose. Each transfer of so many MB (all that a
 for and released, one after another: GB/s that a rank receives from the others. Beside GEMMs: while a stream computes
 products of --gemm, one program per SM, transfers run on another; the products' time over their time alone, and the
 transfers' GB/s meanwhile. `host`: what the call that starts a transfer takes the host. Bytes are compared with NCCL's
-in the same run. The kernel takes what is not too large for it (comm/peer_reads.py). The slowest rank's medians; writes
+in the same run. The kernel takes what is not too large (comm/peer_kernels.py). The slowest rank's medians; writes
 OUT.csv and OUT.md.
 """
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant.comm import peer_copies, peer_reads
+from tp_invariant.comm import peer_copies, peer_kernels
 from tp_invariant.comm.collectives import Group, Pending, resolve_group, start_exchange_rows, start_gather_major
 from tp_invariant.core.layout import split_sizes
 
@@ -58,8 +58,8 @@ def starts(what: str, transport: str, early: bool, group: Group) -> Start:
         if transport == "nccl":
             return start_gather_major(x, group) if what == "gather" else start_exchange_rows(x, sizes, group)
         if transport == "kernel":
-            started = peer_reads.start_gather_major(x, group) if what == "gather" else None
-            started = peer_reads.start_exchange_rows(x, sizes, group) if what == "exchange" else started
+            started = peer_kernels.start_gather_major(x, group) if what == "gather" else None
+            started = peer_kernels.start_exchange_rows(x, sizes, group) if what == "exchange" else started
         else:
             started = peer_copies.start_gather(x, group, early=early) if what == "gather" else None
             started = peer_copies.start_exchange_rows(x, sizes, group, early=early) if what == "exchange" else started
@@ -150,7 +150,7 @@ def main() -> None:
             received = held * ROW * (group.size - 1) / group.size
             want = starts(what, "nccl", False, group)(x).wait()
             for transport, early in TRANSPORTS:
-                most = peer_reads.MOST_GATHERED if what == "gather" else peer_reads.MOST_BYTES
+                most = peer_kernels.MOST_GATHERED if what == "gather" else peer_kernels.MOST_BYTES
                 if transport == "kernel" and x.nbytes > most:
                     continue
                 start = starts(what, transport, early, group)

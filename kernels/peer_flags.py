@@ -13,14 +13,12 @@ Words are int32, [kind, buffer, rank], one array at each rank: `words[kind, buff
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, launch_on, next_power_of_2
-from .peer_gather import EPOCHS, TAGS
+from .launch import launch_on, next_power_of_2
+from .peer_moves import EPOCHS, TAGS
 
 FREE, ARRIVED = 0, 1  # kinds
 _FREE, _ARRIVED = tl.constexpr(FREE), tl.constexpr(ARRIVED)
@@ -103,11 +101,6 @@ def _free_kernel(
 _KERNELS = {"claim": _claim_kernel, "arrived": _arrived_kernel, "wait": _wait_kernel, "free": _free_kernel}
 
 
-@functools.cache
-def _launch(operation: str, index: int | None, size: int) -> Launch:
-    return Launch(_KERNELS[operation], 1, num_warps=1, num_stages=1, sanitize_overflow=False)
-
-
 def peer_flags(
     operation: str, buffer: int, tag: int, words: Tensor, table: Tensor, counts: Tensor, locks: Tensor, rank: int,
     limit: int,
@@ -121,9 +114,9 @@ def peer_flags(
         counts, locks: [buffers], int32, this rank's, zeros at first.
         limit: after how many looks (about a microsecond each) a wait fails an assertion.
     """
-    index, size = words.get_device() if words.is_cuda else None, table.shape[0]
-    numbers = (buffer, counts.shape[0], rank, tag, limit, size, next_power_of_2(size))
-    launch = _launch(operation, index, size)
-    tensors = words, table, counts, locks
+    size = table.shape[0]
     with launch_on(words, "peer_flags"):
-        launch(index, *((x.data_ptr() for x in tensors) if launch.direct else tensors), *numbers)
+        _KERNELS[operation][(1,)](
+            words, table, counts, locks, buffer, counts.shape[0], rank, tag, limit, size, next_power_of_2(size),
+            num_warps=1, num_stages=1, sanitize_overflow=False,
+        )  # fmt: skip

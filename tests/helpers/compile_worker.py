@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tp_invariant.kernels import known_calls, peer_flags, peer_gather, peer_read
+from tp_invariant.kernels import known_calls, peer_flags, peer_moves
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
@@ -74,7 +74,7 @@ def hopper():
         norm, rope, routing, softmax, torch_gated, unread,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for module in (*modules, peer_flags, peer_gather, peer_read):
+        for module in (*modules, peer_flags, peer_moves):
             stack.enter_context(mock.patch.object(module, "launch_on", lambda *args: contextlib.nullcontext()))
         for name, value in (("get_device_properties", HOPPER), ("get_device_capability", (9, 0))):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, value=value: value))
@@ -256,10 +256,10 @@ def attentions() -> None:
 
 def peers() -> None:
     table, states = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
-    for dim in (0, 1):
-        peer_gather.PeerGather(table, states, 0, 64, 3)(torch.zeros(4, 8), torch.zeros(16, 8), dim, 1)
+    x, out, options = torch.zeros(4, 8), torch.zeros(16, 8), dict(table=table, states=states, rank=0, limit=3)
+    peer_moves.peer_gather(x, out, 32, 1, capacity=64, **options)
     for blocks in (1, 4):
-        peer_read.PeerRead(table, states, 0, 8, 3)(torch.zeros(4, 8), torch.zeros(16, 8), blocks, 32, False, 1)
+        peer_moves.peer_read(x, out, blocks, 32, False, 1, slot=8, **options)
     unread.among_nan(torch.zeros(2, 4, 8), 1, 4, 8)
     for operation in ("claim", "arrived", "wait", "free"):
         peer_flags.peer_flags(operation, 0, 1, torch.zeros(2, 2, 4, dtype=torch.int32), table, states, states, 0, 3)

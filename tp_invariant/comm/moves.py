@@ -3,8 +3,7 @@
 All of them move the same bytes, so the choice is one of speed alone. It depends on sizes, on the device and on what a
 group's ranks can do, which are the same on every rank.
 
-    early        for something that is not needed yet: by the side, so that what is needed sooner goes past it; a kernel
-                 moves at once what is too small for a copy engine
+    early        for something that is not needed yet: on the side, so that what is needed sooner goes past it
     overlapped   whether something else is computed meanwhile, before the result is waited for. In a CUDA graph this
                  goes by a copy engine, which leaves the SMs alone; from Python its dozen calls of the driver cost more
                  than they save, unless the block is large
@@ -19,18 +18,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import collectives, peer_copies, peer_reads, small_gathers
+from . import collectives, peer_copies, peer_kernels
 from .collectives import Group, Pending, prefetch_group
 
-_Start = Callable[[], Pending | None]
 
-
-def _first(kernel: _Start, copy: _Start, overlapped: bool) -> Pending | None:
-    """By a kernel or, if it is asked first, a copy engine; the other one where the first cannot."""
-    pending = copy() if overlapped else kernel()
-    if pending is None:
-        pending = kernel() if overlapped else copy()
-    return pending
+def _by_peers(
+    kernel: Callable[[], Pending | None], copy: Callable[[], Pending | None], on_the_side: bool
+) -> Pending | None:
+    pending = copy() if on_the_side else kernel()
+    return pending or (kernel() if on_the_side else copy())
 
 
 def start_gather_major(
@@ -43,19 +39,13 @@ def start_gather_major(
     for_graphs: bool = False,
 ) -> Pending:
     """Every rank's x, rank-major: [P, ...x]."""
-    pending = None if early else small_gathers.start_gather(x, group)
-    if pending is not None:
-        return pending
     if for_graphs:
         _prepare(group, x.device, early)
-
-    def copy() -> Pending | None:
-        return peer_copies.start_gather(x, group, early=early) if lend else None
-
-    pending = _first(lambda: peer_reads.start_gather_major(x, group), copy, overlapped or early)
-    if pending is not None:
-        return pending
-    return collectives.start_gather_major(x, prefetch_group(group, x.device) if early else group)
+    return _by_peers(
+        lambda: peer_kernels.start_gather_major(x, group),
+        lambda: peer_copies.start_gather(x, group, early=early) if lend else None,
+        early or overlapped,
+    ) or collectives.start_gather_major(x, prefetch_group(group, x.device) if early else group)
 
 
 def start_exchange_rows(
@@ -71,65 +61,44 @@ def start_exchange_rows(
     """Every rank's block of the rows of x that are this rank's: [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
     if for_graphs:
         _prepare(group, x.device, early)
-
-    def copy() -> Pending | None:
-        return peer_copies.start_exchange_rows(x, send_sizes, group, early=early) if lend else None
-
-    def kernel() -> Pending | None:
-        return peer_reads.start_exchange_rows(x, send_sizes, group)
-
-    pending = _first(kernel, copy, overlapped or early)
-    if pending is not None:
-        return pending
-    return collectives.start_exchange_rows(x, send_sizes, prefetch_group(group, x.device) if early else group)
+    return _by_peers(
+        lambda: peer_kernels.start_exchange_rows(x, send_sizes, group),
+        lambda: peer_copies.start_exchange_rows(x, send_sizes, group, early=early) if lend else None,
+        early or overlapped,
+    ) or collectives.start_exchange_rows(x, send_sizes, prefetch_group(group, x.device) if early else group)
 
 
 def exchange_cols_for_rows(x: Tensor, row_sizes: list[int], col_sizes: list[int], group: Group) -> Tensor:
     """From columns split over ranks to rows split over ranks: x [T, col_sizes[rank]] -> [row_sizes[rank], N]."""
-    pending = peer_reads.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group)
-    if pending is not None:
-        return pending.wait()
-    return collectives.exchange_cols_for_rows(x, row_sizes, col_sizes, group)
+    pending = peer_kernels.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group)
+    return collectives.exchange_cols_for_rows(x, row_sizes, col_sizes, group) if pending is None else pending.wait()
 
 
 def start_gather_dim(x: Tensor, dim: int, group: Group, *, overlapped: bool = False) -> Pending:
     """Every rank's x, concatenated along `dim` in rank order."""
-    ways = [peer_reads.start_gather_dim, peer_copies.start_gather_dim]
-    for way in (small_gathers.start_gather_dim, *(reversed(ways) if overlapped else ways)):
-        pending = way(x, dim, group)
-        if pending is not None:
-            return pending
-    return collectives.start_gather_dim(x, dim, group)
+    return _by_peers(
+        lambda: peer_kernels.start_gather_dim(x, dim, group),
+        lambda: peer_copies.start_gather_dim(x, dim, group),
+        overlapped,
+    ) or collectives.start_gather_dim(x, dim, group)
 
 
 def gather_along(x: Tensor, dim: int, group: Group) -> Tensor:
     """The same in a tensor that no buffer is lent for."""
-    for kernel in (small_gathers.start_gather_dim, peer_reads.start_gather_dim):
-        pending = kernel(x, dim, group)
-        if pending is not None:
-            return pending.wait()
-    return collectives.gather_dim(x, dim, group)
+    pending = peer_kernels.start_gather_dim(x, dim, group)
+    return collectives.gather_dim(x, dim, group) if pending is None else pending.wait()
 
 
 def gather_by_rank(x: Tensor, group: Group) -> Tensor:
     """Every rank's x, rank-major, in a tensor that no buffer is lent for."""
-    for kernel in (small_gathers.start_gather, peer_reads.start_gather_major):
-        pending = kernel(x, group)
-        if pending is not None:
-            return pending.wait()
-    return collectives.gather_major(x, group)
+    pending = peer_kernels.start_gather_major(x, group)
+    return collectives.gather_major(x, group) if pending is None else pending.wait()
 
 
 def gather_uneven(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """All `size` rows (dim 0) or columns of a matrix that `layout.split_sizes` splits over ranks."""
-    if x.shape[dim] * group.size == size:
-        pending = small_gathers.start_gather(x, group, dim, (size, x.shape[1]) if dim == 0 else (x.shape[0], size))
-        if pending is not None:
-            return pending.wait()
-        pending = peer_reads.start_gather_dim(x, dim, group)
-        if pending is not None:
-            return pending.wait()
-    return collectives.gather_uneven(x, dim, size, group)
+    pending = peer_kernels.start_gather_dim(x, dim, group) if x.shape[dim] * group.size == size else None
+    return collectives.gather_uneven(x, dim, size, group) if pending is None else pending.wait()
 
 
 def _prepare(group: Group, device: torch.device, early: bool) -> None:

@@ -35,9 +35,9 @@ MIN_BYTES_IN_GRAPHS = 2**20  # there is no host in these
 def transport() -> str:
     """What `TP_INVARIANT_TRANSPORT` asks for, read now; the same on all ranks. Unset is "auto".
 
-        auto          kernels that write into peers' memory (small_gathers.py) or read it (peer_reads.py), and peer
-                      copies for large blocks, where a group's ranks have them; else NCCL, as in CUDA graphs that
-                      torch.compile makes, whatever the variable says
+        auto          kernels that reach peers' memory (peer_kernels.py), and peer copies for large blocks, where a
+                      group's ranks have them; else NCCL, as in CUDA graphs that torch.compile makes, whatever the
+                      variable says
         nccl          NCCL (or gloo) for everything
         copy_engine   peer copies for blocks of any size; an error where a group has none
 

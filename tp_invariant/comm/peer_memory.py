@@ -322,7 +322,7 @@ class GraphMachine(CudaMachine):
         self, stream: torch.cuda.Stream, buffer: int, number: int, *, tell: int | None = None, until: int | None = None
     ) -> None:
         from ..kernels.peer_flags import FREE, peer_flags
-        from ..kernels.peer_gather import TAGS
+        from ..kernels.peer_moves import TAGS
 
         if tell is not None:
             operation = "free" if tell == FREE else "arrived"

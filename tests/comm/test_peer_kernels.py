@@ -1,6 +1,9 @@
-"""Moves of some MB by a kernel that reads peers' memory: when they are used, and on GPUs their bytes."""
+"""Moves by kernels that reach peers' memory: when they are used, the order of streams, and on GPUs their bytes."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import tp_invariant as tpi
-from tp_invariant.comm import collectives, moves, peer_copies, peer_reads, small_gathers
+from tp_invariant.comm import collectives, moves, peer_copies, peer_kernels
 from tp_invariant.comm.collectives import Group, Pending, gather_dim, resolve_group
 from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
@@ -19,6 +22,27 @@ ON_GPUS = [
 ]
 
 
+# --- the order of streams -------------------------------------------------------------------------------------------
+
+
+class Stream:
+    def __init__(self, name):
+        self.name, self.waited = name, []
+
+    def wait_stream(self, other):
+        self.waited.append(other.name)
+
+
+def test_moves_of_a_process_come_one_after_another():
+    channel = object.__new__(peer_kernels.Channel)
+    channel.moves, channel._last = 0, None
+    a, b = Stream("a"), Stream("b")
+    numbers = [channel.next(*call) for call in ((a, None), (a, None), (b, None), (a, 7), (b, 7), (b, 8), (b, 8))]
+    assert numbers == [1, 2, 3, 4, 5, 6, 7]
+    # what one capture holds never waits for another's, nor for what runs now
+    assert (a.waited, b.waited) == ([], ["a", "a"])
+
+
 # --- when they are used ---------------------------------------------------------------------------------------------
 
 
@@ -26,10 +50,10 @@ def asked(tp_group, choice):
     group, x = resolve_group(tp_group), torch.ones(4, 8)
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice):
         return [
-            peer_reads.start_gather_major(x, group),
-            peer_reads.start_gather_dim(x, 1, group),
-            peer_reads.start_exchange_rows(x, [2, 2], group),
-            peer_reads.start_exchange_cols_for_rows(x, [2, 2], [8, 8], group),
+            peer_kernels.start_gather_major(x, group),
+            peer_kernels.start_gather_dim(x, 1, group),
+            peer_kernels.start_exchange_rows(x, [2, 2], group),
+            peer_kernels.start_exchange_cols_for_rows(x, [2, 2], [8, 8], group),
         ]
 
 
@@ -53,18 +77,14 @@ class Noting:
     def move(self, x, *options):
         self.read.append(x)
 
-    gather = move
 
-
-@pytest.mark.parametrize("start", (peer_reads.start_gather_major, small_gathers.start_gather))
-def test_kernels_get_what_torch_negates_or_conjugates_by_a_flag_alone(start, monkeypatch):
+def test_kernels_get_what_torch_negates_or_conjugates_by_a_flag_alone(monkeypatch):
     """They read memory, and know nothing of flags."""
     found, group = Noting(), Group(None, 0, 2)
-    monkeypatch.setattr(peer_reads, "reads_of", lambda *_: found)
-    monkeypatch.setattr(small_gathers, "gathers_of", lambda *_: found)
+    monkeypatch.setattr(peer_kernels, "kernels_of", lambda *_: found)
     plain = torch.complex(torch.arange(16.0), torch.ones(16))
     for x in (plain.conj(), plain.real._neg_view(), plain.conj().imag):
-        start(x.as_subclass(OnGpu), group)
+        peer_kernels.start_gather_major(x.as_subclass(OnGpu), group)
         read = found.read.pop().as_subclass(torch.Tensor)
         assert not read.is_conj() and not read.is_neg()
         assert_bitwise_equal(read, x.resolve_conj().resolve_neg().contiguous())
@@ -78,7 +98,7 @@ class Emulated(Pending):
 
 
 class Emulation:
-    """peer_reads' functions by gloo on a CPU, which write down what they are asked for."""
+    """peer_kernels' functions by gloo on a CPU, which write down what they are asked for."""
 
     def __init__(self):
         self.asked = []
@@ -95,7 +115,7 @@ class Emulation:
             return made
 
         names = "start_gather_major", "start_gather_dim", "start_exchange_rows", "start_exchange_cols_for_rows"
-        self._patches = [mock.patch.object(peer_reads, name, start(name)) for name in names]
+        self._patches = [mock.patch.object(peer_kernels, name, start(name)) for name in names]
         for patch in self._patches:
             patch.start()
         return self.asked
@@ -161,10 +181,10 @@ class Way:
 def test_what_is_overlapped_asks_for_a_copy_engine_first(monkeypatch):
     taken, group, x = [], Group(None, 0, 1), torch.ones(2, 8)
     monkeypatch.setattr(Way, "taken", taken, raising=False)
-    for module, name in ((peer_reads, "kernel"), (peer_copies, "copy")):
+    for module, name in ((peer_kernels, "kernel"), (peer_copies, "copy")):
         for function in ("start_gather_dim", "start_exchange_rows"):
             monkeypatch.setattr(module, function, Way(name))
-    monkeypatch.setattr(peer_reads, "start_gather_major", Way("kernel"))
+    monkeypatch.setattr(peer_kernels, "start_gather_major", Way("kernel"))
     monkeypatch.setattr(peer_copies, "start_gather", Way("copy"))
     for start in (
         lambda **options: moves.start_gather_dim(x, 0, group, **options),
@@ -190,7 +210,7 @@ def data(n, rank, shape, dtype):
     return torch.randint(0, 256, raw, dtype=torch.uint8, device="cuda", generator=generator).view(dtype)
 
 
-def start(kind, x, group, by=peer_reads):
+def start(kind, x, group, by=peer_kernels):
     size, rows = group.size, x.shape[0]
     if kind == "exchange_rows":
         return by.start_exchange_rows(x, [rows // size] * size, group)
@@ -211,9 +231,9 @@ def rounds(tp_group):
     late, choose = random.Random(group.rank), random.Random(0)
     streams, done, none = [torch.cuda.current_stream(), torch.cuda.Stream()], 0, 0
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="auto"):
-        for n in range(250):
+        for n in range(300):
             dtype, kind = choose.choice((torch.uint8, torch.bfloat16, torch.float32)), choose.choice(KINDS)
-            rows, cols = choose.choice(((1, 16), (7, 144), (64, 1024), (85, 3072), (512, 4096), (300, 1001)))
+            rows, cols = choose.choice(((1, 16), (7, 130), (64, 1024), (85, 3072), (512, 4096), (300, 1001)))
             x = data(n, group.rank, (rows * group.size, cols), dtype)
             stream, want = choose.choice(streams), start(kind, x, group, collectives).wait()
             torch.cuda.synchronize()
@@ -288,20 +308,24 @@ def mlp(tp_group, tokens, hidden, inner, owner_map, choice):
         row = tpi.Linear(inner, hidden, parallel_mode="row", bias=False, **options)
         before = 0
         if choice == "auto" and group.size > 1:
-            before = peer_reads.reads_of(group, x.device).moves
+            before = peer_kernels.kernels_of(group, x.device).moves
         given = x.requires_grad_()
         y = row(F.silu(column(given)))
         y.backward(dy)
         torch.cuda.synchronize()
         weight_cache.clear()
-        used = peer_reads.reads_of(group, x.device).moves - before if choice == "auto" and group.size > 1 else 0
+        used = peer_kernels.kernels_of(group, x.device).moves - before if choice == "auto" and group.size > 1 else 0
     results = [y.detach(), given.grad, column.weight.grad, row.weight.grad]
     if group.size > 1:
         results = [gather_dim(t.contiguous(), dim, group) for t, dim in zip(results, (0, 0, 0, 1), strict=True)]
     return [t.cpu() for t in results], used
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "inner"), ((768, 1536, 4608), (2040, 1008, 2304)), ids=("large", "odd"))
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner"),
+    ((768, 1536, 4608), (2040, 1008, 2304), (12, 1536, 4608)),
+    ids=("large", "odd", "small"),
+)
 @pytest.mark.parametrize("owner_map", ("rows", "cols"))
 @pytest.mark.parametrize("ranks", ON_GPUS)
 def test_layers_have_the_same_bits(ranks, owner_map, tokens, hidden, inner):
@@ -310,3 +334,37 @@ def test_layers_have_the_same_bits(ranks, owner_map, tokens, hidden, inner):
         for got, used in run_ranks(mlp, ranks, tokens, hidden, inner, owner_map, choice, device="cuda"):
             assert_bitwise_equal(got, want)
             assert (used > 3) == (choice == "auto")
+
+
+def alone(tp_group):
+    group, x = resolve_group(tp_group), torch.ones(1, 64, device="cuda")
+    with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="auto"):
+        peer_kernels.start_gather_major(x, group).wait()
+        torch.cuda.synchronize()
+        if group.rank == 0:
+            peer_kernels.start_gather_major(x, group).wait()
+            torch.cuda.synchronize()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import pytest, test_peer_kernels
+from tp_invariant.testing import RankError, run_ranks
+if __name__ == "__main__":
+    with pytest.raises(RankError) as caught:
+        run_ranks(test_peer_kernels.alone, 2, device="cuda")
+    print(caught.value)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_rank_that_does_not_arrive_ends_the_wait(tmp_path):
+    """In processes of their own, because a failed assertion ends a CUDA context."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=500)
+    assert "a rank has not come to a collective" in done.stdout + done.stderr
+    assert "rank 0" in done.stdout
