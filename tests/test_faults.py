@@ -156,8 +156,7 @@ def test_a_hook_on_one_rank_alone_and_a_dead_rank_are_named(tmp_path):
     assert ended(fault_worker.a_hook_alone_and_a_death, arguments) == [0, 0, -9]
     alone = Path(tmp_path, "alone").read_text()
     assert alone.startswith(
-        "fixed_order_hook on rank 0 of dp_group could not compare its first calls with the other ranks: use it on "
-        "every rank of dp_group, in the same order among the group's collectives, or on none ("
+        "rank 0 of dp_group has waited for rank 1 (global rank 1), which has not come to the group's first call"
     )
     assert "imed out" in alone
     for rank in range(2):

@@ -25,7 +25,6 @@ from tp_invariant.comm.collectives import gather_major, resolve_group
 from tp_invariant.consistency import agreement
 from tp_invariant.functional.regions import gather_sequence
 from tp_invariant.layers import parallel_norm, vocab_embedding
-from tp_invariant.testing import RankError
 
 ODD = 1  # the rank that is not like the others
 
@@ -497,26 +496,6 @@ def compared_again(tp_group, compiled):
 def test_a_layer_does_not_forget_calls_because_of_others(compiled):
     """More calls in all than are kept, of each layer fewer."""
     assert run_ranks(compared_again, 2, compiled) == [0] * 2
-
-
-def swapped_backward(tp_group, backend=None):
-    """Two losses of layers of one shape, whose backwards one rank runs in another order; with the check."""
-    group = another_group(tp_group, f"swapped_backward {backend}")
-    with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TP_INVARIANT_CHECK", "1")
-        layers = [tpi.Linear(16, 16, parallel_mode="column", tp_group=group) for _ in range(2)]
-        calls = [torch.compile(layer, backend=backend, fullgraph=True) for layer in layers] if backend else layers
-        losses = [call(torch.ones(4, 16, requires_grad=True)).sum() for call in calls]
-        for loss in losses[::-1] if group.rank == ODD else losses:
-            loss.backward()
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_backwards_in_another_order(backend):
-    with pytest.raises(RankError) as caught:
-        run_ranks(swapped_backward, 2, backend)
-    texts = {str(error) for error in caught.value.errors.values()}
-    assert len(texts) == 1 and "the layer's number is 1 on rank 0; 2 on rank 1" in texts.pop()
 
 
 def numbers(tp_group):

@@ -318,11 +318,7 @@ def later(tp_group, what, enabled):
                 if odd and what == "layer" and step == 2:
                     y = layer(torch.ones(tokens, 8))
                     continue
-                z = other(y)
-                if odd and what == "backward" and step == 2:
-                    y.sum().backward()
-                else:
-                    z.sum().backward()
+                other(y).sum().backward()
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
@@ -331,7 +327,6 @@ def later(tp_group, what, enabled):
     [
         ("shape", r"the shape of x is \(2, 8\) on rank 0, 2, 3; \(3, 8\) on rank 1"),
         ("layer", r"the layer is .*'row'.* on rank 0, 2, 3; .*'column'.* on rank 1"),
-        ("backward", r"the layer whose backward runs is .*'row'.* on rank 0, 2, 3; .*'column'.* on rank 1"),
     ],
 )
 def test_every_call_is_compared_on_request(what, message, enabled):
@@ -345,9 +340,8 @@ def odd_sequence(tp_group, what, later):
         here = odd and step == later
         shape = (8, 4) if here and what == "shape" else (4, 8)
         x = torch.ones(shape, dtype=torch.float64 if here and what == "dtype" else torch.float32, requires_grad=True)
-        gathered = gather_sequence(x, tp_group, 1 if here and what == "dim" else 0)
-        y = scatter_sequence(x, tp_group)
-        (gathered if here and what == "backward" else y).sum().backward()
+        gather_sequence(x, tp_group, 1 if here and what == "dim" else 0)
+        scatter_sequence(x, tp_group).sum().backward()
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -357,10 +351,6 @@ def odd_sequence(tp_group, what, later):
         ("shape", r"the shape of x is \(4, 8\) on rank 0, 2, 3; \(8, 4\) on rank 1"),
         ("dtype", "the dtype of x is 'torch.float32' on rank 0, 2, 3; 'torch.float64' on rank 1"),
         ("dim", "sequence_dim is 0 on rank 0, 2, 3; 1 on rank 1"),
-        (
-            "backward",
-            "the layer whose backward runs is 'scatter_sequence' on rank 0, 2, 3; 'gather_sequence' on rank 1",
-        ),
     ],
 )
 def test_sequence_functions_are_compared(what, message, later):
@@ -429,7 +419,7 @@ def count_gathers(tp_group, check):
 def test_the_check_costs_nothing_unless_asked_for_and_changes_no_bit():
     plain, checking = (run_ranks(count_gathers, 2, check) for check in (False, True))
     assert [result[0] for result in plain] == [1, 1]
-    assert [result[0] for result in checking] == [4, 4]
+    assert [result[0] for result in checking] == [2, 2]
     for one, other in zip(plain, checking, strict=True):
         assert_bitwise_equal(other[1:], one[1:])
 

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
 from tp_invariant.core.dtensors import local_of
-from tp_invariant.data_parallel import MicroBatchTree, fix_reduction_order, micro_batch_tree
+from tp_invariant.data_parallel import MicroBatchTree, micro_batch_tree
 from tp_invariant.integrations.ranks import Ranks
 from tp_invariant.testing import assert_bitwise_equal, full_parameters, wide_randn
 from tp_invariant.testing.rank_pool import discard_pool
@@ -523,13 +522,6 @@ def mistakes(world: Any, name: str) -> str:
                 for p in layer.parameters():
                     dist.broadcast(p.detach(), 0, group=groups(TWO)[1])
             return error_text(call, layer)
-        if name == "fully_shard":
-            layer, tree = layer_and_tree(TWO)
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-            dense = nn.Linear(HIDDEN, HIDDEN)
-            fully_shard(dense, mesh=mesh)
-            fix_reduction_order(dense)
-            return error_text(MicroBatchTree, dense.parameters(), mesh, 4)
         if name == "recomputed":  # no mistake
             layer, tree = layer_and_tree(TWO)
             x, index = torch.ones(3, HIDDEN, requires_grad=True), torch.tensor([[0, 5]] * 3)
@@ -586,7 +578,6 @@ def mistakes(world: Any, name: str) -> str:
         ("number of experts", "ValueError: num_experts=7 .*expert-parallel degree=2", None),
         ("parametrized", "ValueError: down_proj .* is not a parameter", None),
         ("a copied shard", "RuntimeError: the weight of Experts.* is the same on rank 0, 1", None),
-        ("fully_shard", "ValueError: one MicroBatchTree has experts .*, and one .* fully_shard", None),
         ("recomputed", "no error", None),
         ("index", "IndexError: top_k_index holds 8", "RuntimeError: .*top_k_index holds 8 .*on rank 1"),
         ("dtype", "TypeError: hidden_states is torch.float64", "RuntimeError: .*hidden_states is torch.float64"),

@@ -1,9 +1,8 @@
 """Ranks compare a call when it is new to them; if they differed, collectives would hang or mix up data.
 
 Once for each group its ranks compare their software, devices and settings (environment.py). At the first call of each
-kind they compare the call, the ids (of an embedding), target (of a loss) and whole parameters. With
-TP_INVARIANT_CHECK=1 every call is compared, and the gradients that backward gets. A difference raises an error on every
-rank, and the group remains usable.
+kind they compare the call, the ids (of an embedding), target (of a loss) and whole parameters; with
+TP_INVARIANT_CHECK=1 at every call. A difference raises an error on every rank, and the group remains usable.
 
 Layers of the same shape are distinguished by a number: each layer gets the next number of its tp_group when it is built
 or copied. So ranks that call such layers in different orders get an error in the first call. A difference in a later
@@ -30,9 +29,7 @@ from ..comm import call_records, liveness
 from ..comm.collectives import Group, gather_major
 from ..core.bits import tensor_hash
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
-from ..core.differentiation import once_differentiable
 from ..core.dtensors import local_of
-from ..core.layout import fresh_view
 from ..core.mode import is_call_check_enabled
 from ..core.torch_private import without_dispatch_modes
 from .compare import CALL_NAMES, HASH_OF, HASH_OF_PARAMETER, LAYER_NUMBER, LOCAL_ERROR, compare, group_device
@@ -119,6 +116,7 @@ def check_agreement(
     weight: Tensor | None = None,
     same: Mapping[str, Tensor] | None = None,
     whole: Mapping[str, Tensor] | None = None,
+    name: str = "tp_group",
 ) -> None:
     """Compares `facts` (name -> value) over the group, unless `agreed` contains exactly these facts already.
 
@@ -135,6 +133,7 @@ def check_agreement(
             facts are, not in compiled code. A call is not new because of other values.
         whole: parameters that every rank holds whole. Their hashes are compared at a layer's first call, and with
             TP_INVARIANT_CHECK=1 at every call; not in compiled code.
+        name: that of the argument which gives the group, for errors.
 
     Raises:
         RuntimeError: the same on every rank; names what differs and which ranks have which value, or the ranks whose
@@ -143,7 +142,7 @@ def check_agreement(
     if torch.compiler.is_compiling():
         _check_when_run(facts, group, device, local_of(sharded_weight if weight is None else weight))
         return
-    compare_environments(group, device)
+    compare_environments(group, device, name)
     known: Hashable = (device.type, tuple(facts), tuple(facts.values()))
     try:
         hash(known)
@@ -155,18 +154,18 @@ def check_agreement(
     if isinstance(agreed, AgreedCalls):
         facts[LAYER_NUMBER] = agreed.number
         agreed.name = facts.get("the layer", agreed.name)
-    hashed = {f"{HASH_OF} {name}": tensor for name, tensor in (same or {}).items()}
+    hashed = {f"{HASH_OF} {key}": tensor for key, tensor in (same or {}).items()}
     if not agreed or is_call_check_enabled():
-        hashed |= {f"{HASH_OF_PARAMETER} {name}": local_of(tensor) for name, tensor in (whole or {}).items()}
+        hashed |= {f"{HASH_OF_PARAMETER} {key}": local_of(tensor) for key, tensor in (whole or {}).items()}
     # selective checkpointing would give what these operators return to the same operators of the recomputed layer
     with without_dispatch_modes():
         numbers = (0, 0)
         if sharded_weight is not None and not agreed:
             numbers = part_numbers(sharded_weight, shards_may_be_equal)
-        for name, tensor in hashed.items():
+        for key, tensor in hashed.items():
             if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
-                facts[name] = int(tensor_hash(tensor))
-        rows = compare(facts, group, device, numbers, describe=partial(_describe, facts))
+                facts[key] = int(tensor_hash(tensor))
+        rows = compare(facts, group, device, numbers, name=name, describe=partial(_describe, facts))
         check_parts(rows, facts.get("the layer", ""))
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
@@ -218,7 +217,7 @@ _check_later = as_runtime_op(_check_named, name="check_agreement", arguments="Te
 # --- a group's first call -------------------------------------------------------------------------------------------
 
 
-def compare_environments(group: Group, device: torch.device) -> None:
+def compare_environments(group: Group, device: torch.device, name: str = "tp_group") -> None:
     """Compares the ranks' environments, once for each group and kind of device, and exchanges liveness contacts.
 
     Raises:
@@ -233,20 +232,20 @@ def compare_environments(group: Group, device: torch.device) -> None:
     with without_dispatch_modes():  # as in check_agreement
         facts = environment_facts(device)
         if kinds:
-            compare(facts, group, device)
+            compare(facts, group, device, name=name)
         else:
-            _first_comparison(facts, group, device)
+            _first_comparison(facts, group, device, name)
     kinds.add(device.type)
 
 
-def _first_comparison(facts: Mapping[str, Any], group: Group, device: torch.device) -> None:
+def _first_comparison(facts: Mapping[str, Any], group: Group, device: torch.device, name: str) -> None:
     """A rank that ends breaks the others' connections at once, while a third one may still be on its way."""
     assert group.process_group is not None
     store = group.process_group.get_group_store()
     arrivals = [f"tp_invariant: came to the first call/{rank}" for rank in range(group.size)]
     store.set(arrivals[group.rank], "")
     try:
-        compare(facts, group, device)
+        compare(facts, group, device, name=name)
     except RuntimeError as error:
         missing = []
         with suppress(RuntimeError):  # the store may have ended, too
@@ -258,8 +257,8 @@ def _first_comparison(facts: Mapping[str, Any], group: Group, device: torch.devi
         ranks = dist.get_process_group_ranks(group.process_group)
         named = ", ".join(f"{rank} (global rank {ranks[rank]})" for rank in missing)
         raise RuntimeError(
-            f"rank {group.rank} of tp_group has waited for rank {named}, which has not come to the group's first call: "
-            f"it has ended before, or makes no such call. See its log; every rank of tp_group must ({error})"
+            f"rank {group.rank} of {name} has waited for rank {named}, which has not come to the group's first call: "
+            f"it has ended before, or makes no such call. See its log; every rank of {name} must ({error})"
         ) from error
 
     def gather(own: bytes) -> list[bytes]:
@@ -271,7 +270,9 @@ def _first_comparison(facts: Mapping[str, Any], group: Group, device: torch.devi
         call_records.share_records(group, gather)
 
 
-def share_error(error: Exception, group: Group, device: torch.device, agreed: set[Hashable]) -> None:
+def share_error(
+    error: Exception, group: Group, device: torch.device, agreed: set[Hashable], name: str = "tp_group"
+) -> None:
     """Shares an error that this rank has found in its call with the other ranks, which would otherwise wait for it.
 
         except (TypeError, ValueError) as error:
@@ -288,8 +289,8 @@ def share_error(error: Exception, group: Group, device: torch.device, agreed: se
         return
     if torch.compiler.is_compiling():  # no rank has called anything yet: each rank's compiler raises its own error
         return
-    compare_environments(group, device)
-    compare(_error_facts(error, group), group, device)
+    compare_environments(group, device, name)
+    compare(_error_facts(error, group), group, device, name=name)
 
 
 def compare_call(
@@ -306,7 +307,7 @@ def compare_call(
         RuntimeError: the same on every rank: the ranks' facts differ, or some have found an error.
         Exception: `error`, if all ranks have found one.
     """
-    compare_environments(group, numbers.device)
+    compare_environments(group, numbers.device, name)
     facts = facts if error is None else _error_facts(error, group)
     rule = "They must make the same calls in the same order, in each micro-batch of a step"
     rows = compare(facts, group, numbers.device, numbers, name=name, rule=rule)
@@ -317,38 +318,3 @@ def compare_call(
 
 def _error_facts(error: Exception, group: Group) -> dict[str, Any]:
     return {LOCAL_ERROR: f"{type(error).__name__}: {error}".replace(f" on rank {group.rank}", " here")}
-
-
-# --- backward -------------------------------------------------------------------------------------------------------
-
-
-class _CheckedGradient(torch.autograd.Function):
-    """The identity; its adjoint compares the shape and dtype of the ranks' gradients before they are used."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor | None, layer: str, group: Group, agreed: set[Hashable]) -> Tensor:
-        ctx.layer, ctx.group, ctx.agreed = layer, group, agreed
-        ctx.save_for_backward(weight)
-        return fresh_view(y, y.shape)
-
-    @staticmethod
-    @partial(once_differentiable, traced=True)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        facts = {
-            "the layer whose backward runs": ctx.layer,
-            "the shape of its gradient": tuple(dy.shape),
-            "the dtype of its gradient": str(dy.dtype),
-        }
-        check_agreement(facts, ctx.group, dy.device, ctx.agreed, weight=ctx.saved_tensors[0])
-        return dy, None, None, None, None
-
-
-def check_gradient(y: Tensor, layer: str, group: Group, agreed: set[Hashable], weight: Tensor | None = None) -> Tensor:
-    """y; with TP_INVARIANT_CHECK=1 the ranks compare its gradient's shape and dtype when backward reaches it.
-
-    weight: as for check_agreement.
-    """
-    if not y.requires_grad or group.size == 1 or not is_call_check_enabled():
-        return y
-    known_by = local_of(weight) if torch.compiler.is_compiling() else None
-    return _CheckedGradient.apply(y, known_by, layer, group, agreed)

@@ -23,11 +23,9 @@ LOCAL_ERROR = "an error before the call"  # the fact of a rank that has one; ran
 LAYER_NUMBER = "the layer's number"
 HASH_OF = "the hash of the values of"
 HASH_OF_PARAMETER = "the hash of the whole parameter"
-CALL_NAMES = ("the layer", "the call", "the layer whose backward runs")
-_SAME_SETTINGS = (
-    "They must make the same calls with the same settings, and under sequence_parallel the degree must divide the "
-    "sequence"
-)
+CALL_NAMES = ("the layer", "the call")
+_SAME_SETTINGS = "They must make the same calls with the same settings"
+_OF_TP_GROUPS = ", and under sequence_parallel the degree must divide the sequence"
 _ADVICE = {  # by how the name of a fact that differs begins
     LAYER_NUMBER: "Layers are numbered in the order in which they are made for a tp_group: make the same layers on "
     "every rank, and call them in the same order",
@@ -53,7 +51,7 @@ def compare(
     numbers: Sequence[int] | Tensor = (),
     *,
     name: str = "tp_group",
-    rule: str = _SAME_SETTINGS,
+    rule: str = "",
     describe: Callable[[], str] | None = None,
 ) -> list[list[int]]:
     """Every rank's `numbers`, in rank order, if all ranks have the same facts. A collective.
@@ -91,4 +89,5 @@ def compare(
     parts = [f"{key} is {format_values(found[key])}" for key in first[:_SHOWN]]
     parts += [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
     advice = [text for start, text in _ADVICE.items() if any(key.startswith(start) for key in first[:_SHOWN])]
+    rule = rule or _SAME_SETTINGS + (_OF_TP_GROUPS if name == "tp_group" else "")
     raise RuntimeError(f"the {group.size} ranks of {name} disagree: {' | '.join(parts)}. {'. '.join([rule, *advice])}")

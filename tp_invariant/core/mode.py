@@ -57,10 +57,10 @@ def is_tp_invariant_mode_enabled() -> bool:
 
 
 def is_call_check_enabled() -> bool:
-    """Whether `TP_INVARIANT_CHECK` asks for every call's facts to be compared over its group, in forward and backward.
+    """Whether `TP_INVARIANT_CHECK` asks for every call's facts to be compared over its group, in forward.
 
     `1` is on, `0` or unset off; read at every call, in both modes, and the same on all ranks. Costs an all-gather of
-    24 bytes and a wait for it in each forward and each backward of a layer: tens of microseconds on a GPU, a
+    24 bytes and a wait for it in each forward of a layer: tens of microseconds on a GPU, a
     millisecond on gloo, and the host loses its lead over the device. For finding where ranks diverge, not for training.
 
     Raises:

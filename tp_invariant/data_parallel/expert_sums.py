@@ -14,7 +14,7 @@ backward gives is then mostly a node already, and all that is kept of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -219,22 +219,13 @@ class ExpertSums:
         return exchange_flat(mine.repeat(len(self._members)), sent, received, self._dp, (elements,))
 
 
-def sums_by_group(
-    parameters: Sequence[Tensor],
-    dp_group: Group,
-    shares: Sequence[range],
-    reader: object,
-    check_alike: Callable[[dict[str, object]], None],
-) -> list[ExpertSums]:
-    """One ExpertSums for each expert-parallel group that parameters have, in the order of the parameters."""
+def indices_by_group(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of the parameters of each expert-parallel group, in the order of the parameters."""
     members: dict[tuple, list[int]] = {}
     for index, p in enumerate(parameters):
         if (group := expert_group(p)) is not None:
             members.setdefault((*ranks_of(group), p.ranks_per_micro_batch), []).append(index)  # type: ignore[attr-defined]
-    check_alike({"which parameters are experts over data-parallel ranks": repr([*members.values()])})
-    return [
-        ExpertSums([parameters[i] for i in indices], indices, dp_group, shares, reader) for indices in members.values()
-    ]
+    return list(members.values())
 
 
 def describe(parameter: Tensor) -> str:

@@ -43,7 +43,7 @@ from ..consistency.agreement import agreed_in, check_agreement, compare_environm
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from .binary_tree import BinaryTree
-from .micro_batch_tree import errors_name_dp_group, resolve_dp_group
+from .micro_batch_tree import resolve_dp_group
 
 _INVALID_COUNT = -(1 << 63)  # sent in place of an invalid count, so that no rank waits for one that has raised
 
@@ -77,8 +77,7 @@ class TokenCount:
         device = torch.device("cpu")
         if self.group.process_group is not None and dist.get_backend(self.group.process_group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        with errors_name_dp_group("TokenCount.set", self.group):
-            compare_environments(self.group, device)
+        compare_environments(self.group, device, "dp_group")
         own = torch.tensor([local_count if fits else _INVALID_COUNT], device=device)
         counts = gather_major(own, self.group).view(-1).tolist()
         if _INVALID_COUNT in counts:
@@ -167,13 +166,13 @@ def fixed_order_hook(
         tokens, group = None, resolve_dp_group(state, name="state")
     if group.size > 1:
         facts = {
+            "the call": "fixed_order_hook",
             "what the gradients' sum is divided by": _divisor(tokens),
             "the index of the bucket": bucket.index(),
             "its number of elements": bucket.buffer().numel(),
             "its dtype": str(bucket.buffer().dtype),
         }
-        with errors_name_dp_group("fixed_order_hook", group):
-            check_agreement(facts, group, bucket.buffer().device, agreed_in(group))
+        check_agreement(facts, group, bucket.buffer().device, agreed_in(group), name="dp_group")
     divide_by = None if tokens is None else tokens.total
     refuse_fused(bucket.parameters(), f"fixed_order_hook on rank {group.rank}")
     buffer = bucket.buffer()
@@ -232,17 +231,16 @@ class FixedOrderReduceScatter:
         try:
             kind = self._check(dp_group, op, async_op)
         except (NotImplementedError, ValueError) as error:
-            with errors_name_dp_group("FixedOrderReduceScatter", dp_group):
-                share_error(error, dp_group, device, self._agreed)
+            share_error(error, dp_group, device, self._agreed, "dp_group")
             raise
         if dp_group.size > 1:
             facts = {
+                "the call": "FixedOrderReduceScatter",
                 "what the gradients' sum is divided by": "the ranks" if kind == "AVG" else _divisor(self.tokens),
                 "the number of elements a rank": output_tensor.numel(),
                 "their dtype": str(input_tensor.dtype),
             }
-            with errors_name_dp_group("FixedOrderReduceScatter", dp_group):
-                check_agreement(facts, dp_group, device, self._agreed)
+            check_agreement(facts, dp_group, device, self._agreed, name="dp_group")
         self.dtypes.add(input_tensor.dtype)
         divide_by = dp_group.size if kind == "AVG" else None if self.tokens is None else self.tokens.total
         sizes = [output_tensor.numel()] * dp_group.size

@@ -8,11 +8,8 @@ are divided over data-parallel ranks.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,21 +18,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, on_mesh, ranks_of, resolve_group
-from ..comm.liveness import DeadRankError
-from ..comm.wire import gather_objects
 from ..consistency.agreement import compare_environments
-from ..consistency.differences import format_values, gather_differences
+from ..consistency.compare import compare
 from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.fsdp import sharded_parameters
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
 from .binary_tree import BinaryTree, nodes_of
-from .expert_sums import describe, expert_group, sums_by_group
+from .expert_sums import ExpertSums, describe, expert_group, indices_by_group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_SAME_ARGUMENTS = "Give MicroBatchTree the same parameters, in the same order, and the same micro_batches on every rank"
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that reduce() needs little additional memory
 
 
@@ -51,33 +47,6 @@ def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group, name: str
         return resolve_group(dp_group)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("tp_group", name).replace('mesh["tp"]', 'mesh["dp"]')) from None
-
-
-@contextmanager
-def errors_name_dp_group(caller: str, group: Group) -> Iterator[None]:
-    """For agreement.py's comparisons over a dp_group: makes errors name dp_group and the function `caller`."""
-    try:
-        yield
-    except DeadRankError:
-        raise
-    except RuntimeError as error:
-        text = str(error)
-        if "ranks of tp_group disagree" in text:
-            text = text.replace("tp_group", "dp_group").partition(" with the same settings, and under")[0]
-            raise RuntimeError(f"{text} with the same settings ({caller})") from None
-        raise RuntimeError(
-            f"{caller} on rank {group.rank} of dp_group could not compare its first calls with the other ranks: use it "
-            f"on every rank of dp_group, in the same order among the group's collectives, or on none ({text})"
-        ) from error
-
-
-def _check_alike(facts: dict[str, Any], group: Group) -> None:
-    """A RuntimeError on every rank, naming the first of `facts` that ranks have different values of."""
-    for name, values in gather_differences(facts, group).items():
-        raise RuntimeError(
-            f"the {group.size} ranks of dp_group disagree: {name} is {format_values(values)}. Give MicroBatchTree the "
-            "same parameters, in the same order, and the same micro_batches on every rank"
-        )
 
 
 def is_cut_by(parameter: Tensor, group: Group) -> bool:
@@ -107,9 +76,6 @@ def _part_of(parameter: Tensor, group: Group) -> str:
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     return f", placed as {parameter.placements}, here {tuple(coordinate[first:])}"
-
-
-_trees: weakref.WeakSet[MicroBatchTree] = weakref.WeakSet()
 
 
 class MicroBatchTree:
@@ -165,7 +131,7 @@ class MicroBatchTree:
         TypeError: parameters of another dtype; None for dp_group; micro_batches that is no int.
         ValueError: no parameters, parameters on several devices, micro_batches below 1; after fully_shard, what is said
             above, parameters that it has gathered for now, or HSDP; of experts over data-parallel ranks, a dp_group
-            that does not fit, or a tree of their own beside that of a model that fully_shard has sharded.
+            that does not fit.
         RuntimeError: on every rank, where ranks differ in micro_batches, in the parameters' number, shapes or dtypes,
             or in software and settings.
     """
@@ -180,9 +146,9 @@ class MicroBatchTree:
         self.micro_batches = micro_batches
         given = [*dict.fromkeys(parameters)]
         self._parameters = [p for p in given if p.requires_grad]
-        with errors_name_dp_group("MicroBatchTree", self.group):
-            compare_environments(self.group, self._parameters[0].device if self._parameters else torch.device("cpu"))
-        facts: dict[str, Any] = {"micro_batches": repr(micro_batches), "number of parameters": len(self._parameters)}
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        compare_environments(self.group, device, "dp_group")
+        facts: dict[str, Any] = {"micro_batches": micro_batches, "number of parameters": len(self._parameters)}
         for index, p in enumerate(self._parameters):
             facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
         # of a model that fully_shard has sharded ranks take turns, also in steps that train its experts alone
@@ -193,7 +159,9 @@ class MicroBatchTree:
         facts["whether ranks take turns"] = self._take_turns
         gathered = next((index for index, p in enumerate(self._parameters) if id(p) in parts), None)
         facts["the first parameter that fully_shard has gathered for now"] = gathered
-        _check_alike(facts, self.group)  # before anything that one rank alone could raise
+        facts["which of them are experts over data-parallel ranks"] = indices_by_group(self._parameters)
+        if self.group.size > 1:  # before anything that one rank alone could raise
+            compare(facts, self.group, device, name="dp_group", rule=_SAME_ARGUMENTS)
         if gathered is not None:
             raise ValueError(
                 f"parameter {gathered} with shape {tuple(self._parameters[gathered].shape)} on rank {self.group.rank} "
@@ -216,10 +184,10 @@ class MicroBatchTree:
         shares = [range(*pair) for pair in itertools.pairwise(bounds)]
         self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._take_turns else shares
         self._nodes = [nodes_of(share, micro_batches) for share in shares]
-        self._experts = sums_by_group(
-            self._parameters, self.group, self._shares, self, lambda facts: _check_alike(facts, self.group)
-        )
-        self._check_shares()
+        self._experts = [
+            ExpertSums([self._parameters[i] for i in indices], indices, self.group, self._shares, self)
+            for indices in indices_by_group(self._parameters)
+        ]
         self._start()
 
     def _check_parameters(self) -> None:
@@ -269,31 +237,6 @@ class MicroBatchTree:
                 f"micro_batches={n} over {ranks} ranks of dp_group, with parameters that fully_shard has sharded: the "
                 "degree must be a power of two, and divide micro_batches"
             )
-
-    def _check_shares(self) -> None:
-        """Whether all trees of this process have the same shares, where one has experts over data-parallel ranks.
-
-        A collective: when a tree that nobody uses any more is freed, each rank's Python decides. So it is an error
-        where all ranks have such trees, and then on all of them.
-        """
-        if self.group.size > 1:
-            if self._has_others_order():
-                gc.collect()  # trees that are unreachable but not yet freed
-            if all(gather_objects(self._has_others_order(), self.group)):
-                raise ValueError(
-                    "one MicroBatchTree has experts over data-parallel ranks, and one of the same dp_group is of a "
-                    "model that fully_shard has sharded, where ranks take turns, so that the two share out "
-                    "micro-batches in different orders: make one MicroBatchTree of all parameters"
-                )
-        _trees.add(self)
-
-    def _has_others_order(self) -> bool:
-        return any(
-            ranks_of(self.group) == ranks_of(other.group)
-            and bool(self._experts or other._experts)
-            and self._take_turns != other._take_turns
-            for other in list(_trees)
-        )
 
     def _start(self) -> None:
         self._tree = BinaryTree(self.micro_batches)

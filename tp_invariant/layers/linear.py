@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..consistency.agreement import AgreedCalls, check_agreement, share_error
 from ..consistency.shards import note_source
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import Stride, check_divides
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled, mode_if_cacheable
+from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import OwnerMap, ParallelMode
 from ..functional import linear as functions
 from ..functional import stock
@@ -362,8 +362,6 @@ class Linear(ShardedModule, nn.Linear):
             paths = _STOCK if not invariant else _INVARIANT if call.main_grad is None else _INTO_MAIN_GRAD
             linear = paths[self.parallel_mode]
             y = linear(x, weight, None if self.return_bias else bias, call)
-            if self._moves_bytes and is_call_check_enabled():
-                y = check_gradient(y, self._name, self.group, self._agreed, self._parameters.get("weight"))
             if self.gather_output:
                 y = gather_features(y, self.group, stride)
             result = (y, self._expanded_bias(bias, y, call, invariant)) if self.return_bias else y

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import AgreedCalls, check_agreement, check_gradient, share_error
+from ..consistency.agreement import AgreedCalls, check_agreement, share_error
 from ..core.compiled import specialize
 from ..core.dtensors import as_local, refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import TokenSharding, check_divides
-from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled, mode_if_cacheable
+from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import Normalization
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
@@ -177,8 +177,6 @@ class ParallelNorm(ShardedModule):
         finally:
             if not compiling:
                 call_context.layer = None
-        if self._moves_bytes and is_call_check_enabled():
-            y = check_gradient(y, self._name, self.group, self._agreed, self._parameters.get("weight"))
         return y if residual is None else (y, s)
 
     def _check_residual(self, x: Tensor, residual: Tensor) -> None:
